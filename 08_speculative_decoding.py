@@ -25,12 +25,13 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import models.shortage  # isort: skip  # noqa: F401  (before torch, which takes seconds)
 import torch
+from flask import Flask, Response
 from torch import Tensor
 
 import cache
@@ -571,35 +572,45 @@ def load_engine(options: Any) -> Engine:
 
 
 # --------------------------------------------------------------------------------- Flask app
-def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
-    """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /."""
-    worker = worker or Worker(engine, options)
-    prompts = demo.read_prompts(options.is_chat(engine.target.tokenizer))
-    app = http.new_app(engine, worker, options, prompts)
-    begin = partial(http.begin, engine, worker, options)
-    whole = partial(answers.answer, dtype=engine.target.model.dtype)
+def create_app(service: Any) -> Flask:
+    """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /.
+
+    `service` is a Service of serving/service.py, an engine and the worker that runs it.
+    """
+    from serving import openai
+    from serving.service import read_body
+
+    app = service.new_app()  # the page, and GET /metrics
+    openai.register_routes(app, service)
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
         """Answer with the whole text, or stream it."""
-        return http.respond(*begin(http.read_body()), whole)
+        return service.respond(read_body())
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
-        return http.with_status(answers.health(engine, worker, options))
+        health = service.health()
+        return health, 200 if health["status"] == "ok" else 503
 
-    read = partial(openai.read_chat, engine.target, options.max_tokens)
-    openai.register_routes(app, engine.target.name, engine.target.max_length, begin, whole, read)
     return app
 
 
-def load_app(options: Options) -> Flask:
+def load_app(options: Any) -> Flask:
     """The application. The worker's thread loads and runs the models; no other thread does."""
+    from models.catalogue import with_model
+    from serving.service import Service
+    from serving.worker import Worker
+
+    if options.engine:
+        from engines.app import connect
+
+        return create_app(connect(options))
 
     def load(worker: Worker) -> tuple[Engine, Flask]:
         chosen = with_model(options)
         engine = load_engine(chosen)
-        return engine, create_app(engine, chosen, worker)
+        return engine, create_app(Service(engine, chosen, worker))
 
     return Worker(None, options, load).app
 
@@ -607,19 +618,22 @@ def load_app(options: Options) -> Flask:
 # ------------------------------------------------------------------------------ command line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0; 1: outputs differ; 2: not carried out; 130: interrupted."""
+    import demo
+    from models.catalogue import with_model
+    from serving import http, options
 
     def act() -> int:
-        given, options = parse_arguments(arguments)
-        if given.port:
-            return http.serve(lambda: engines.load(options, load_app), given.port, options)
-        engine = load_engine(options := with_model(options))
-        if given.prompt is None:
-            show = engines.show_plan if given.plan else demo.show_demo
-            return show(engine, options, plain_decode, given)
-        is_chat = options.is_chat(engine.target.tokenizer)
-        body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
-        request, *_ = parse_request(body, engine, options.for_requests)
-        return demo.show_prompt(engine, request, given.explain)
+        wanted, chosen = options.parse_arguments(arguments)
+        if wanted.port:
+            return http.serve(lambda: load_app(chosen), wanted.port, chosen)
+        engine = load_engine(chosen := with_model(chosen))
+        if wanted.plan:
+            from engines.plan import show_plan
+
+            return show_plan(engine, chosen, wanted)
+        if wanted.demo:
+            return demo.show_demo(engine, chosen, plain_decode, wanted)
+        return demo.show_prompt(engine, chosen, wanted)
 
     return demo.exit_status(act)
 

@@ -25,12 +25,13 @@ from control.planner import TREE
 from control.statistics import PLAIN, Statistics, ratio
 from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
 from models.loading import StartError
-from models.prompts import chat_ids, prompt_ids
+from models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
 from models.shortage import is_shortage, tell_error, told
 from serving import trace
 from serving.answers import setting
 from serving.comparison import steadiness
-from serving.options import ROOT, Options
+from serving.options import Options
+from serving.parsing import parse_request
 
 _COLOURS = {"accepted": 32, "recovered": 33, "bonus": 36, "end": 2}
 _BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}", "end": ("", "")}
@@ -104,12 +105,15 @@ def exit_status(act: Callable[[], int]) -> int:
 # ------------------------------------------------------------------------------ one prompt
 
 
-def show_prompt(engine: Engine, wanted: Request, num_explained: int = 0) -> int:
+def show_prompt(engine: Engine, options: Options, given: Namespace) -> int:
     """One generation, streamed to the terminal with the origin of each token, then its figures.
 
-    Of the first `num_explained` cycles, prefill included, every step is shown before the text.
-    Returns 0, the exit status.
+    Of the first cycles, as many as --explain says, every step is shown before the text; the
+    prefill is one of them. Returns 0, the exit status.
     """
+    is_chat, num_explained = options.is_chat(engine.target.tokenizer), given.explain
+    body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
+    wanted, *_ = parse_request(body, engine, options.for_requests)
     if num_explained:
         for sequence, cycle in engine.generate(replace(wanted, trace=True)):
             print(explain(trace.event(sequence, cycle)), end="\n\n")
@@ -244,20 +248,6 @@ def print_figures(finish_reason: str | None, statistics: Statistics) -> None:
 # -------------------------------------------------------------------------------- the demo
 
 
-def read_prompts(is_chat: bool = False) -> dict[str, str]:
-    """The demo prompts by name; a file's last line break is not part of its prompt.
-
-    Those of the kind chat come first, and only where they are put into a chat template.
-    """
-    files = sorted((ROOT / "demo_prompts").glob("*.txt"), key=lambda f: (_kind(f.stem), f.stem))
-    files = [f for f in files if is_chat or _kind(f.stem) != "chat"]
-    return {path.stem: path.read_text("utf-8").removesuffix("\n") for path in files}
-
-
-def _kind(name: str) -> str:
-    return name.partition("_")[0]
-
-
 def chosen_prompts(engine: Engine, options: Options, names: list[str] | None) -> Prompts:
     """The demo prompts to run: those of some names or kinds, or all that suit the model.
 
@@ -267,7 +257,7 @@ def chosen_prompts(engine: Engine, options: Options, names: list[str] | None) ->
     is_chat = options.is_chat(tokenizer)
     every = read_prompts(is_chat)
     wanted = names or (["chat"] if is_chat else list(every))
-    choices = dict.fromkeys([*map(_kind, every), *every])
+    choices = dict.fromkeys([*map(kind_of, every), *every])
     for name in wanted:
         if name not in choices:  # the options have refused all others
             why = "chat needs a model with a chat template"
@@ -276,7 +266,7 @@ def chosen_prompts(engine: Engine, options: Options, names: list[str] | None) ->
     return {
         name: (text, encode(text, tokenizer, length))
         for name, text in every.items()
-        if name in wanted or _kind(name) in wanted
+        if name in wanted or kind_of(name) in wanted
     }
 
 

@@ -115,6 +115,7 @@ class Slots(Cache):
         self.lengths = [0] * num_rows  # tokens that each row holds
         self.rows: list[int] = []  # the open rows, by slot
         self.current: Place  # of the pass under way
+        self.recurrent: list[Any] = []  # layers with a recurrent state (see states.py)
         self._free = list(range(num_rows))[::-1]
         self._written = [0] * num_rows  # tokens written to each slot since it was zeroed
 

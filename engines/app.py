@@ -1,34 +1,30 @@
-"""The routes of this server with another engine behind them.
-
-    create_app(engine, options) → Flask: POST /generate, /v1, GET /health, /metrics and the page
+"""Another engine as the service behind this server's routes.
 
 Requests are checked as ever. What the engine cannot do is refused in a sentence, and what it cannot
 tell is null.
 """
 
-from collections.abc import Callable
-from functools import partial
+import os
 from typing import Any
 
-from flask import Flask, Response, g, request
+from flask import request
 
-import demo
 from control.statistics import FORMULAS, Statistics
 from drafters.pool import PLAIN
 from messages import Json, RequestError
+from models.loading import StartError
 from models.prompts import read_turns
-from page import register_page
 from serving.answers import body_of
 from serving.connection import CLIENT_BEHIND
-from serving.http import base_app, cancel_if_left, read_body, respond, with_status
-from serving.metrics import Figures, register_metrics
-from serving.openai import register_routes
+from serving.metrics import Figures
 from serving.options import Options
 from serving.parsing import parse_fields
+from serving.service import Service, watched
 
-from .client import Engine, positions_in
-from .relay import Relay, RemoteJob, Told, Wanted
+from .client import Client, Engine, positions_in
+from .relay import Relay, RemoteJob, Wanted
 
+KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which an engine at an address asks for
 _QUESTION_S = 2.0  # for the engine to say how it is
 _BY_POSITION = "the engine does not count drafts by position"
 _FORMULAS = FORMULAS | {
@@ -36,9 +32,14 @@ _FORMULAS = FORMULAS | {
     "acceptance_rate_per_position": f"position i accepted / drafts; {_BY_POSITION}",
     "conditional_acceptance_rate_per_position": f"i accepted / i - 1 accepted; {_BY_POSITION}",
 }
-
-
-# ------------------------------------------------------------------------------------ requests
+_COUNTS = {  # by the names that vLLM's metrics have for them
+    "num_spec_steps": "drafts", "num_draft_tokens": "draft_tokens",
+    "num_accepted_draft_tokens": "accepted_tokens",
+}  # fmt: skip
+_UNKNOWN = (  # of /health: what no engine tells
+    "quantization", "compiled", "trees", "model_card", "target", "bitwise_lossless",
+    "exactness", "kv_cache_capacity_tokens", "controller",
+)  # fmt: skip
 
 
 def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
@@ -59,18 +60,16 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
             raise RequestError(f"{name}: {who} {why}", param=name)
 
 
-def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, bool, list[str]]:
-    """A request's fields, defaults filled in: (request, stream, warnings). Raises RequestError."""
+def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[str]]:
+    """A request's fields, defaults filled in, and warnings. Raises RequestError."""
     defaults = options.for_requests | {"drafter": engine.drafter}
-    is_seeded = body.get("seed", options.seed) is not None
-    is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
     known = engine.name, engine.max_length, engine.vocab_size
     given, notes = parse_fields(body, None, engine.choices, defaults, *known)
-    prompt, room = given["prompt"], engine.max_length
-    if isinstance(prompt[0], int):  # a text's tokens only the engine can count
-        room -= len(prompt)
     refuse_what_it_cannot(body, engine)
-    stream, _ = given.pop("stream"), given.pop("compare")
+    room = engine.max_length
+    if isinstance(given["prompt"][0], int):  # a text's tokens only the engine can count
+        room -= len(given["prompt"])
+    is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
     if is_open and body.get("max_tokens") is None:
         given["max_tokens"] = None
     elif given["max_tokens"] > room:
@@ -79,59 +78,41 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, bool, l
             f"{engine.max_length} tokens"
         )
         given["max_tokens"] = room
-    if not is_seeded:
+    if body.get("seed", options.seed) is None:
         given["seed"] = None  # the engine's own noise: one seed a request would slow it down
-    is_chat = body.get("chat") is True
-    limit = given["max_tokens"] or room
-    return Wanted(**given, is_chat=is_chat, is_streamed=stream, limit=limit), stream, notes
+    is_streamed, _ = given.pop("stream"), given.pop("compare")
+    limit, is_chat = given["max_tokens"] or room, body.get("chat") is True
+    return Wanted(**given, is_chat=is_chat, is_streamed=is_streamed, limit=limit), notes
 
 
-# ------------------------------------------------------------------------------------- answers
+def rates(counts: Json) -> Json:
+    """An engine's counters of drafts, what follows from them, and null for what it does not count.
 
-
-def answer(jobs: list[RemoteJob], notes: list[str]) -> Json:
-    """What /generate returns for a finished job."""
-    job = jobs[0]
-    told: Told = job.sequence
-    names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
-    usage = {name: told.usage.get(name) for name in names} | {"completion_tokens": told.num_tokens}
-    ids = told.output if told.has_ids else None
-    return body_of(told, ids, notes, usage, rates(told.speculation), timings(job))
-
-
-_COUNTS = {  # by the names that vLLM's metrics have for them
-    "num_spec_steps": "drafts", "num_draft_tokens": "draft_tokens",
-    "num_accepted_draft_tokens": "accepted_tokens",
-}  # fmt: skip
-
-
-def rates(told: Json) -> Json:
-    """Counters of drafts, as the engine tells them, what follows from them, and null for others."""
-    counted = Statistics(*(told.get(name) or 0 for name in _COUNTS)).counters(0)
-    made = "draft_acceptance_rate", "mean_acceptance_length"
-    return {name: counted[name] if name in made else told.get(name) for name in counted}
+    `counts` has numbers by the names of the `speculative_decoding` block.
+    """
+    counted = Statistics(*(counts.get(name) or 0 for name in _COUNTS)).counters(0)
+    known = counts | {n: counted[n] for n in ("draft_acceptance_rate", "mean_acceptance_length")}
+    return {name: known.get(name) for name in counted}
 
 
 def timings(job: RemoteJob) -> Json:
     """Times as they are seen from here: the first token's is on the way, so is the queue there."""
-    end, first = job.heard, job.first_token
-    found = job.sequence.speculation
+    first, counts = job.first_token, job.sequence.speculation
+    spans_s = (None, None) if first is None else (first - (job.began or first), job.heard - first)
+    prompt_ms, predicted_ms = (None if span is None else round(span * 1e3, 3) for span in spans_s)
     return {
-        "prompt_ms": None if first is None else round((first - (job.began or first)) * 1e3, 3),
-        "predicted_ms": None if first is None else round((end - first) * 1e3, 3),
+        "prompt_ms": prompt_ms,
+        "predicted_ms": predicted_ms,
         "predicted_n": job.sequence.num_tokens,
-        "draft_n": found.get("num_draft_tokens"),
-        "draft_n_accepted": found.get("num_accepted_draft_tokens"),
+        "draft_n": counts.get("num_draft_tokens"),
+        "draft_n_accepted": counts.get("num_accepted_draft_tokens"),
     } | dict.fromkeys(("draft_ms", "verify_ms", "other_ms"))
-
-
-# ------------------------------------------------------------------------- health and metrics
 
 
 def acceptance(metrics: dict[str, float], k: int | None) -> Json:
     """The `speculative_decoding` block of /health from the engine's own counters."""
     counts = {name: int(value) for name, value in metrics.items() if name.startswith("spec_")}
-    told = {name: counts.get(f"spec_decode_num_{what}_total") for name, what in _COUNTS.items()}
+    told: Json = {n: counts.get(f"spec_decode_num_{what}_total") for n, what in _COUNTS.items()}
     at, drafts = positions_in(counts), told["num_spec_steps"] or 0
     reached = [drafts, *at][: len(at)]
     positions = Statistics(drafted_at=[drafts] * len(at), reached_at=reached, accepted_at=at)
@@ -139,100 +120,94 @@ def acceptance(metrics: dict[str, float], k: int | None) -> Json:
     return told | rates(told) | positions.per_position()
 
 
-def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str]]:
-    """The status for /health, the engine's metrics, and warnings."""
-    if relay.draining:
-        return "draining", {}, []
-    try:
-        engine.client.ask("/health", limit_s=_QUESTION_S)
-    except RequestError as error:
-        return "stuck" if error.status == 504 else "dead", {}, [error.message]
-    metrics, warnings = dict[str, float](), list[str]()
-    try:
-        metrics = engine.client.metrics(_QUESTION_S)
-    except RequestError as error:
-        if error.status == 504:
-            return "stuck", {}, [error.message]
-        # Some engines count only when they are told to.
-        warnings.append(f"the engine tells no metrics: {error.message}")
-    return relay.status, metrics, warnings
+class Remote(Service):
+    """An engine that runs elsewhere, and the relay that hands it requests."""
 
+    def __init__(self, engine: Engine, options: Options) -> None:
+        self.engine, self.options = engine, options
+        self.worker = Relay(engine.client, engine.model, options)
+        self.name, self.max_length = engine.name, engine.max_length
+        self.is_chat = engine.is_chat and not options.raw
 
-def health(engine: Engine, relay: Relay, options: Options) -> Json:
-    """The body of GET /health. What the engine does not tell is null."""
-    status, metrics, warnings = state(relay, engine)
-    told = acceptance(metrics, engine.num_spec_tokens)
-    nulls = (
-        "quantization", "compiled", "trees", "model_card", "target", "bitwise_lossless",
-        "exactness", "kv_cache_capacity_tokens", "controller",
-    )  # fmt: skip
-    hits, asked = (metrics.get(f"prefix_cache_{what}_total") for what in ("hits", "queries"))
-    cache = {"num_blocks": None, "num_bytes": None, "capacity_bytes": None}
-    return {
-        "status": status,
-        "engine": {"name": engine.kind, "version": engine.version},
-        "model": engine.name,
-        **dict.fromkeys(nulls),
-        "chat_template": engine.is_chat and not options.raw,
-        "drafter": engine.drafter or PLAIN,
-        "drafters": list(engine.choices),
-        "num_speculative_tokens": told["num_spec_tokens"],
-        "uptime_s": round(relay.uptime_s, 3),
-        "num_requests_running": relay.num_running,
-        "num_requests_waiting": relay.num_waiting,
-        "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
-        "prefix_cache": None if asked is None else cache | {
-            "queried_tokens": int(asked), "hit_tokens": int(hits or 0)
-        },
-        "speculative_decoding": told | {
-            "per_drafter": {engine.drafter: told} if engine.drafter else {},
-            "per_rule": None,
-            "formulas": _FORMULAS,
-        },
-        "warnings": warnings,
-    }  # fmt: skip
+    def begin(self, fields: Json) -> tuple[list[RemoteJob], bool, list[str]]:
+        """Parse and queue a request. Returns its job, whether to stream, and warnings."""
+        wanted, notes = parse(fields, self.engine, self.options)
+        is_behind = request.environ.get(CLIENT_BEHIND, lambda: False)
+        (job,) = jobs = watched([self.worker.submit(wanted, is_behind)])
+        if wanted.is_streamed:
+            job.await_first()
+        return jobs, wanted.is_streamed, notes
 
-
-def figures_of(engine: Engine) -> Figures:
-    """The engine's counters under this server's names."""
-    told = engine.client.metrics(_QUESTION_S)
-    values = {name.removesuffix("_total"): value for name, value in told.items()}
-    return Figures(values, positions_in(told))
-
-
-# ------------------------------------------------------------------------------ the application
-
-
-def create_app(engine: Engine, options: Options) -> Flask:
-    """The web application in front of an engine that answers."""
-    relay, app = Relay(engine.client, engine.model, options), base_app(options)
-    is_chat = engine.is_chat and not options.raw
-    register_page(app, demo.read_prompts(is_chat))
-    app.extensions["worker"] = relay
-    register_metrics(app, partial(figures_of, engine), relay)
-
-    def begin(body: Json) -> tuple[list[RemoteJob], bool, list[str]]:
-        """The request's job, whether to stream, and warnings."""
-        wanted, stream, notes = parse(body, engine, options)
-        is_behind: Callable[[], bool] = request.environ.get(CLIENT_BEHIND, lambda: False)
-        g.jobs = [relay.submit(wanted, is_behind)]
-        cancel_if_left(g.jobs)
-        if stream:
-            g.jobs[0].await_first()
-        return g.jobs, stream, notes
-
-    def read_chat(messages: Any, body: Json) -> None:
+    def read_chat(self, messages: Any, fields: Json) -> None:
         """Put a conversation into the fields, for the engine to write as a text."""
-        body |= {"prompt": read_turns(messages), "chat": True}
+        fields |= {"prompt": read_turns(messages), "chat": True}
 
-    @app.post("/generate")
-    def generate() -> Response | Json:
-        """Answer when all is done, or stream it."""
-        return respond(*begin(read_body()), answer)
+    def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
+        """What /generate returns for a finished job."""
+        told = jobs[0].sequence
+        names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
+        usage = {n: told.usage.get(n) for n in names} | {"completion_tokens": told.num_tokens}
+        ids = told.output if told.has_ids else None
+        return body_of(told, ids, notes, usage, rates(told.speculation), timings(jobs[0]))
 
-    @app.get("/health")
-    def get_health() -> tuple[Json, int]:
-        return with_status(health(engine, relay, options))
+    def health(self) -> Json:
+        """The body of GET /health. What the engine does not tell is null."""
+        engine, relay = self.engine, self.worker
+        status, metrics, warnings = self._state()
+        counters = acceptance(metrics, engine.num_spec_tokens)
+        hits, asked = (metrics.get(f"prefix_cache_{what}_total") for what in ("hits", "queries"))
+        prefixes = {"queried_tokens": int(asked or 0), "hit_tokens": int(hits or 0)}
+        prefixes |= dict.fromkeys(("num_blocks", "num_bytes", "capacity_bytes"))
+        return {
+            "status": status,
+            "engine": {"name": engine.kind, "version": engine.version},
+            "model": engine.name,
+            **dict.fromkeys(_UNKNOWN),
+            "chat_template": self.is_chat,
+            "drafter": engine.drafter or PLAIN,
+            "drafters": list(engine.choices),
+            "num_speculative_tokens": counters["num_spec_tokens"],
+            "uptime_s": round(relay.uptime_s, 3),
+            "num_requests_running": relay.num_running,
+            "num_requests_waiting": relay.num_waiting,
+            "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
+            "prefix_cache": None if asked is None else prefixes,
+            "speculative_decoding": counters
+            | {
+                "per_drafter": {name: counters for name in engine.choices},
+                "per_rule": None,
+                "formulas": _FORMULAS,
+            },
+            "warnings": warnings,
+        }
 
-    register_routes(app, engine.name, engine.max_length, begin, answer, read_chat)
-    return app
+    def _state(self) -> tuple[str, dict[str, float], list[str]]:
+        """The status for /health, the engine's metrics, and warnings."""
+        if self.worker.draining:
+            return "draining", {}, []
+        try:
+            self.engine.client.ask("/health", limit_s=_QUESTION_S)
+        except RequestError as error:
+            return "stuck" if error.status == 504 else "dead", {}, [error.message]
+        try:
+            return self.worker.status, self.engine.client.metrics(_QUESTION_S), []
+        except RequestError as error:
+            if error.status == 504:
+                return "stuck", {}, [error.message]
+            # Some engines count only when they are told to.
+            return self.worker.status, {}, [f"the engine tells no metrics: {error.message}"]
+
+    def figures(self) -> Figures:
+        """The engine's counters under this server's names."""
+        told = self.engine.client.metrics(_QUESTION_S)
+        values = {name.removesuffix("_total"): value for name, value in told.items()}
+        return Figures(values, positions_in(told))
+
+
+def connect(options: Options) -> Remote:
+    """The engine at the address of --engine. Raises StartError if none answers there."""
+    client = Client(options.engine, os.environ.get(KEY_VARIABLE))
+    try:
+        return Remote(Engine.ask(client), options)
+    except RequestError as error:
+        raise StartError(f"cannot use --engine {options.engine}: {error}") from error

@@ -33,6 +33,12 @@ _ANSWER_S = 5.0  # for a whole answer to a short question
 _SIZE = 1 << 16  # bytes that are read at once
 _MOST = 16 << 20  # bytes of a whole answer, or of an event
 _UNKNOWN_LENGTH = 1 << 20  # of the context, in tokens
+_REFUSALS = {  # the engine's status -> what our client is told: words, status and code
+    401: ("wants another key", 502, "engine_key"),
+    403: ("wants another key", 502, "engine_key"),
+    429: ("is busy", 429, "queue_full"),
+    503: ("is not ready", 503, "unavailable"),
+}
 
 
 def broke_off(why: str) -> RequestError:
@@ -55,17 +61,10 @@ def refusal(status: int, body: bytes) -> RequestError:
     found = found if isinstance(found, dict) else {"message": found}
     message = in_short(ValueError(found.get("message") or f"no reason, with status {status}"))
     param = found.get("param") if isinstance(found.get("param"), str) else None
-    if status == 429:
-        return RequestError(f"the engine is busy: {message}", status=429, code="queue_full")
-    if status in (401, 403):
-        return RequestError(
-            f"the engine wants another key: {message}", status=502, code="engine_key"
-        )
-    if status == 503:
-        return unavailable(f"the engine is not ready: {message}")
-    if 400 <= status < 500:
-        return RequestError(f"the engine refused: {message}", param=param)
-    return RequestError(f"the engine failed: {message}", status=502, code="engine_failed")
+    is_callers = 400 <= status < 500
+    otherwise = ("refused", 400, None) if is_callers else ("failed", 502, "engine_failed")
+    what, told, code = _REFUSALS.get(status, otherwise)
+    return RequestError(f"the engine {what}: {message}", None if code else param, told, code)
 
 
 def hang_up(connected: socket.socket) -> None:

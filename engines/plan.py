@@ -259,7 +259,7 @@ def prompts_for(engine: Engine, options: Options, given: Namespace) -> dict[str,
     return found
 
 
-def show_plan(engine: Engine, options: Options, _: object, given: Namespace) -> int:
+def show_plan(engine: Engine, options: Options, given: Namespace) -> int:
     """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
     names, left_out = [], ["self_int8", "tree"]
     for name, drafter in engine.pool.drafters.items():

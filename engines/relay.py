@@ -222,9 +222,7 @@ class RemoteJob(Job):
             except (TypeError, ValueError, LookupError, AttributeError):
                 raise broke_off("an event of its stream has another shape than vLLM's") from None
             if event:
-                if self.first_token is None:
-                    self.first_token = self.heard
-                    relay.first_token_s.observe(self.first_token - self.submitted)
+                self.note_first(relay.first_token_s.observe)
                 self.put(event)
             while self.is_behind() and not self.cancelled:
                 time.sleep(_BEHIND_S)  # nor is the engine read from

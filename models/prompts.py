@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import Model, RequestError
 
+from .catalogue import ROOT
 from .template import renderer
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
@@ -253,3 +254,19 @@ def ids_of(texts: dict[str, str], target: Model, is_raw: bool = False) -> dict[s
     tokenizer, length = target.tokenizer, target.max_length
     read = chat_ids if tokenizer.chat_template and not is_raw else prompt_ids
     return {name: read(text, tokenizer, length) for name, text in texts.items()}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a demo prompt. Example: easy_facts -> easy."""
+    return name.partition("_")[0]
+
+
+def read_prompts(is_chat: bool = False) -> dict[str, str]:
+    """The demo prompts by name; a file's last line break is not part of its prompt.
+
+    Those of the kind chat come first, and only where they are put into a chat template.
+    """
+    files = {path.stem: path for path in (ROOT / "demo_prompts").glob("*.txt")}
+    names = [name for name in files if is_chat or kind_of(name) != "chat"]
+    names.sort(key=lambda name: (kind_of(name), name))
+    return {name: files[name].read_text("utf-8").removesuffix("\n") for name in names}

@@ -85,46 +85,55 @@ def brief(event: Json) -> Json:
     return {"step": event["step"], "tokens": tokens}
 
 
-def stream_events(jobs: list[Job], whole: Callable[[], Json]) -> Iterator[str]:
-    """Jobs as server-sent events: one per cycle, then the answer that `whole` makes.
+class Shape:
+    """How /generate writes an answer: whole, or as a stream of an event for each cycle.
 
     The events of a comparison's plain decoding stand under "plain". It is measured several times,
     and the first time is shown.
     """
 
-    def shown(event: Json, number: int) -> str:
-        text = {"text": "".join(text for text, _ in event["pieces"])}
+    opening = ""  # what a stream begins with
+
+    def __init__(self, fields: Json) -> None:
+        """`fields` are the request's."""
+        self._fields = fields
+
+    def whole(self, body: Json) -> Json:
+        """The body of a request that is answered at once; `body` is the service's answer."""
+        return body
+
+    def shown(self, event: Json, number: int) -> str:
+        """What a stream shows of an event of the request's job of this number; "" is nothing."""
         if number > 1:
             return ""
+        text = {"text": "".join(text for text, _ in event["pieces"])}
         if number == 1:
             return sse({"plain": brief(event) | text | {"ms": event["ms"]}})
-        told = public(event) if jobs[0].request.trace else brief(event)
+        shown = public(event) if self._fields.get("trace") else brief(event)
         if "logprobs" in event:
-            told["logprobs"] = event["logprobs"]
-        return sse(told | text)
+            shown["logprobs"] = event["logprobs"]
+        return sse(shown | text)
 
-    return stream(jobs, shown, lambda: [sse(whole())])
+    def last(self, body: Json) -> Iterable[str]:
+        """What a stream ends with, when all is done."""
+        return [sse(body)]
 
 
-def stream(
-    jobs: list[Job], shown: Callable[[Json, int], str], last: Callable[[], Iterable[str]],
-    opening: str = "",
-) -> Iterator[str]:  # fmt: skip
-    """Jobs as a stream: `opening`, what is shown of each event, `last` or an error, and [DONE].
+def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterator[str]:
+    """Jobs as server-sent events in this shape, then the `answer` or an error, and [DONE].
 
-    `shown` gets an event and its job's number; `last` is called when all is done. A stream that
-    merely ended would look like a success. The jobs do not outlive it.
+    A stream that merely ended would look like a success. The jobs do not outlive it.
     """
     try:
-        if opening:
-            yield opening
+        if shape.opening:
+            yield shape.opening
         for number, job in enumerate(jobs):
             for events in job:
-                text = "".join(shown(event, number) for event in events)
+                text = "".join(shape.shown(event, number) for event in events)
                 if text or not events:
                     yield text or PING
         if not any(job.cancelled for job in jobs):
-            yield from last()
+            yield from shape.last(answer())
     except RequestError as error:
         yield sse(error.body())
     except Exception as error:  # the status line is out: an event is all that can be said

@@ -10,9 +10,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from ipaddress import ip_address
 from typing import Any, NoReturn
 
@@ -20,18 +19,15 @@ from flask import Flask, Response, g, request
 from werkzeug import Request
 from werkzeug.exceptions import HTTPException
 
-from messages import Engine, Json, RequestError, engine_failure, in_short
+from messages import Json, RequestError, engine_failure, in_short
 from models.catalogue import abandon
 from page import register_page
 
-from .answers import stream_events
-from .comparison import runs_to_compare
-from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
+from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
 from .log import Progress, log_to_stderr, name_requests
-from .metrics import figures_of, register_metrics
 from .options import Options
-from .parsing import model_id, parse_json, parse_request
-from .worker import Job, Worker, cancel, unavailable, wait_for
+from .parsing import model_id
+from .worker import Worker, unavailable, wait_for
 
 MAX_CONNECTIONS = 1000
 _OTHER_CONNECTIONS = 32  # beside those of requests that run or wait
@@ -41,41 +37,6 @@ _HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
 _GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
 _WITH_BODY = ("/generate", "/v1/completions", "/v1/chat/completions")
 LOG = logging.getLogger(__name__)
-
-
-def read_body() -> Json:
-    """The JSON object that was sent. Raises RequestError for anything else."""
-    return parse_json(request.get_data(cache=False))
-
-
-def respond(
-    jobs: list[Job],
-    is_stream: bool,
-    notes: list[str],
-    whole: Callable[[list[Job], list[str]], Json],
-    events: Callable[..., Iterator[str]] = stream_events,
-) -> Response | Json:
-    """What `whole` makes of the jobs when all is done, or their stream. Re-raises a job's error."""
-    if is_stream:
-        stream = events(jobs, lambda: whole(jobs, notes))
-        return Response(stream, mimetype="text/event-stream")
-    try:
-        for job in jobs:
-            job.wait()
-        has_left = any(job.cancelled for job in jobs)  # then nobody reads the 499
-        return Response(status=499) if has_left else whole(jobs, notes)
-    finally:
-        cancel(jobs)
-
-
-def with_status(health: Json) -> tuple[Json, int]:
-    """The answer to GET /health: 200, or 503 where nothing can be served."""
-    return health, 200 if health["status"] == "ok" else 503
-
-
-def cancel_if_left(jobs: list[Job]) -> None:
-    """Cancel them if the client leaves, so that nobody has to wake and look."""
-    request.environ.get(WHEN_LEFT, lambda act: None)(partial(cancel, jobs))
 
 
 def base_app(options: Options) -> Flask:
@@ -108,25 +69,6 @@ def base_app(options: Options) -> Flask:
         return response
 
     return app
-
-
-def new_app(engine: Engine, worker: Worker, options: Options, prompts: dict[str, str]) -> Flask:
-    """An application with the page and GET /metrics, and all that its routes have in common."""
-    app = base_app(options)
-    register_page(app, prompts)
-    register_metrics(app, partial(figures_of, engine), worker)
-    app.extensions["worker"] = worker
-    return app
-
-
-def begin(
-    engine: Engine, worker: Worker, options: Options, body: Json
-) -> tuple[list[Job], bool, list[str]]:
-    """Parse and queue a request. Returns its jobs, whether to stream, and warnings."""
-    wanted, stream, compare, notes = parse_request(body, engine, options.for_requests)
-    g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
-    cancel_if_left(g.jobs)
-    return g.jobs, stream, notes
 
 
 class Guard:

@@ -11,22 +11,19 @@ Not covered: several choices or prompts in one request, tools, images, embedding
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from flask import Flask, Response, g
 from werkzeug.exceptions import NotFound
 
-from messages import Json, Model, RequestError
-from models.prompts import chat_prompt
+from messages import Json, RequestError
 
-from .answers import sse, stream
-from .http import read_body, respond
+from .answers import Shape, sse
 from .parsing import model_id, unknown_model
-from .worker import Job
+from .service import Service, read_body
 
 _TEXT_ALONE = "not supported: this server answers with text alone"
 # The only values of these fields that are served (null counts as absent); what is said of others.
@@ -51,41 +48,20 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
-Begin = Callable[[Json], tuple[list[Job], bool, list[str]]]
-Whole = Callable[[list[Job], list[str]], Json]
-ReadChat = Callable[[Any, Json], None]
 Logprobs = list[Json] | None
 
 
-def read_chat(target: Model, limit: int | None, messages: Any, fields: Json) -> None:
-    """Put a conversation into the fields, as its ids.
-
-    `limit` is the operator's, where a request names none. Without one either, a chat goes on to the
-    end of the context: its clients mostly name none, and want the whole answer.
-    """
-    fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
-    if limit is None and fields.get("max_tokens") is None:
-        fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
-
-
-def register_routes(
-    app: Flask, name: str, max_length: int, begin: Begin, whole: Whole, read_chat: ReadChat
-) -> None:
-    """Add the routes for a model of this name, whose context holds `max_length` tokens.
-
-    `read_chat(messages, fields)` puts a conversation into the fields that `begin` gets, and `whole`
-    makes the answer of /generate, of which these routes take the figures.
-    """
-    name = model_id(name)
+def register_routes(app: Flask, service: Service) -> None:
+    """Add the routes for the service's model."""
+    name = model_id(service.name)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
-    card["max_model_len"] = max_length
-    serve = partial(_serve, name, begin, whole)
+    card["max_model_len"] = service.max_length
 
     @app.post("/v1/completions")
     def completions() -> Response | Json:
         fields = _supported(read_body())
         fields["prompt"] = _single(fields.get("prompt"))
-        return serve(fields, _Completion())
+        return service.respond(fields, _Completion(name, fields))
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
@@ -95,8 +71,8 @@ def register_routes(
         with _errors_name(sent):
             messages = fields.pop("messages", None)
             _translate_chat(fields, sent)
-            read_chat(messages, fields)
-            return serve(fields, _Chat())
+            service.read_chat(messages, fields)
+            return service.respond(fields, _Chat(name, fields))
 
     @app.get("/v1/models")
     def models() -> Json:
@@ -127,27 +103,7 @@ def _routes(app: Flask) -> str:
     )
 
 
-def _serve(
-    name: str, begin: Begin, whole: Whole, fields: Json, shape: "_Completion | _Chat"
-) -> Response | Json:
-    """Begin the request, then answer when all is done, or stream it."""
-    options = fields.get("stream_options")
-    jobs, is_stream, notes = begin(fields)
-    head = {
-        "id": f"{shape.prefix}-{g.id}",  # the X-Request-Id
-        "object": shape.kind_of_chunk if is_stream else shape.kind,
-        "created": int(time.time()),
-        "model": name,
-    }
-
-    def shaped(jobs: list[Job], notes: list[str]) -> Json:
-        body = whole(jobs, notes)
-        choice = shape.whole(body["text"], body["finish_reason"], body.get("logprobs"))
-        figures = {name: body[name] for name in _FIGURES if name in body}
-        return head | {"choices": [choice]} | figures
-
-    with_usage = bool(options and options.get("include_usage"))
-    return respond(jobs, is_stream, notes, shaped, partial(_chunks, head, shape, with_usage))
+# ------------------------------------------------------------------------- what clients send
 
 
 @contextmanager
@@ -196,79 +152,94 @@ def _single(prompt: Any) -> Any:
     return prompt
 
 
-class _Completion:
-    """How /v1/completions shapes the text: the choices of one answer."""
+# --------------------------------------------------------------------------- what they read
+
+
+class _OpenAI(Shape):
+    """OpenAI's shape of an answer: a body with one choice, or chunks of it and then the figures."""
+
+    prefix, kind, kind_of_chunk = "", "", ""
+
+    def __init__(self, model: str, fields: Json) -> None:
+        """`fields` are the request's; `model` is the name by which clients know the model."""
+        super().__init__(fields)
+        self._head = {"id": f"{self.prefix}-{g.id}"}  # the X-Request-Id
+        self._head |= {"object": self.kind, "created": int(time.time()), "model": model}
+
+    def choice(self, text: str, reason: str | None, logprobs: Logprobs, is_part: bool) -> Json:
+        """The choice of a whole answer, or what a chunk tells of it (`is_part`)."""
+        raise NotImplementedError
+
+    def whole(self, body: Json) -> Json:
+        """The body of a request that is answered at once, from /generate's answer."""
+        choice = self.choice(body["text"], body["finish_reason"], body.get("logprobs"), False)
+        return self._head | {"choices": [choice]} | _figures(body)
+
+    def _chunk(self, *choices: Json, **figures: Any) -> str:
+        kind = {"object": self.kind_of_chunk}
+        return sse(self._head | kind | {"choices": list(choices)} | figures)
+
+    def shown(self, event: Json, number: int) -> str:
+        """A chunk where the request's own run has news; a comparison's other runs have none."""
+        text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
+        is_news = number == 0 and (text or logprobs is not None)
+        return self._chunk(self.choice(text, None, logprobs, True)) if is_news else ""
+
+    def last(self, body: Json) -> Iterator[str]:
+        """The reason of the end, with the figures; the usage in a chunk of its own, if asked."""
+        figures = _figures(body)
+        usage = figures.pop("usage")
+        yield self._chunk(self.choice("", body["finish_reason"], None, True), **figures)
+        if (self._fields.get("stream_options") or {}).get("include_usage"):
+            yield self._chunk(**figures, usage=usage)
+
+
+def _figures(body: Json) -> Json:
+    return {name: body[name] for name in _FIGURES if name in body}
+
+
+class _Completion(_OpenAI):
+    """The shape of /v1/completions."""
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
-    opening = None
+    _offset = 0  # where in the text the next token begins
 
-    def __init__(self) -> None:
-        self._offset = 0  # where in the text the next token begins
-
-    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> Json:
-        """What a chunk tells, and a whole answer."""
+    def choice(self, text: str, reason: str | None, logprobs: Logprobs, is_part: bool) -> Json:
+        """A chunk tells what a whole answer does, of its own part of the text."""
         listed = None
         if logprobs is not None:
             tokens = [entry["token"] for entry in logprobs]
-            ends = list(accumulate(map(len, tokens), initial=self._offset))
-            tops = [
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-                for entry in logprobs
-            ]
+            *starts, self._offset = accumulate(map(len, tokens), initial=self._offset)
             listed = {
                 "tokens": tokens,
                 "token_logprobs": [entry["logprob"] for entry in logprobs],
-                "top_logprobs": tops,
-                "text_offset": ends[:-1],
+                "top_logprobs": [
+                    {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                    for entry in logprobs
+                ],
+                "text_offset": starts,
             }
-            self._offset = ends[-1]
         return {"index": 0, "text": text, "logprobs": listed, "finish_reason": reason}
 
-    whole = part
 
-
-class _Chat:
-    """The same of /v1/chat/completions."""
+class _Chat(_OpenAI):
+    """The shape of /v1/chat/completions."""
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self) -> None:
-        self.opening = self._choice({"delta": {"role": "assistant", "content": ""}}, None, None)
+    @property
+    def opening(self) -> str:
+        """A stream begins with the role."""
+        return self._chunk(self._choice(None, None, delta={"role": "assistant", "content": ""}))
 
-    def whole(self, text: str, reason: str | None, logprobs: Logprobs) -> Json:
-        """The choice of a whole answer."""
-        return self._choice({"message": {"role": "assistant", "content": text}}, reason, logprobs)
+    def choice(self, text: str, reason: str | None, logprobs: Logprobs, is_part: bool) -> Json:
+        """A message, or its next part; the chunk that ends the text says nothing more."""
+        if is_part:
+            return self._choice(reason, logprobs, delta={} if reason else {"content": text})
+        return self._choice(reason, logprobs, message={"role": "assistant", "content": text})
 
-    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> Json:
-        """What a chunk tells; the one that ends the text says nothing more."""
-        return self._choice({"delta": {} if reason else {"content": text}}, reason, logprobs)
-
-    def _choice(self, said: Any, reason: str | None, logprobs: Logprobs) -> Json:
+    def _choice(self, reason: str | None, logprobs: Logprobs, **said: Json) -> Json:
         return {"index": 0} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
-
-
-def _chunks(
-    head: Json, shape: _Completion | _Chat, with_usage: bool,
-    jobs: list[Job], whole: Callable[[], Json],
-) -> Iterator[str]:  # fmt: skip
-    """Chunks of the text as it comes, then the reason of its end with the figures."""
-
-    def chunk(choice: Json) -> str:
-        return sse(head | {"choices": [choice]})
-
-    def shown(event: Json, number: int) -> str:
-        text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
-        is_news = number == 0 and (text or logprobs is not None)
-        return chunk(shape.part(text, None, logprobs)) if is_news else ""
-
-    def last() -> Iterator[str]:
-        body = whole()
-        usage, reason = body.pop("usage"), body["choices"][0]["finish_reason"]
-        yield sse(body | {"choices": [shape.part("", reason, None)]})
-        if with_usage:
-            yield sse(body | {"choices": [], "usage": usage})
-
-    return stream(jobs, shown, last, chunk(shape.opening) if shape.opening else "")
 
 
 def _content(logprobs: Logprobs) -> Json | None:

@@ -20,7 +20,7 @@ from drafters.pool import PLAIN
 from messages import Json, Request, RequestError, Sampling
 from models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 from models.gguf_file import is_gguf
-from models.prompts import Tokenizer
+from models.prompts import Tokenizer, kind_of, read_prompts
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -103,8 +103,15 @@ def _option(group: str, default: Any, text: str, shown: str | None = None, **det
         details["action"] = "store_true"
     elif type(default) in (int, float):
         details = {"type": type(default)} | details
-    metadata = {"group": group, "text": text, "shown": shown, "details": details}
-    return dataclasses.field(default=default, metadata=metadata)
+    if shown is None:
+        shown = "" if default is None or default is False else str(default)
+    text = (text + (f" (default: {shown})" if shown else "")).replace("%", "%%")
+    return dataclasses.field(default=default, metadata={"group": group, "text": text} | details)
+
+
+def _flag(name: str) -> str:
+    """A field as the command line spells it. Example: max_tokens -> --max-tokens."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _head(kind: str, shown: str) -> Any:
@@ -375,8 +382,9 @@ def _parser(is_complete: bool) -> Parser:
     add(DO, "--port", "serve the page and the HTTP interface at http://127.0.0.1:PORT", **port)
     add(DO, "--plan", "work out a vLLM and an SGLang command line for your prompts", **_SWITCH)
     for field in fields(Options):
-        if field.metadata:
-            _add_field(add, field)
+        default = None if field.name in _DEPENDING else field.default
+        default = list(default) if isinstance(default, tuple) else default
+        add(flag=_flag(field.name), default=default, **field.metadata)
     few = {"type": between(1, 1000), "nargs": "?", "const": 4, "default": 0, "metavar": "N"}
     add(CHANGE, "--explain", "with --prompt: show the first N cycles (4) step by step", **few)
     some = "with --demo and --plan: run these of demo_prompts/, by name or kind (chat, code, …)"
@@ -393,17 +401,6 @@ def _parser(is_complete: bool) -> Parser:
     every = "show all options, by group, and exit"
     helps.add_argument("--help-all", nargs=0, action=_HelpAll, help=every)
     return parser
-
-
-def _add_field(add: Callable[..., None], field: dataclasses.Field[Any]) -> None:
-    group, text, shown, details = field.metadata.values()
-    default = None if field.name in _DEPENDING else field.default
-    default = list(default) if isinstance(default, tuple) else default
-    if shown is None:
-        shown = "" if default is None or default is False else str(default)
-    text += f" (default: {shown})" if shown else ""
-    flag = f"--{field.name.replace('_', '-')}"
-    add(group, flag, text.replace("%", "%%"), default=default, **details)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
@@ -466,10 +463,10 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle",
     ):  # fmt: skip
         if given.engine and getattr(given, name) != getattr(Options, name):
-            flag = f"--{name.replace('_', '-')}"
-            parser.error(f"{flag} is for this server's own engine: it does not go with --engine")
-    stems = {path.stem for path in (ROOT / "demo_prompts").glob("*.txt")}
-    known = sorted({*stems, *(stem.partition("_")[0] for stem in stems)})
+            why = "is for this server's own engine: it does not go with --engine"
+            parser.error(f"{_flag(name)} {why}")
+    names = read_prompts(is_chat=True)
+    known = sorted({*names, *map(kind_of, names)})
     is_file = given.plan and len(given.prompts or ()) == 1 and Path(given.prompts[0]).is_file()
     if not is_file and (unknown := set(given.prompts or ()) - set(known)):
         file = " or a file" if given.plan else ""
@@ -478,4 +475,4 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
     except RequestError as error:
         name = str(error.param)
-        parser.error(str(error).replace(name, f"--{name.replace('_', '-')}", 1))
+        parser.error(str(error).replace(name, _flag(name), 1))

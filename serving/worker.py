@@ -117,6 +117,13 @@ class Job:
                 if time.monotonic() >= self._rested:
                     self._changed.notify()
 
+    def note_first(self, observe: Callable[[float], None]) -> None:
+        """Note the time of the first token, and have `observe` count the seconds that it took."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+            if self.after is None:  # waiting for another would count that one's time
+                observe(self.first_token - self.submitted)
+
     def end(self, error: Exception | None = None) -> None:
         """Nothing more will come; with an error, whoever iterates or waits gets it raised."""
         with self._changed:
@@ -286,7 +293,7 @@ class Worker(Admission):
 
     @property
     def status(self) -> str:
-        """As above, or stuck (a cycle takes too long) until one gets on; dead, for good."""
+        """ok; failing or stuck (a cycle takes too long) until one gets on; draining or dead."""
         since = self._busy_since
         if self._died:
             return "dead"
@@ -353,7 +360,7 @@ class Worker(Admission):
                 except Exception as error:
                     s.fail(error)
                 else:
-                    self._note_first(job)
+                    job.note_first(self.first_token_s.observe)
                     self._failures_in_a_row = 0
                     if event:
                         job.put(event)
@@ -377,12 +384,6 @@ class Worker(Admission):
         except Exception as error:
             self._running.remove(job)
             job.end(error)
-
-    def _note_first(self, job: Job) -> None:
-        if job.first_token is None:
-            job.first_token = time.monotonic()
-            if job.after is None:  # waiting for another would count that one's time
-                self.first_token_s.observe(job.first_token - job.submitted)
 
     def _leave(self, job: Job, error: Exception | None = None) -> None:
         """Give the job's row and drafter state back; its end goes out last."""

@@ -183,12 +183,14 @@ class Recorder(_Server):
 
 def main(url):
     """Say all that is in SAID to a running vLLM, through this server's own routes."""
+    import speculative_decoding as core
+
     from engines import app, client
     from serving.options import Options
 
     recorder = Recorder(url)
     engine = client.Engine.ask(client.Client(recorder.url))
-    asked = app.create_app(engine, Options(max_running=8)).test_client()
+    asked = core.create_app(app.Remote(engine, Options(max_running=8))).test_client()
     for path, body in SAID.values():
         print(path, asked.post(path, json=body).data[:200])
     asked.get("/health")

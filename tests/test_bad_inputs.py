@@ -51,7 +51,7 @@ def client(chat_folder):
     """Of a tiny model that all three routes can serve."""
     model = {"model": str(chat_folder("llama")), "drafter": "ngram", "max_tokens": DEFAULT_LIMIT}
     options = core.Options(**model)
-    app = core.create_app(core.load_engine(options), options)
+    app = core.create_app(core.Service(core.load_engine(options), options))
     yield app.test_client()
     app.extensions["worker"].drain(LIMIT_S)
 

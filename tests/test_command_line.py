@@ -30,6 +30,7 @@ from messages import RequestError
 from models import loading
 from serving.http import Guard
 from serving.options import KEY_VARIABLE, parse_arguments
+from serving.parsing import parse_request
 
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
@@ -246,7 +247,7 @@ def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_fo
     options = core.Options(model=str(tiny_folder("llama")), drafter="none")
     engine = core.load_engine(options)
     for fields, drafter in (({}, None), ({"drafter": "ngram"}, "ngram")):
-        request, *_ = core.parse_request({"prompt": "x"} | fields, engine, options.for_requests)
+        request, *_ = parse_request({"prompt": "x"} | fields, engine, options.for_requests)
         assert request.drafter == drafter
 
 

@@ -12,6 +12,7 @@ import socket
 import threading
 
 import pytest
+import speculative_decoding as core
 from engine import CHAT, COLOURS, SAID, replaying
 from server import (
     LIMIT_S,
@@ -23,7 +24,8 @@ from server import (
     until,
 )  # fmt: skip
 
-from engines import KEY_VARIABLE, app, client, load, relay
+from engines import app, client, relay
+from engines.app import KEY_VARIABLE
 from messages import RequestError
 from models.loading import StartError
 from serving.options import Options
@@ -43,7 +45,7 @@ def ask(replay, request):
     """(status, body or events) of a POST, under limits that a test may give."""
     engine = client.Engine.ask(client.Client(replay.url))
     options = Options(max_running=8, **getattr(request, "param", {}))
-    asked = app.create_app(engine, options).test_client()
+    asked = core.create_app(app.Remote(engine, options)).test_client()
 
     def post(path, body):
         answer = asked.post(path, json=body)
@@ -249,7 +251,7 @@ def test_an_engine_that_answers_anything_is_used_or_refused_in_one_line(replay, 
             if turn["path"] == path:
                 turn |= {"pieces": [told], "status": status}
         try:
-            made = load(Options(engine=replay.url), None).test_client()
+            made = core.create_app(app.connect(Options(engine=replay.url))).test_client()
         except StartError as error:
             assert path == "/v1/models" and str(error).endswith("/v1/models names no model")
         else:
@@ -332,7 +334,7 @@ def test_a_client_that_reads_slowly_slows_the_engine(server, monkeypatch):
 def test_a_vllm_that_runs_answers_as_the_recorded_one():
     url = os.environ["VLLM_URL"]
     engine = client.Engine.ask(client.Client(url, os.environ.get(KEY_VARIABLE)))
-    asked = app.create_app(engine, Options(max_running=8)).test_client()
+    asked = core.create_app(app.Remote(engine, Options(max_running=8))).test_client()
     for name in ("plain", "streamed", "stopped"):
         path, body = SAID[name]
         answer = asked.post(path, json=body)

@@ -132,7 +132,7 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
         failed.append(weakref.ref(s))
         raise ValueError("this one fails")
 
-    app = core.create_app(demo_engine, core.Options())
+    app = core.create_app(core.Service(demo_engine, core.Options()))
     client = app.test_client()
     logging.disable(logging.CRITICAL)  # pytest keeps it all
     gc.disable()

@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "page": set(),
     "serving": {"messages", "sampling", "models", "drafters", "control", "page"},
     "demo": {"messages", "control", "models", "serving"},
-    "engines": {"messages", "drafters", "control", "models", "page", "serving", "demo"},
+    "engines": {"messages", "drafters", "control", "models", "serving", "demo"},
 }
 ROOMS[CORE] = {*ROOMS} - {"demo_models"}
 OURS = {*ROOMS, "speculative_decoding", "benchmarks", "tests", "conftest"}

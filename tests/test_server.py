@@ -247,7 +247,7 @@ def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder, 
     worker, taken = Worker(engine, options), []
     submit = worker.submit
     worker.submit = lambda *requests: taken.extend(submit(*requests)) or taken[-len(requests) :]
-    client = core.create_app(engine, options, worker).test_client()
+    client = core.create_app(core.Service(engine, options, worker)).test_client()
     fields = {"prompt": COLOURS, "max_tokens": 4, "compare": True}
     for _ in range(3):
         assert client.post("/generate", json=fields).status_code == 200

@@ -1,0 +1,110 @@
+"""An engine as the routes use it: what becomes of a request, and what the server says of itself.
+
+    fields → begin: parse, queue → wait, or stream → answer → written in a Shape
+
+engines/app.py has a service whose engine runs elsewhere.
+"""
+
+from functools import partial
+from typing import Any
+
+from flask import Flask, Response, g, request
+
+from messages import Engine, Json
+from models.prompts import chat_prompt, read_prompts
+from page import register_page
+
+from . import answers
+from .answers import Shape, stream
+from .comparison import runs_to_compare
+from .connection import WHEN_LEFT
+from .http import base_app
+from .metrics import Figures, figures_of, register_metrics
+from .options import Options
+from .parsing import parse_json, parse_request
+from .worker import Admission, Job, Worker, cancel
+
+
+def read_body() -> Json:
+    """The JSON object that was sent. Raises RequestError for anything else."""
+    return parse_json(request.get_data(cache=False))
+
+
+def watched(jobs: list[Job]) -> list[Job]:
+    """Name the jobs in the request's line of the log, and cancel them if the client leaves."""
+    g.jobs = jobs
+    request.environ.get(WHEN_LEFT, lambda act: None)(partial(cancel, jobs))
+    return jobs
+
+
+class Service:
+    """This server's own engine, and the worker that runs it."""
+
+    worker: Admission
+
+    def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
+        """Without a worker it makes one."""
+        target = engine.target
+        self.engine, self.options, self.worker = engine, options, worker or Worker(engine, options)
+        self.name, self.max_length = target.name, target.max_length
+        self.is_chat = options.is_chat(target.tokenizer)
+
+    def new_app(self) -> Flask:
+        """An application with the page and GET /metrics, and what all routes have in common."""
+        app = base_app(self.options)
+        register_page(app, read_prompts(self.is_chat))
+        register_metrics(app, self.figures, self.worker)
+        app.extensions["worker"] = self.worker
+        return app
+
+    def respond(self, fields: Json, shape: Shape | None = None) -> Response | Json:
+        """Answer a request when all is done, or stream it; in the shape of /generate or another.
+
+        Raises RequestError, and what made one of its jobs fail.
+        """
+        shape = shape or Shape(fields)
+        jobs, is_stream, notes = self.begin(fields)
+        if is_stream:
+            events = stream(jobs, shape, lambda: self.answer(jobs, notes))
+            return Response(events, mimetype="text/event-stream")
+        try:
+            for job in jobs:
+                job.wait()
+            if any(job.cancelled for job in jobs):
+                return Response(status=499)  # the client has left: nobody reads it
+            return shape.whole(self.answer(jobs, notes))
+        finally:
+            cancel(jobs)
+
+    def begin(self, fields: Json) -> tuple[list[Any], bool, list[str]]:
+        """Parse and queue a request. Returns its jobs, whether to stream, and warnings.
+
+        Raises RequestError.
+        """
+        defaults = self.options.for_requests
+        wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
+        runs = runs_to_compare(wanted) if compare else [wanted]
+        return watched(self.worker.submit(*runs)), is_stream, notes
+
+    def read_chat(self, messages: Any, fields: Json) -> None:
+        """Put a conversation into the fields that `begin` gets. Raises RequestError.
+
+        Where neither the request nor the operator limits it, a chat goes on to the end of the
+        context: its clients mostly name no limit, and want the whole answer.
+        """
+        ids = chat_prompt(messages, self.engine.target.tokenizer, self.max_length)
+        fields["prompt"] = ids
+        if self.options.max_tokens is None and fields.get("max_tokens") is None:
+            fields["max_tokens"] = max(1, self.max_length - len(ids))
+
+    def answer(self, jobs: list[Any], notes: list[str]) -> Json:
+        """What /generate returns for finished jobs; `notes` are the request's warnings."""
+        return answers.answer(jobs, notes, self.engine.target.model.dtype)
+
+    def health(self) -> Json:
+        """The body of GET /health."""
+        return answers.health(self.engine, self.worker, self.options)
+
+    def figures(self) -> Figures:
+        """What GET /metrics counts."""
+        return figures_of(self.engine)
