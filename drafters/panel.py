@@ -8,7 +8,7 @@ After such a fault its request goes on without that drafter, and the answer stay
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.forward import KernelForward
 from kernels.prefix import PrefixCache
-from messages import Draft, RequestError, Sampling, Verdict, in_short
+from messages import Doubts, Draft, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 
 from .base import Drafter, settings_kept
@@ -42,7 +42,7 @@ class Seat:
     states: dict[str, Any] = field(default_factory=dict)  # by drafter, without those that failed
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
-    goes_on: Callable[[list[float]], bool] | None = None  # of the planner (see ModelState)
+    goes_on: Doubts | None = None  # the planner's: when a draft stops early; None: never
     guesses: dict[str, "Guess"] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
