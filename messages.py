@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -195,6 +196,26 @@ class Verdict:
         assert len(self.tokens) == self.accepted + 1, (
             "a verdict is the accepted drafts and one target token"
         )
+
+
+class Doubts(NamedTuple):
+    """When a draft in the making ends: where one more token is too unlikely to be worth its step.
+
+    `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;
+    `mean` is the share of all tokens, which stands for the token to come.
+
+    Example: chances .05, .15, …, .95, mean .9 and least_chance .3: behind confidences .85 and .42
+    the chance of one more token is .85 · .45 · .9 = .34, so the draft goes on.
+    """
+
+    chances: list[float]
+    mean: float
+    least_chance: float  # of being accepted, of a token that is worth its step
+
+    def __call__(self, confidence: list[float]) -> bool:
+        """Whether a draft goes on behind tokens of such confidence."""
+        chance = prod(self.chances[min(9, int(10 * sure))] for sure in confidence) * self.mean
+        return chance >= self.least_chance
 
 
 Json = dict[str, Any]  # an object of JSON, or what is to become one

@@ -11,9 +11,11 @@ what was seen last counts most.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod, sqrt
+from math import sqrt
 from operator import mul
 from typing import Any
+
+from messages import Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
@@ -185,27 +187,11 @@ class Acceptance:
         for i, sure in enumerate(confidence[: accepted + 1]):
             calibration.observe(sure, i < accepted)
 
-    def doubts(self, least_chance: float) -> "Doubts":
-        """Whether one more token is likely enough: to be asked of a draft in the making."""
-        return Doubts((self.typical or self).calibration, least_chance)
-
-
-@dataclass(frozen=True)
-class Doubts:
-    """Whether a draft goes on behind tokens of such confidence."""
-
-    calibration: Calibration
-    least_chance: float
-
-    def __call__(self, confidence: list[float]) -> bool:
-        chance = prod(map(self.calibration.chance, confidence)) * self.calibration.mean
-        return chance >= self.least_chance
-
-    @property
-    def numbers(self) -> tuple[list[float], float, float]:
-        """For a chain in C: chances by tenths of the confidence, their mean, and the least."""
-        chances = [self.calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
-        return chances, self.calibration.mean, self.least_chance
+    def doubts(self, least_chance: float) -> Doubts:
+        """When a draft of this drafter ends: where one more token has less than `least_chance`."""
+        calibration = (self.typical or self).calibration
+        chances = [calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
+        return Doubts(chances, calibration.mean, least_chance)
 
 
 class TreeAcceptance(Acceptance):

@@ -24,7 +24,7 @@ from transformers.modeling_layers import MtpModel
 
 from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
-from drafters.mtp_head import MIMO, host_of
+from drafters.mtp import MIMO, host_of
 from kernels.decoder import FULL
 from kernels.head import run_mtp_layer
 from kernels.parts import norm_of, parts_of

@@ -11,8 +11,8 @@ from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
 from .base import Context, Drafter, settings_kept
+from .draft_model import check_words
 from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
-from .small_model import check_words
 from .timed import TimedDrafter, line_of
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
 _REGISTRY = {
     "ngram": "drafters.ngram:NgramDrafter",
     "suffix": "drafters.suffix:SuffixDrafter",
-    "draft_model": "drafters.small_model:SmallModelDrafter",
-    "mtp": "drafters.mtp_head:MtpHeadDrafter",
+    "draft_model": "drafters.draft_model:DraftModelDrafter",
+    "mtp": "drafters.mtp:MtpDrafter",
     "eagle3": "drafters.eagle3:Eagle3Drafter",
     "dflash": "drafters.dflash:DFlashDrafter",
     "self_int8": "drafters.self_int8:SelfInt8Drafter",

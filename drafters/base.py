@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from messages import Draft, Model, Sampling, Verdict
+from messages import Doubts, Draft, Model, Sampling, Verdict
 from sampling import Noise, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
@@ -91,9 +91,7 @@ class ModelState:
     noise: Noise
     row: int = -1  # in the model's KV cache
     is_alone: bool = False  # of a measurement: no text that was read before helps; set by the pool
-    # Whether one more token is worth its step, given the confidence in those drafted; set by the
-    # pool. None: always.
-    goes_on: Callable[[list[float]], bool] | None = None
+    goes_on: Doubts | None = None  # when a draft stops early; None: never. Set by the pool
 
 
 class Chain:

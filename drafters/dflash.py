@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -38,7 +38,7 @@ from messages import Draft, Model, Place
 from models.files import check_config, check_sizes, fill
 
 from .base import Chain, Context
-from .head import HeadState, StateReader
+from .head import HeadDrafter, HeadState, check_layers, layer_config
 
 _NEEDED = "hidden_size", "block_size", "mask_token_id", "target_layer_ids"
 # Fields that change what a head computes, each with the one value that is served.
@@ -66,23 +66,22 @@ class BlockConfig:
     @classmethod
     def of(cls, content: dict[str, Any]) -> "BlockConfig":
         """Read config.json. Raises ValueError for what is not supported."""
-        given = content | (content.get("dflash_config") or {})
+        fields = content | (content.get("dflash_config") or {})
         for name in _NEEDED:
-            if given.get(name) is None:
+            if fields.get(name) is None:
                 raise ValueError(f"config.json has no {name}: is this a DFlash head?")
-        check_config(given, _ONLY)
-        size, mask, ids = (given[name] for name in _NEEDED[1:])
+        check_config(fields, _ONLY)
+        size, mask, ids = (fields[name] for name in _NEEDED[1:])
         if type(size) is not int or not 2 <= size <= _LARGEST_BLOCK:
             raise ValueError(f"block_size is {size!r}: it must be from 2 to {_LARGEST_BLOCK}")
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
             raise ValueError(f"target_layer_ids are {ids!r}, not integers")
-        layer = AutoConfig.for_model(**{"model_type": "qwen3"} | content)
-        layer._attn_implementation = "sdpa"
+        layer = layer_config(content, "qwen3")
         if unknown := {*layer.layer_types} - {FULL, _SLIDING}:
             raise ValueError(f"layer_types has {min(unknown)!r}, which is not supported")
         if layer.sliding_window is not None and layer.sliding_window < 1:
             raise ValueError(f"sliding_window is {layer.sliding_window}: it must be at least 1")
-        rest = given.get("num_target_layers"), given.get("is_causal")
+        rest = fields.get("num_target_layers"), fields.get("is_causal")
         return cls(layer, size, mask, tuple(ids), *rest)
 
     def check(self, target: Model) -> None:
@@ -93,9 +92,7 @@ class BlockConfig:
                 f"it was trained for a target of {self.num_target_layers} layers, and "
                 f"{target.name} has {num_layers}"
             )
-        for i in self.target_layer_ids:
-            if not 0 <= i < num_layers:
-                raise ValueError(f"it reads layer {i}, and can read 0 to {num_layers - 1}")
+        check_layers(self.target_layer_ids, 0, target)
         check_sizes(self.layer.hidden_size, self.layer.vocab_size, target)
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < target.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id!r}, which is no token")
@@ -104,14 +101,12 @@ class BlockConfig:
 class BlockKeys:
     """What a layer's block sees in the place of a KV cache: the context's keys, then its own."""
 
-    def __init__(self, own: nn.Module, context: Tensor, rope: list[Tensor], cache: Any) -> None:
-        """Of attention `own`, made of context [B, N, D]; `cache`, if any, keeps them."""
-        key, value = (
-            part(context).unflatten(-1, (-1, own.head_dim)) for part in (own.k_proj, own.v_proj)
-        )
-        key = own.k_norm(key).transpose(1, 2)
+    def __init__(self, layer: nn.Module, context: Tensor, rope: list[Tensor], cache: Any) -> None:
+        """Of an attention `layer`, made of context [B, N, D]; `cache`, if any, keeps them."""
+        shape = -1, layer.head_dim
+        key = layer.k_norm(layer.k_proj(context).unflatten(-1, shape)).transpose(1, 2)
         self._key = apply_rotary_pos_emb(key, key, *rope)[1]
-        self._value = value.transpose(1, 2)
+        self._value = layer.v_proj(context).unflatten(-1, shape).transpose(1, 2)
         self._cache = cache
 
     def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -156,26 +151,26 @@ class DFlashHead(nn.Module):
         return x
 
 
-def build_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> DFlashHead:
-    """The head for a target. Raises ValueError for what is not supported, or does not fit it."""
-    config = BlockConfig.of(content)
-    config.check(target)
-    count = config.layer.num_hidden_layers
-    found = {key.split(".")[1] for key in weights if key.startswith("layers.")}
-    if len(found) != count:  # layers are made before their weights are compared
-        raise ValueError(f"num_hidden_layers is {count}, and it has weights of {len(found)}")
-    head = DFlashHead(config)
-    fill(head, weights)
-    if not can_tabulate(head.rotary_emb):
-        raise ValueError("its rotations are of an unknown kind (rope_type in config.json)")
-    return head
-
-
-class DFlashDrafter(StateReader):
+class DFlashDrafter(HeadDrafter):
     """Drafts with a DFlash head, batched over requests."""
 
     name: ClassVar[str] = "dflash"
-    title, make_head = "DFlash", staticmethod(build_head)
+    title = "DFlash"
+
+    @staticmethod
+    def make_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> DFlashHead:
+        """The head for a target; see HeadDrafter."""
+        config = BlockConfig.of(content)
+        config.check(target)
+        expected = config.layer.num_hidden_layers
+        num_layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
+        if num_layers != expected:  # layers are made before their weights are compared
+            raise ValueError(f"num_hidden_layers is {expected}, and it has weights of {num_layers}")
+        head = DFlashHead(config)
+        fill(head, weights)
+        if not can_tabulate(head.rotary_emb):
+            raise ValueError("its rotations are of an unknown kind (rope_type in config.json)")
+        return head
 
     def __init__(self, head: DFlashHead, context: Context) -> None:
         model, self._config = context.target.model, head.config
@@ -184,8 +179,7 @@ class DFlashDrafter(StateReader):
         self.drafts_at_once = head.config.block_size - 1
         super().__init__(context, len(head.layers), spare=head.config.block_size)
         self._embed, self._output = model.get_input_embeddings(), model.get_output_embeddings()
-        weights = [*head.parameters(), *self._output.parameters()]
-        self.num_step_weights = sum(weight.numel() for weight in weights)
+        self._count_weights(head, self._output)
         self._head, self._decoder = head, None
         is_ours = context.fast and library.is_used and head.norm.weight.dtype in DTYPES
         if is_ours and head.norm.weight.device.type == "cpu":
@@ -233,10 +227,10 @@ class DFlashDrafter(StateReader):
             blocks.chain(slot, end - size, size)
             blocks.ends += [end] * size
         contexts.ends = [position + 1 for position in contexts.positions]
-        for rows, given in zip(contexts.parts(), context.split(MOST_ROWS), strict=True):
-            decoder(rows, given, only_keys=True)
-        _, found = decoder(blocks, x.flatten(0, 1), layers=(-1,))
-        return found[-1].view_as(x).to(x.dtype)
+        for rows, part in zip(contexts.parts(), context.split(MOST_ROWS), strict=True):
+            decoder(rows, part, only_keys=True)
+        _, states = decoder(blocks, x.flatten(0, 1), layers=(-1,))
+        return states[-1].view_as(x).to(x.dtype)
 
     def _sees(self, kind: str) -> tuple[bool, int | None]:
         """Whether a kind of attention looks ahead in its block, and how far back it sees."""

@@ -4,13 +4,13 @@
     embedding of the next token [D] ────────────┴→ decoder layer ─→ h' ─ norm ─ lm_head ─→ token
                                                                    └→ the next step's h
 
-Attention reads both halves, the embedding and the state, each behind a norm of its own; what it
-finds is added to the state alone. lm_head knows a draft vocabulary, the commonest words: d2t says
-how far each of its ids is from the target's. Its scores are laid out over the target's vocabulary
-before anything is drawn from them, so that q is a distribution over the same tokens as p.
+Attention reads both halves, the embedding and the state, each behind a norm; its result is added to
+the state alone. lm_head knows a draft vocabulary, the commonest words: d2t says how far each of its
+ids is from the target's. Its scores are laid out over the target's vocabulary before anything is
+drawn from them, so that q is a distribution over the same tokens as p.
 
-How a head drafts is told in head.py. Train one of your own with demo_models/train.py, or take one
-of the public ones: `--eagle3 FOLDER_OR_HUB_ID`.
+head.py has how a head drafts. Train one with demo_models/train.py, or take one of the public ones:
+`--eagle3 FOLDER_OR_HUB_ID`.
 
 Sources: arXiv 2503.01840; the layouts of SafeAILab/EAGLE and of vllm-project/speculators.
 """
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
@@ -34,10 +34,9 @@ from messages import Model, Place
 from models.files import check_config, check_sizes, fill
 
 from .base import Context
-from .head import HeadDrafter
+from .head import AutoregressiveDrafter, check_layers, layer_config
 
 _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
-
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Fields that change what a head computes, each with the one value that is served.
 _ONLY = {
@@ -48,21 +47,8 @@ _ONLY = {
     "use_mtp_layernorm": False,
     "parallel_drafting": False,
 }
-
-
-def _layer_of(given: dict[str, Any]) -> PreTrainedConfig:
-    """The config of the head's decoder layer."""
-    family = given.get("model_type", "llama")
-    if family not in _LAYERS:
-        raise ValueError(f"model_type is {family!r}: supported are {', '.join(_LAYERS)}")
-    rest = {key: value for key, value in given.items() if key != "model_type"}
-    layer = AutoConfig.for_model(family, **rest)
-    layer._attn_implementation = "sdpa"
-    if layer.num_hidden_layers != 1:
-        raise ValueError(f"num_hidden_layers is {layer.num_hidden_layers}, supported is 1")
-    if getattr(layer, "use_sliding_window", False):
-        raise ValueError("use_sliding_window is True, supported is False")
-    return layer
+# What a file may have beside the head: the inverse of d2t, and parts of the target.
+_UNUSED = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
 
 
 @dataclass(frozen=True)
@@ -85,10 +71,13 @@ class HeadConfig:
 
         Raises ValueError for what is not supported.
         """
-        given = content.get("transformer_layer_config", content)
-        if "hidden_size" not in given:
+        sizes = content.get("transformer_layer_config", content)
+        if "hidden_size" not in sizes:
             raise ValueError("config.json has no hidden_size: is this an EAGLE-3 head?")
-        layer = _layer_of(given)
+        if (family := sizes.get("model_type", "llama")) not in _LAYERS:
+            raise ValueError(f"model_type is {family!r}: supported are {', '.join(_LAYERS)}")
+        layer = layer_config(sizes, family)
+        check_config(vars(layer), {"num_hidden_layers": 1, "use_sliding_window": False})
         content = content | (content.get("eagle_config") or {})  # as some write the first layout
         check_config(content, _ONLY)
         switches = {name: content.get(name) or False for name in SWITCHES}
@@ -117,10 +106,7 @@ class HeadConfig:
                 f"a copy, name its folder {Path(self.verifier).name})"
             )
         check_sizes(self.target_hidden_size, self.layer.vocab_size, target)
-        num_layers = target.model.config.get_text_config().num_hidden_layers
-        for i in self.layer_ids:
-            if type(i) is not int or not 0 < i < num_layers:
-                raise ValueError(f"it reads layer {i!r}, and can read 1 to {num_layers - 1}")
+        check_layers(self.layer_ids, 1, target)
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
@@ -140,7 +126,7 @@ def names_of(target: Model) -> set[str]:
 
 
 class FirstLayer(nn.Module):
-    """A decoder layer that reads [embedding, state] and adds what it finds to the state."""
+    """A decoder layer that reads [embedding, state] and adds its results to the state."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -218,51 +204,40 @@ class Eagle3Head(nn.Module):
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 
-def _renamed(key: str) -> str:
-    """A weight's name in the original layout -> in the speculators layout."""
-    return key.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-
-
-# What a file may have beside the head: the inverse of d2t, and parts of the target.
-_UNUSED = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
-
-
-def build_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> Eagle3Head:
-    """The head for a target, from either layout.
-
-    Raises ValueError for what is not supported, or does not fit the target, and if a weight is
-    missing, unknown or of another size.
-    """
-    config = HeadConfig.of(content, target.model.config.get_text_config().num_hidden_layers)
-    config.check(target)
-    head, embed_tokens = Eagle3Head(config), target.model.get_input_embeddings()
-    like = embed_tokens.weight
-    named = {_renamed(key): weight for key, weight in weights.items()}
-    weights = {key: weight for key, weight in named.items() if key not in _UNUSED}
-    own = weights.pop("embed_tokens.weight", None)
-    if own is not None and not torch.equal(own.to(like), like):  # often a copy of the target's
-        embed_tokens = nn.Embedding.from_pretrained(own)
-    if tuple(embed_tokens.weight.shape) != (len(like), config.layer.hidden_size):
-        raise ValueError(
-            f"its embeddings are {list(embed_tokens.weight.shape)}, "
-            f"not {[len(like), config.layer.hidden_size]}"
-        )
-    if config.draft_vocab_size == len(like):
-        weights.setdefault("d2t", head.d2t)
-    fill(head, weights)
-    ids = head.target_ids
-    if len(ids.unique()) != len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < len(like):
-        raise ValueError("d2t does not lead to different tokens of the target")
-    head.embed_tokens = embed_tokens
-    return head
-
-
-class Eagle3Drafter(HeadDrafter):
+class Eagle3Drafter(AutoregressiveDrafter):
     """Drafts with an EAGLE-3 head, batched over requests."""
 
     name: ClassVar[str] = "eagle3"
-    title, output = "EAGLE-3", "lm_head"
-    make_head, kernel_of = staticmethod(build_head), staticmethod(eagle_layer)
+    title, output, kernel_of = "EAGLE-3", "lm_head", staticmethod(eagle_layer)
+
+    @staticmethod
+    def make_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> Eagle3Head:
+        """The head for a target, from either layout; see HeadDrafter."""
+        config = HeadConfig.of(content, target.model.config.get_text_config().num_hidden_layers)
+        config.check(target)
+        head, embed_tokens = Eagle3Head(config), target.model.get_input_embeddings()
+        like = embed_tokens.weight
+        # The names of the original layout become those of the speculators layout.
+        weights = {
+            key.removeprefix("model.").replace("midlayer.", "layers.0.", 1): weight
+            for key, weight in weights.items()
+        }
+        for key in _UNUSED & weights.keys():
+            del weights[key]
+        embeddings = weights.pop("embed_tokens.weight", None)
+        if embeddings is not None and not torch.equal(embeddings.to(like), like):  # often a copy
+            embed_tokens = nn.Embedding.from_pretrained(embeddings)
+        shape, expected = list(embed_tokens.weight.shape), [len(like), config.layer.hidden_size]
+        if shape != expected:
+            raise ValueError(f"its embeddings are {shape}, not {expected}")
+        if config.draft_vocab_size == len(like):
+            weights.setdefault("d2t", head.d2t)
+        fill(head, weights)
+        ids = head.target_ids
+        if len(ids.unique()) != len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < len(like):
+            raise ValueError("d2t does not lead to different tokens of the target")
+        head.embed_tokens = embed_tokens
+        return head
 
     def __init__(self, head: Eagle3Head, context: Context) -> None:
         # A layer's input is what comes out of the block before.
@@ -274,8 +249,8 @@ class Eagle3Drafter(HeadDrafter):
         mask = place.mask(embeds.dtype)
         return self._head(embeds, hidden, place.positions, mask, self._caches[layer])
 
-    def _enter(self, hidden: Tensor, step: int) -> Tensor:
-        return hidden if step else self._head.enter(hidden)
+    def _enter(self, hidden: Tensor) -> Tensor:
+        return self._head.enter(hidden)
 
     def _scores(self, outputs: Tensor) -> Tensor:
         return self._head.logits(outputs)

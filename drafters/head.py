@@ -1,9 +1,10 @@
-"""What drafters that run a head beside the target have in common: MTP, EAGLE and DFlash heads.
+"""What the drafters share that run a head: layers trained to read the target's hidden states.
 
-An MTP or EAGLE head reads a pair (hidden state the target had at position j, token j + 1) and
-predicts token j + 2. Fed its own output it predicts on. (DFlash drafts otherwise: dflash.py.)
+The hidden states come with each verdict, at no extra forward of the target. An MTP or EAGLE head
+reads a pair (hidden state the target had at position j, token j + 1) and predicts token j + 2. Fed
+its own output it predicts on. (DFlash drafts otherwise: dflash.py.)
 
-    true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           kept: n known tokens give n − 1 pairs
+    true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           cached: n tokens give n − 1 pairs
     recursive rows                                (g,d₁) (g,d₂) …   truncated before the next draft
 
 A head may have several layers. Each was trained for one draft step, so layer i drafts token i + 1,
@@ -12,14 +13,13 @@ token j + i + 1. Each layer has a KV cache of its own, as its true pairs end one
 
     layer 0     (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)               n − 1 true pairs; drafts d₁
     layer 1     (g₀,x₂) (g₁,x₃) … (gₙ₋₃,xₙ₋₁) │ (gₙ₋₂,d₁)   n − 2 true pairs; drafts d₂
-                                              └ truncated; gₙ₋₂ is kept for the token to come
+                                              └ truncated; gₙ₋₂ waits for the token to come
 
-The caches are of the core's kind. The hidden states come with each verdict, at no extra forward of
-the target.
+The caches are of the core's kind.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
 
 from kernels import chain, library
 from kernels.head import KernelHead, speed_up_head
@@ -36,21 +37,36 @@ from models.files import check_numbers, own_weights, read_folder, reading
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
-from .tree import Comb
+from .tree import TreeBuilder
 
-_SURER = 1.2  # SmolLM2's heads accept 3 % more tokens so; 1.35 is alike
+_SHARPER = 1.2  # SmolLM2's heads accept 3 % more tokens so; 1.35 is alike
 
 
-def _surer(sampling: Sampling) -> Sampling:
-    """How a head should draw to find the target's choice.
+def sharpened_sampling(sampling: Sampling) -> Sampling:
+    """How a head should draw to find the target's choice: at a lower temperature.
 
-    It is less sure than the target, so the noise decides more often what it draws. A lower
+    A head is less sure than the target, so the noise decides more often what it draws. A lower
     temperature makes up for that. The rejection rule judges drafts by q, so there q stays. Draft
     models do without it: one that is close to its target draws what the target draws.
     """
     if sampling.is_greedy or not sampling.is_coupled:
         return sampling
-    return replace(sampling, temperature=sampling.temperature / _SURER)
+    return replace(sampling, temperature=sampling.temperature / _SHARPER)
+
+
+def layer_config(content: dict[str, Any], family: str) -> PreTrainedConfig:
+    """The config of a head's layers, which are of this family of transformers'."""
+    layer = AutoConfig.for_model(**content | {"model_type": family})
+    layer._attn_implementation = "sdpa"
+    return layer
+
+
+def check_layers(ids: Iterable[Any], first: int, target: Model) -> None:
+    """Raises ValueError if a head reads a layer that the target has not; `first` is the lowest."""
+    num_layers = target.model.config.get_text_config().num_hidden_layers
+    for i in ids:
+        if type(i) is not int or not first <= i < num_layers:
+            raise ValueError(f"it reads layer {i!r}, and can read {first} to {num_layers - 1}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,17 +77,15 @@ class HeadState(ModelState):
     can_branch: bool = False  # the pool sets it
 
 
-class StateReader(Drafter):
+class HeadDrafter(Drafter):
     """Drafts from the target's hidden states, with KV caches of its own, batched over requests."""
 
     needs_hidden = True
     stops_early = True
     title: ClassVar[str]  # of its heads in files, for messages
-    # Makes a head of config.json, of the file's weights, and for a target.
-    make_head: ClassVar[Callable[[dict[str, Any], dict[str, Tensor], Model], nn.Module]]
 
     @classmethod
-    def build(cls, context: Context) -> "StateReader":
+    def build(cls, context: Context) -> "HeadDrafter":
         """With the head that the option of the drafter's name names.
 
         The head is in the type and on the device of the target's embeddings. Raises ValueError,
@@ -93,12 +107,26 @@ class StateReader(Drafter):
                 own_weights(head)
             return cls(head, context)
 
+    @staticmethod
+    def make_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> nn.Module:
+        """The head for a target, of what its config.json says and of the file's weights.
+
+        Raises ValueError for what is not supported or does not fit the target, and if a weight is
+        missing, unknown or of another size.
+        """
+        raise NotImplementedError
+
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
         """Its KV cache has `num_layers` layers, and `spare` tokens beyond the longest text."""
         target = context.target
         self._cache = target.new_cache(num_layers, target.cache.num_rows, spare)
         self._caches = [self._cache]  # of layers that each have one
         self._sample = context.sample
+
+    def _count_weights(self, *modules: nn.Module) -> None:
+        """Say that a draft step reads the weights of these modules."""
+        weights = [weight for module in modules for weight in module.parameters()]
+        self.num_step_weights = sum(weight.numel() for weight in weights)
 
     @abstractmethod
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
@@ -107,16 +135,17 @@ class StateReader(Drafter):
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
         rows = [cache.open_row() for cache in self._caches]
         assert len(set(rows)) == 1, "the caches' rows are opened and closed together"
-        hidden: list[list[Tensor]] = [[] for _ in rows]
-        text, sampling = list(prompt), _surer(sampling)
-        return HeadState(row=rows[0], hidden=hidden, text=text, sampling=sampling, noise=noise)
+        return HeadState(
+            row=rows[0], text=list(prompt), sampling=sharpened_sampling(sampling), noise=noise,
+            hidden=[[] for _ in rows],
+        )  # fmt: skip
 
     def propose(self, state: HeadState, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
 
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
-        """Drafts of all in the same forwards."""
+        """A draft for each state, all in the same forwards."""
         for state in states:  # what the last draft has left goes, whether it failed or not
             length = len(state.text) - 1  # each known token but the first one ends a pair
             for cache, hidden in zip(self._caches, state.hidden, strict=True):
@@ -136,7 +165,7 @@ class StateReader(Drafter):
             cache.close_row(state.row)
 
 
-class HeadDrafter(StateReader):
+class AutoregressiveDrafter(HeadDrafter):
     """Drafts token by token: each step reads what the step before gave."""
 
     branches = True
@@ -144,32 +173,36 @@ class HeadDrafter(StateReader):
     kernel_of: ClassVar[Callable[..., KernelHead | None]]  # a layer in C: see kernels/head.py
     # Of weights in C that are not the target's: they are read once for each token drafted, and
     # proposals need no exactness.
-    kept_as: ClassVar[str | None] = "int8"
+    weight_format: ClassVar[str | None] = "int8"
 
     def __init__(
-        self, head: nn.Module, context: Context, words: Tensor | None, is_own: bool = False
+        self, head: nn.Module, context: Context, words: Tensor | None, is_target_s: bool = False
     ) -> None:
         """`words` [n] are the target's ids of those that the head may draft; None: all.
 
-        `is_own` says that its layers are the target's own.
+        `is_target_s` says that its layers are the target's own.
         """
         super().__init__(context)
         target, num_rows = context.target, self._cache.num_rows
         # Layer i is number i to a cache, and the numbers below it take no memory there.
         self._caches += [target.new_cache(i + 1, num_rows) for i in range(1, len(head.layers))]
         self._head, self._words, self._vocab_size = head, words, target.vocab_size
-        weights = [*head.layers[0].parameters(), *getattr(head, self.output).parameters()]
-        self.num_step_weights = sum(weight.numel() for weight in weights)
+        self._count_weights(head.layers[0], getattr(head, self.output))
         self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
         self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
-            is_exact = is_own or not library.is_used
-            kept_as = context.quantize if is_exact else self.kept_as
-            given = target.max_length, kept_as, target.model
-            self._kernels = speed_up_head(head, self.kernel_of, *given)
-            known = chain.vocabulary_of(target.vocab_size, words)
-            self._ends = head.embed_tokens, getattr(head, self.output), known
+            is_exact = is_target_s or not library.is_used
+            quantize = context.quantize if is_exact else self.weight_format
+            self._kernels = speed_up_head(
+                head, self.kernel_of, target.max_length, quantize, target.model
+            )
+            vocabulary = chain.vocabulary_of(target.vocab_size, words)
+            self._ends = head.embed_tokens, getattr(head, self.output), vocabulary
         self._embed = head.embed_tokens
+
+    def _enter(self, hidden: Tensor) -> Tensor:
+        """What a layer reads of the target's hidden states [pairs, width] -> [pairs, D]."""
+        return hidden
 
     @abstractmethod
     def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
@@ -193,61 +226,49 @@ class HeadDrafter(StateReader):
         return whole
 
     @cached_property
-    def _can_chain(self) -> bool:
+    def _is_compiled(self) -> bool:
         """Whether a draft can be one call: one layer, in C, with its embedding and output packed.
 
         Valid once the target's layers are packed, because the head shares some of them.
         """
         return bool(self._ends) and len(self._kernels) == 1 and self._kernels[0].take(*self._ends)
 
-    def _enter(self, hidden: Tensor, step: int) -> Tensor:
-        """The layer's input for hidden states [pairs, width]."""
-        return hidden
-
-    def _layer(self, step: int) -> int:
-        """Which layer drafts at a step."""
-        return min(step, len(self._caches) - 1)
-
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """One batched run of a layer per draft step; it reads the true pairs that it has not read.
 
         A tree has the layer's other likely tokens beside those that it goes on with.
         """
-        if drafts := self._in_one_call(states, max_tokens):
-            return drafts
-        pairs_of = zip(states, max_tokens, strict=True)
-        chains = [(Comb if state.can_branch else Chain)(state, limit) for state, limit in pairs_of]
-        read = list(map(_Reading, states))
+        may_branch = any(state.can_branch for state in states)
+        fed = [state.text[self._cache.lengths[state.row] + 1 :] for state in states]
+        can_chain = not may_branch and chain.can_chain(self._cache, states, fed, max_tokens)
+        if can_chain and self._is_compiled:
+            return self._in_one_call(states, fed, max_tokens)
+        texts = zip(states, max_tokens, strict=True)
+        chains = [(TreeBuilder if state.can_branch else Chain)(state, n) for state, n in texts]
+        pairs = list(map(_Pairs, states))
         for step in count():
-            active = [i for i, chain in enumerate(chains) if chain.is_open]
+            active = [i for i, each in enumerate(chains) if each.is_open]
             if not active:
                 break
-            rows, layer = [states[i].row for i in active], self._layer(step)
-            outputs = self._forward(rows, [read[i].pairs(step, layer) for i in active], step)
+            rows = [states[i].row for i in active]
+            outputs = self._forward(rows, [pairs[i].unread() for i in active], step)
             logits = self._to_logits(torch.cat([output[-1:] for output in outputs]))  # [B, V]
             for b, i in enumerate(active):
-                read[i].note(outputs[b], layer, chains[i].extend(logits[b], self._sample))
-        for text in read:
-            text.keep_unread()
-        return [chain.draft() for chain in chains]
+                pairs[i].note(outputs[b], chains[i].extend(logits[b], self._sample))
+        for read in pairs:
+            read.keep_unread()
+        return [each.draft() for each in chains]
 
-    def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
-        """The same drafts without Python between their tokens; None where that cannot be had."""
-        if any(state.can_branch for state in states):
-            return None
-        fed = [state.text[self._cache.lengths[state.row] + 1 :] for state in states]
-        texts = chain.texts_of(self._cache, states, fed, limits)
-        if not texts or not self._can_chain:
-            return None
-        chained = list(texts.values())
-        hidden = torch.cat([part for i in texts for part in states[i].hidden[0]])
-        entered = self._enter(hidden, 0).split([len(text.fed) for text in chained])
-        for text, own in zip(chained, entered, strict=True):
-            text.states = own
-        found = self._kernels[0].draft(self._cache, chained)
-        for i in texts:
-            states[i].hidden[0] = []
-        return chain.in_order(texts, found, len(states))
+    def _in_one_call(
+        self, states: list[HeadState], fed: list[list[int]], limits: list[int]
+    ) -> list[Draft]:
+        """The drafts without Python between their tokens."""
+        asked = [state for state, limit in zip(states, limits, strict=True) if limit > 0]
+        hidden = self._enter(torch.cat([part for state in asked for part in state.hidden[0]]))
+        drafts = self._kernels[0].draft(self._cache, states, fed, limits, hidden)
+        for state in asked:
+            state.hidden[0] = []
+        return drafts
 
     def _forward(
         self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int
@@ -256,22 +277,22 @@ class HeadDrafter(StateReader):
 
         The pairs of row b come after what its cache row holds.
         """
-        counts, layer = [len(tokens) for _, tokens in pairs], self._layer(step)
-        cache = self._caches[layer]
+        counts, layer = [len(tokens) for _, tokens in pairs], min(step, len(self._caches) - 1)
+        cache, hidden = self._caches[layer], torch.cat([hidden for hidden, _ in pairs])
         ids = torch.tensor([i for _, tokens in pairs for i in tokens], device=cache.device)
-        given = self._embed(ids), self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
+        inputs = self._embed(ids), hidden if step else self._enter(hidden)
         if self._kernels:
-            return self._kernels[layer](cache, rows, counts, *given)
+            return self._kernels[layer](cache, rows, counts, *inputs)
         place = cache.place(rows, counts)
-        embeds, hidden = (place.arrange(list(part.split(counts))) for part in given)
+        embeds, hidden = (place.arrange(list(part.split(counts))) for part in inputs)
         with library.alone():  # its linear layers are kernels
             output = self._run(embeds, hidden, place, layer)
         cache.advance(place)
         return place.part(output)
 
 
-class _Reading:
-    """What a head's layers read of one text while they draft.
+class _Pairs:
+    """The pairs of one text that a head's layers read while they draft, one layer a step.
 
     Pair j of layer i ends in token j + i + 1, so n known tokens give it n − 1 − i true pairs.
     """
@@ -282,19 +303,20 @@ class _Reading:
         self._drafted: list[int] = []
         self._last: Tensor  # [1, D]
 
-    def pairs(self, step: int, layer: int) -> tuple[Tensor, list[int]]:
-        """Hidden states [pairs, D] and tokens: all that the layer has not read, or one behind."""
-        if step > layer:  # the last layer goes on
+    def unread(self) -> tuple[Tensor, list[int]]:
+        """Hidden states [pairs, D] and tokens that the layer of this step has not read."""
+        step = len(self._drafted)
+        if step >= len(self._hidden):  # the last layer goes on
             return self._last, self._drafted[-1:]
-        hidden, text = torch.cat(self._hidden[layer]), [*self._state.text, *self._drafted]
+        hidden, text = torch.cat(self._hidden[step]), [*self._state.text, *self._drafted]
         return hidden, text[len(text) - len(hidden) :]
 
-    def note(self, outputs: Tensor, layer: int, token: int) -> None:
-        """A layer gave this [pairs, D], and the next token was drawn from the last of it."""
+    def note(self, outputs: Tensor, token: int) -> None:
+        """The layer gave this [pairs, D], and the next token was drawn from the last of it."""
         self._drafted.append(token)
-        self._last, behind = outputs[-1:], layer + 1
-        if behind < len(self._hidden) and len(self._drafted) == behind:
-            self._hidden[behind] = [*self._hidden[behind], outputs]
+        self._last, layer = outputs[-1:], len(self._drafted)
+        if layer < len(self._hidden):
+            self._hidden[layer] = [*self._hidden[layer], outputs]
 
     def keep_unread(self) -> None:
         """Keep of the hidden states those of true pairs that a layer has yet to read."""

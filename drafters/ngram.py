@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last time the text ended like this (Saxena 2023).
+"""Prompt lookup: propose what followed the last time the text ended like this.
 
     text:     … the quick brown fox … the quick brown
     suffix:                             the quick brown   (the longest of max … min tokens)
@@ -11,15 +11,53 @@ nothing and the cycle is plain decoding.
 
 A hash index per request keeps a lookup O(1) in the length of the text: each committed token adds
 one entry per suffix length. Drafts never enter the index, so a rejected draft needs no rollback.
+
+Source: Saxena, github.com/apoorvumang/prompt-lookup-decoding (2023).
 """
 
 from collections.abc import Sequence
 from typing import ClassVar
 
-from messages import Draft, Sampling, Verdict
+from messages import Draft, Sampling
 from sampling import Noise
 
 from .base import Context, Drafter
+
+
+class NgramDrafter(Drafter):
+    """Proposes from the request's own text."""
+
+    name: ClassVar[str] = "ngram"
+
+    @classmethod
+    def build(cls, context: Context) -> "NgramDrafter":
+        return cls(context.prompt_lookup_max, context.prompt_lookup_min)
+
+    def __init__(self, prompt_lookup_max: int, prompt_lookup_min: int) -> None:
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({prompt_lookup_min}) must be at least 1 and at most "
+                f"prompt_lookup_max ({prompt_lookup_max})"
+            )
+        self._sizes = prompt_lookup_min, prompt_lookup_max
+
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> "NgramIndex":
+        index = NgramIndex(*self._sizes)
+        index.extend(prompt)
+        return index
+
+    def propose(self, state: "NgramIndex", max_tokens: int) -> Draft:
+        return Draft(state.continuation(max_tokens))
+
+    def guess(self, state: "NgramIndex", max_tokens: int) -> list[int]:
+        """What `propose` would propose: the controller asks, to know what it would be worth."""
+        return state.continuation(max_tokens)
+
+    def evidence(self, state: "NgramIndex") -> int:
+        """How many tokens of the text a proposal rests on."""
+        return state.match()[0]
+
+    # `observe` is Drafter's: the index is extended by the new tokens.
 
 
 class NgramIndex:
@@ -44,6 +82,15 @@ class NgramIndex:
                     self._followed_at[tuple(text[end - size : end])] = end
             text.append(token)
 
+    def match(self) -> tuple[int, int]:
+        """The length of the longest known suffix, and where its continuation stands; (0, 0)."""
+        text = self.tokens
+        for size in self._sizes:
+            start = self._followed_at.get(tuple(text[-size:])) if size <= len(text) else None
+            if start is not None:
+                return size, start
+        return 0, 0
+
     def continuation(self, max_tokens: int) -> list[int]:
         """What followed the latest earlier occurrence of the longest known suffix; [] if none did.
 
@@ -57,49 +104,3 @@ class NgramIndex:
         while len(draft) < max_tokens:
             draft.append(draft[len(draft) - period])
         return draft
-
-    def match(self) -> tuple[int, int]:
-        """The length of the longest known suffix, and where its continuation stands; (0, 0)."""
-        text = self.tokens
-        for size in self._sizes:
-            start = self._followed_at.get(tuple(text[-size:])) if size <= len(text) else None
-            if start is not None:
-                return size, start
-        return 0, 0
-
-
-class NgramDrafter(Drafter):
-    """Proposes from the request's own text."""
-
-    name: ClassVar[str] = "ngram"
-
-    def __init__(self, prompt_lookup_max: int, prompt_lookup_min: int) -> None:
-        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({prompt_lookup_min}) must be at least 1 and at most "
-                f"prompt_lookup_max ({prompt_lookup_max})"
-            )
-        self._sizes = prompt_lookup_min, prompt_lookup_max
-
-    @classmethod
-    def build(cls, context: Context) -> "NgramDrafter":
-        return cls(context.prompt_lookup_max, context.prompt_lookup_min)
-
-    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> NgramIndex:
-        index = NgramIndex(*self._sizes)
-        index.extend(prompt)
-        return index
-
-    def guess(self, state: NgramIndex, max_tokens: int) -> list[int]:
-        """What `propose` would propose: the controller asks, to know what it would be worth."""
-        return state.continuation(max_tokens)
-
-    def evidence(self, state: NgramIndex) -> int:
-        """How many tokens of the text a proposal rests on."""
-        return state.match()[0]
-
-    def propose(self, state: NgramIndex, max_tokens: int) -> Draft:
-        return Draft(state.continuation(max_tokens))
-
-    def observe(self, state: NgramIndex, verdict: Verdict) -> None:
-        state.extend(verdict.tokens)

@@ -1,12 +1,14 @@
 """The target drafts for itself, with smaller weights: a draft model that every target has.
 
-A copy of the target, whose linear layers have weights of eight bits (kernels/weights.py), reads a
-quarter of float32's bytes, or half of bfloat16's, and mostly chooses as the target does. Where a
-GGUF file was unpacked for the target, the copy has the file's own blocks: the target's numbers in
-fewer bytes still. All else is shared with the target: embedding, norms and KV cache. The copy reads
-the keys and values that the target wrote, so it reads no prompt and keeps no cache. It writes its
-draft's keys and values after them, and then the row is truncated. The target's pass writes its own
-in their place.
+    KV cache (the target's)    The cat │ sat
+    the copy drafts            The cat │ sat on a        reads the target's keys, writes after them
+    truncated again            The cat │
+    the target verifies        The cat │ sat on the      its pass writes its own keys there
+
+Linear layers of the copy have weights of eight bits (kernels/weights.py): a quarter of float32's
+bytes, or half of bfloat16's. It mostly chooses as the target does. Where a GGUF file was unpacked
+for the target, the copy has the file's own blocks: the target's numbers in fewer bytes still. All
+else is shared with the target: embedding, norms and KV cache. So the copy reads no prompt.
 
 Not covered: mixtures of experts, whose experts would stay floats.
 """
@@ -22,12 +24,12 @@ from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
 from .base import Context, ModelState
-from .small_model import SmallModelDrafter
+from .draft_model import DraftModelDrafter
 
 _FEW_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 
 
-class SelfInt8Drafter(SmallModelDrafter):
+class SelfInt8Drafter(DraftModelDrafter):
     """Runs a smaller copy of the target on the target's own KV cache."""
 
     name: ClassVar[str] = "self_int8"
@@ -39,16 +41,16 @@ class SelfInt8Drafter(SmallModelDrafter):
         target = context.target
         if reason := why_not_int8(target.model.device.type):
             raise ValueError(f"the drafter self_int8 {reason}")
-        if context.quantize or target.has_experts:
-            what = "an int8 target" if context.quantize else "a mixture of experts"
-            raise ValueError(f"the drafter self_int8 does not go with {what}")
-        if target.fingerprint:
-            raise ValueError(
-                "the drafter self_int8 does not go with packed weights, which are as small as its "
-                "own (--dtype bfloat16 unpacks them)"
-            )
-        if target.cache.recurrent:
-            raise ValueError("the drafter self_int8 does not go with recurrent layers")
+        unfit = {
+            "an int8 target": context.quantize,
+            "a mixture of experts": target.has_experts,
+            "packed weights, which are as small as its own (--dtype bfloat16 unpacks them)":
+                target.fingerprint,
+            "recurrent layers": target.cache.recurrent,
+        }  # fmt: skip
+        for what, is_so in unfit.items():
+            if is_so:
+                raise ValueError(f"the drafter self_int8 does not go with {what}")
         if context.wanted != cls.name and target.num_weights < _FEW_WEIGHTS:
             raise ValueError(f"{target.name} is too small to gain by self_int8")
         return cls(context)
@@ -68,7 +70,7 @@ class SelfInt8Drafter(SmallModelDrafter):
         return ModelState(text=list(prompt), sampling=sampling, noise=noise)
 
     def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
-        """As a draft model does; then the rows are as they were."""
+        """A draft for each state; afterwards the rows of the target's cache are as before."""
         cache = self._draft.cache
         lengths = [cache.lengths[state.row] for state in states]
         try:
@@ -97,7 +99,7 @@ class SelfInt8Drafter(SmallModelDrafter):
 
 
 def smaller_copy(target: Model) -> Model:
-    """A copy of a cached model with linear layers of its own; all else is shared with it."""
+    """A copy of a cached model with smaller linear layers; all else is shared with the target."""
     twin, model = copy(target), target.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin.model, twin.reference = deepcopy(model, shared), None

@@ -1,16 +1,16 @@
 """SuffixDecoding: propose what mostly followed the longest known suffix, here or in past outputs.
 
-    text                             … the quick brown
-    longest suffix in the own text             brown → bear                score 0.5
-    and in what the server wrote before  quick brown → fox jumps over      score 0.8 + 0.7 + 0.6
-    draft                                              fox jumps over
+    text                                … the quick brown
+    longest suffix in this text               brown → bear                score 0.5
+    and in what the server wrote before   quick brown → fox jumps over    score 0.8 + 0.7 + 0.6
+    draft                                               fox jumps over
 
 A token's chance is count / (total + 1 / length): how often it followed this context of `length`
 tokens, among all tokens that did. The longer the context, the more a single case counts. The
 product of these chances is the chance that the draft is accepted up to there. The draft goes on
 while that is at least 0.05, so it is long where the text repeats itself; K is only the upper limit.
 The sum of these products is the draft's score: the number of tokens to expect of it. If past
-outputs have a longer suffix than the own text, the draft with the better score is proposed.
+outputs have a longer suffix than the request's text, the draft with the better score is proposed.
 
 No model runs and nothing is drawn: q is one-hot, as in ngram. Past outputs change times, never a
 text. (Under the rule of rejection the text depends on the drafts, so past outputs are not used
@@ -72,17 +72,17 @@ class SuffixIndex:
 
     def match(self, text: Sequence[int]) -> Match:
         """The longest suffix of `text`, of at most DEPTH tokens, that was followed in this one."""
-        own, most = self.tokens, min(DEPTH, len(text))
-        for length in (size for size in SIZES if size <= most):
+        tokens, longest = self.tokens, min(DEPTH, len(text))
+        for length in (size for size in SIZES if size <= longest):
             ends, before = list[int](), self._before[length]
             end = self._followed_at.get(tuple(text[-length:]), 0)
             while end and len(ends) < MOST:
                 ends.append(end)
                 end = before[end]
             longer = ends
-            while longer and length < most:
+            while longer and length < longest:
                 last = text[-length - 1]
-                longer = [e for e in ends if e > length and own[e - length - 1] == last]
+                longer = [e for e in ends if e > length and tokens[e - length - 1] == last]
                 length, ends = (length + 1, longer) if longer else (length, ends)
             if ends:
                 return Match(length, ends)
@@ -94,21 +94,21 @@ class SuffixIndex:
         Among equally frequent tokens the latest is taken. At the end of the text the draft goes on
         after `match`, so it continues a periodic text.
         """
-        own, (length, ends) = self.tokens, match
-        tokens, chance, score = list[int](), 1.0, 0.0
-        while ends and len(tokens) < max_tokens:
-            found = [own[end] for end in ends]
-            token = found[0] if len(found) == 1 else max(found, key=found.count)  # first of equals
-            chance *= found.count(token) / (len(found) + 1 / length)
+        text, (length, ends) = self.tokens, match
+        draft, chance, score = list[int](), 1.0, 0.0
+        while ends and len(draft) < max_tokens:
+            next_ones = [text[end] for end in ends]
+            token = max(next_ones, key=next_ones.count) if len(next_ones) > 1 else next_ones[0]
+            chance *= next_ones.count(token) / (len(next_ones) + 1 / length)
             if token == END or chance < LEAST_CHANCE:
                 break
-            tokens.append(token)
+            draft.append(token)
             score += chance
-            ends = [end + 1 for end in ends if own[end] == token]
-            if ends[0] == len(own):
+            ends = [end + 1 for end in ends if text[end] == token]
+            if ends[0] == len(text):
                 del ends[0]
             length, ends = (length + 1, ends) if ends else match
-        return tokens, score
+        return draft, score
 
 
 class PastOutputs:
@@ -131,10 +131,10 @@ class PastOutputs:
         room = self._half - 1
         if room < 1 or not output:
             return
-        kept, (young, old) = [*output[-room:], END], self.halves
-        if len(young.tokens) + len(kept) > self._half:
+        latest, (young, old) = [*output[-room:], END], self.halves
+        if len(young.tokens) + len(latest) > self._half:
             young, old = SuffixIndex(), young
-        young.extend(kept)
+        young.extend(latest)
         self.halves = young, old
 
 
@@ -146,7 +146,7 @@ class SuffixState:
     reads_past: bool  # if its rule of acceptance allows for that
     is_alone: bool = False  # neither reads past outputs nor adds to them; the pool sets it
     evidence: int = 0  # tokens of the text that the last guess rests on
-    own: SuffixIndex = field(default_factory=SuffixIndex)
+    index: SuffixIndex = field(default_factory=SuffixIndex)  # of the text
 
 
 class SuffixDrafter(Drafter):
@@ -155,47 +155,43 @@ class SuffixDrafter(Drafter):
     name: ClassVar[str] = "suffix"
     keeps_outputs = True
 
-    def __init__(self, capacity: int = 0) -> None:
-        """`capacity`: tokens of past outputs that are kept; 0 for none."""
-        self.past = PastOutputs(capacity)
-
     @classmethod
     def build(cls, context: Context) -> "SuffixDrafter":
         return cls(context.suffix_cache)
 
+    def __init__(self, capacity: int = 0) -> None:
+        """`capacity`: tokens of past outputs that are kept; 0 for none."""
+        self.past = PastOutputs(capacity)
+
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> SuffixState:
         state = SuffixState(len(prompt), reads_past=sampling.is_coupled)
-        state.own.extend(prompt)
+        state.index.extend(prompt)
         return state
-
-    def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
-        """What `propose` would propose: the controller asks, to know what it would be worth."""
-        (own, match), *others = self._matches(state)
-        tokens, best = own.likely(match, max_tokens)
-        for half, longer in others:
-            if longer.length > match.length:
-                found, score = half.likely(longer, max_tokens)
-                if score > best:
-                    tokens, best = found, score
-        state.evidence = max(match.length, *(longer.length for _, longer in others), 0)
-        return tokens
-
-    def evidence(self, state: SuffixState) -> int:
-        """How many tokens of the text the last guess rests on, of own text or past outputs."""
-        return state.evidence
-
-    def _matches(self, state: SuffixState) -> list[tuple[SuffixIndex, Match]]:
-        """Of the text's end in the own text, and in past outputs if it may read those."""
-        may_read = state.reads_past and not state.is_alone
-        texts = [state.own, *(self.past.halves if may_read else ())]
-        return [(text, text.match(state.own.tokens)) for text in texts]
 
     def propose(self, state: SuffixState, max_tokens: int) -> Draft:
         return Draft(self.guess(state, max_tokens))
 
+    def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
+        """What `propose` would propose: the controller asks, to know what it would be worth."""
+        indexes = [state.index]
+        if state.reads_past and not state.is_alone:
+            indexes += self.past.halves
+        matches = [index.match(state.index.tokens) for index in indexes]
+        state.evidence = max(match.length for match in matches)
+        drafts = [
+            index.likely(match, max_tokens)
+            for index, match in zip(indexes, matches, strict=True)
+            if index is state.index or match.length > matches[0].length
+        ]
+        return max(drafts, key=lambda draft: draft[1])[0]  # of equal scores the text's own
+
+    def evidence(self, state: SuffixState) -> int:
+        """How many tokens the last guess rests on, of the text or of past outputs."""
+        return state.evidence
+
     def observe(self, state: SuffixState, verdict: Verdict) -> None:
-        state.own.extend(verdict.tokens)
+        state.index.extend(verdict.tokens)
 
     def close(self, state: SuffixState) -> None:
         if not state.is_alone:
-            self.past.add(state.own.tokens[state.num_prompt_tokens :])
+            self.past.add(state.index.tokens[state.num_prompt_tokens :])

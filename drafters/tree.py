@@ -9,11 +9,12 @@ Each token sees only its ancestors, and its position is the one that it would ha
 has the same logits as in a chain (kernels/c/attention.c). The target chooses a token after the
 pending one. If a child of the pending token is that choice, the target chooses again after this
 child, and so on (see `verify`). All later code, from the verdict to the page, sees the tokens on
-this way as a chain. The KV cache keeps the accepted ones.
+this path as a chain. The KV cache keeps the accepted ones.
 
-A tree needs the coupled rule, which accepts a token if it is the target's own choice: then one
-choice judges all branches. The rule of rejection would have to correct for each rejected branch, so
-there drafts are chains. They are also chains without compiled kernels.
+A tree comes from one model (TreeBuilder), or from several drafters at once (`merged`). It needs the
+coupled rule, which accepts a token if it is the target's own choice: then one choice judges all
+branches. The rule of rejection would have to correct for each rejected branch, so there drafts are
+chains. They are also chains without compiled kernels.
 
 Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
 """
@@ -30,8 +31,25 @@ from .base import ModelState, Sample
 _BESIDE = 3  # at most so many other tokens beside each token of the long branch
 _SURE = 0.7  # the assumed chance of a token without a confidence, after an accepted one
 
+Path = tuple[int, ...]  # the tokens from behind the pending one up to a token of a tree
 
-class Comb:
+
+def likeliest(chances: dict[Path, float], most: int, confidence: dict[Path, float]) -> Draft:
+    """The tree of the `most` likeliest paths; a path is no likelier than its beginning.
+
+    `confidence` has the drafter's of each path's last token, or nothing at all.
+
+    Example: {(1,): .6, (2,): .3, (1, 3): .5}, at most 2 -> the chain 1 3.
+    """
+    paths = sorted(chances, key=lambda path: (-chances[path], len(path)))[:most]
+    places = {path: i for i, path in enumerate([(), *paths], -1)}
+    parents = [places[path[:-1]] for path in paths]
+    is_chain = parents == list(range(-1, len(parents) - 1))
+    sure = [confidence[path] for path in paths] if confidence else []
+    return Draft([path[-1] for path in paths], None, None if is_chain else parents, sure)
+
+
+class TreeBuilder:
     """A tree of a model's likeliest tokens: one long branch, and others beside each of its tokens.
 
     The model runs along the long branch only, so the other tokens cost no steps. A token's chance
@@ -41,42 +59,42 @@ class Comb:
 
     def __init__(self, state: ModelState, limit: int) -> None:
         """For at most `limit` tokens."""
-        self._state, self._limit, self._branch = state, limit, list[int]()
-        self._chance = 1.0  # of the whole branch
-        self._ways: list[tuple[float, list[int], float]] = []  # each with those before it, and p
+        self._state, self._limit = state, limit
+        self._branch: Path = ()
+        self._chances: dict[Path, float] = {}
+        self._confidence: dict[Path, float] = {}
+
+    @property
+    def _chance(self) -> float:
+        """That the whole branch is accepted."""
+        return self._chances.get(self._branch, 1.0)
 
     def extend(self, logits: Tensor, _: Sample) -> int:
         """Add what the model's logits [V] say; returns the token that the branch goes on with."""
-        given = [*self._state.text, *self._branch], self._state.sampling, self._state.noise
-        return self.grow(ranked(logits, *given, _BESIDE + 1))
+        state, text = self._state, [*self._state.text, *self._branch]
+        return self.grow(ranked(logits, text, state.sampling, state.noise, _BESIDE + 1))
 
-    def grow(self, able: list[tuple[int, float]]) -> int:
+    def grow(self, candidates: list[tuple[int, float]]) -> int:
         """Add what may follow the branch: tokens with their probabilities, the next one first.
 
         Returns that one, which the branch goes on with.
         """
-        self._ways += [(self._chance * p, [*self._branch, token], p) for token, p in able]
-        token, p = able[0]
-        self._branch.append(token)
-        self._chance *= p
-        return token
+        branch, chance = self._branch, self._chance
+        for token, probability in candidates:
+            path = (*branch, token)
+            self._chances[path], self._confidence[path] = chance * probability, probability
+        self._branch = (*branch, candidates[0][0])
+        return candidates[0][0]
 
     @property
     def is_open(self) -> bool:
         """Whether a longer branch would change the draft."""
-        return sum(chance >= self._chance for chance, *_ in self._ways) < self._limit
+        least = self._chance
+        return sum(chance >= least for chance in self._chances.values()) < self._limit
 
     def draft(self) -> Draft:
         """The tree."""
-        best = sorted(self._ways, key=lambda way: (-way[0], len(way[1])))[: self._limit]
-        places = {(): -1} | {tuple(way): i for i, (_, way, _) in enumerate(best)}
-        nodes = [(way[-1], places[tuple(way[:-1])]) for _, way, _ in best]
-        return tree_of(nodes, [p for *_, p in best])
-
-
-def longest(draft: Draft) -> Draft:
-    """The longest chain of a draft, the first one of several."""
-    return draft if draft.parents is None else draft.chain(max(draft.paths(), key=len, default=[]))
+        return likeliest(self._chances, self._limit, self._confidence)
 
 
 def merged(drafts: list[Draft], most: int) -> Draft:
@@ -90,58 +108,47 @@ def merged(drafts: list[Draft], most: int) -> Draft:
     """
     if len(drafts) == 1:
         return drafts[0]
-    known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-    chances, left, depths = list[float](), {-1: 1.0}, {-1: 0}  # of nodes; left for those behind
+    chances, left = dict[Path, float](), {(): 1.0}  # left for what may follow a path
     for draft in sorted(drafts, key=lambda draft: not draft.confidence):
-        nodes = {-1: -1}
-        for way in draft.paths():
-            parent = nodes[way[-2] if len(way) > 1 else -1]
-            key, node = (parent, draft.tokens[way[-1]]), len(known)
-            if key not in known:
-                known[key], depths[node] = node, depths[parent] + 1
-                own = _SURE * left[parent]
-                if draft.confidence:
-                    own = draft.confidence[way[-1]] * (chances[parent] if parent >= 0 else 1.0)
-                chances.append(own)
-                left[node], left[parent] = chances[node], max(0.0, left[parent] - chances[node])
-            nodes[way[-1]] = known[key]
-    best = sorted(known.values(), key=lambda node: (-chances[node], depths[node]))[:most]
-    places, pairs = {-1: -1} | {node: i for i, node in enumerate(best)}, list(known)
-    return tree_of([(pairs[node][1], places[pairs[node][0]]) for node in best], [])
+        for indexes in draft.paths():
+            path = tuple(draft.tokens[i] for i in indexes)
+            if path in chances:
+                continue
+            before = path[:-1]
+            chance = _SURE * left[before]
+            if draft.confidence:
+                chance = draft.confidence[indexes[-1]] * chances.get(before, 1.0)
+            chances[path] = left[path] = chance
+            left[before] = max(0.0, left[before] - chance)
+    return likeliest(chances, most, {})
 
 
-def tree_of(nodes: list[tuple[int, int]], confidence: list[float]) -> Draft:
-    """From each token and the place of the one that it follows; a chain has no parents."""
-    parents = [parent for _, parent in nodes]
-    is_chain = parents == list(range(-1, len(parents) - 1))
-    return Draft([token for token, _ in nodes], None, None if is_chain else parents, confidence)
+def longest(draft: Draft) -> Draft:
+    """The longest chain of a draft, the first one of several."""
+    return draft if draft.parents is None else draft.chain(max(draft.paths(), key=len, default=[]))
 
 
 def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
-    """What a drafter is told if its draft was merged into a tree.
+    """The verdicts for a drafter whose `draft` was merged into a tree; None: it was not.
 
-    First it is told how far its own draft was accepted. The other accepted tokens came from another
-    drafter, so they are told as text.
+    The first one says how far its draft was accepted. The other accepted tokens came from another
+    drafter, so a second one has them as text.
 
     Example: 5 6 7 accepted, then 8; of a draft 5 9 -> [5, 6] with 1 of 2 accepted, and then [7, 8].
     """
     if draft is None:
         return [verdict]
-    accepted, own = verdict.tokens[:-1], 0
-    for way in draft.paths():
-        tokens = [draft.tokens[place] for place in way]
-        if tokens == accepted[: len(way)]:
-            own = max(own, len(way))
-    rest, hidden = verdict.accepted - own, verdict.hidden
-    first = replace(
-        verdict, drafted=len(draft.tokens), accepted=own, tokens=verdict.tokens[: own + 1]
-    )
+    accepted, hidden = verdict.tokens[:-1], verdict.hidden
+    paths = ([draft.tokens[i] for i in indexes] for indexes in draft.paths())
+    count = max((len(path) for path in paths if path == accepted[: len(path)]), default=0)
+    tokens, rest = verdict.tokens[: count + 1], verdict.tokens[count + 1 :]
+    first = replace(verdict, drafted=len(draft.tokens), accepted=count, tokens=tokens)
     if not rest:
         return [first]
-    others = Verdict(0, rest - 1, verdict.tokens[own + 1 :])
-    if hidden is not None:
-        first, others = (
-            replace(first, hidden=hidden[:-rest]),
-            replace(others, hidden=hidden[-rest:]),
-        )
-    return [first, others]
+    second = Verdict(0, len(rest) - 1, rest)
+    if hidden is None:
+        return [first, second]
+    return [
+        replace(first, hidden=hidden[: -len(rest)]),
+        replace(second, hidden=hidden[-len(rest) :]),
+    ]

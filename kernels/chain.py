@@ -6,7 +6,7 @@ A head of another model drafts so, too: then what it is fed are pairs of a token
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -32,99 +32,87 @@ def vocabulary_of(num_words: int, ids: Tensor | None = None) -> ctypes.Structure
     return STRUCTS["vocabulary"](num_words, address(ids, dtype=torch.int64))
 
 
-@dataclass
-class Text:
-    """One text of a chain: what it is fed, and how long its draft may be."""
-
-    state: Any  # a drafter's, of the text
-    fed: list[int]  # tokens that the model has not read yet
-    limit: int  # of tokens, at least 1
-    states: Tensor | None = None  # [fed, D], if the model reads such
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether Python has no say in how its tokens are drawn."""
-        sampling, goes_on = self.state.sampling, self.state.goes_on
-        is_plain = sampling.is_coupled and not sampling.needs_q and sampling.repetition_penalty == 1
-        return is_plain and (not goes_on or hasattr(type(goes_on), "numbers"))
-
-
-def texts_of(
+def can_chain(
     cache: KeyCache, states: Sequence[Any], fed: list[list[int]], limits: list[int]
-) -> dict[int, Text]:
-    """What a chain is fed by drafters' states, by number, of those that want tokens.
+) -> bool:
+    """Whether `draft` can draft for these drafters' states, at least one of which wants tokens.
 
-    Nothing where Python has a say in one, or where one call of a model with this cache cannot be.
+    It cannot where Python has a say in how a token is drawn, where the model has recurrent layers,
+    nor where a forward would have too many rows, or a row of the cache too many tokens.
     """
-    every = list(map(Text, states, fed, limits))
-    texts = {i: text for i, text in enumerate(every) if text.limit > 0}
-    is_plain = bool(texts) and all(text.is_plain for text in every)
-    return texts if is_plain and can_chain(cache, list(texts.values())) else {}
-
-
-def can_chain(cache: KeyCache, texts: Sequence[Text]) -> bool:
-    """Whether drafts of these texts, by a model with this cache, can be one call."""
-    ends = [cache.lengths[text.state.row] + len(text.fed) + text.limit - 1 for text in texts]
+    texts = [text for text in zip(states, fed, limits, strict=True) if text[2] > 0]
+    ends = [cache.lengths[state.row] + len(ids) + limit - 1 for state, ids, limit in texts]
+    samplings = [state.sampling for state in states]
     return (
-        not cache.recurrent
-        and sum(len(text.fed) for text in texts) <= MOST_ROWS
+        bool(texts)
+        and all(s.is_coupled and not s.needs_q and s.repetition_penalty == 1 for s in samplings)
+        and not cache.recurrent
+        and sum(len(ids) for _, ids, _ in texts) <= MOST_ROWS
         and max(ends) <= cache.max_length
     )
-
-
-def in_order(texts: dict[int, Text], drafts: Sequence[Draft], count: int) -> list[Draft]:
-    """Of `count` states, the drafts of these texts; those that wanted no tokens have none."""
-    found = dict(zip(texts, drafts, strict=True))
-    return [found.get(i, Draft()) for i in range(count)]
 
 
 def draft(
     decoder: Decoder,
     cache: KeyCache,
-    texts: Sequence[Text],
+    states: Sequence[Any],
+    fed: list[list[int]],
+    limits: list[int],
     words: ctypes.Structure,
+    hidden: Tensor | None = None,
     shift: int = 0,
     layer: int = -1,
 ) -> list[Draft]:
-    """Draw each text's draft by a model whose keys and values are in `cache`, among these words.
+    """Draw up to limits[i] tokens for each drafter's state, among `words`, where `can_chain` is so.
 
-    Of one that reads states, what comes out behind `layer` is the next token's. A token is rotated
-    as if it stood `shift` positions further on. What was fed is cached then, and all of the draft
-    but its last token. Raises ValueError where logits are no numbers.
+    The model's keys and values are in `cache`. fed[i] are the tokens that it has not read of text
+    i. They are cached then, and all of the draft but its last token. Of a text with limit 0 nothing
+    is read.
+
+    A model that reads states is given `hidden` [N, D], of the N tokens fed; then what comes out
+    behind `layer` is the next token's. A token is rotated as if it stood `shift` positions further
+    on. Raises ValueError where logits are no numbers.
     """
-    flat = Rows()
-    rows, limits = [text.state.row for text in texts], [text.limit for text in texts]
-    counts = [len(text.fed) for text in texts]
+    is_asked, flat = [limit > 0 for limit in limits], Rows()
+    states, fed, limits = (list(compress(each, is_asked)) for each in (states, fed, limits))
     # Room for the whole draft; how much of it was used is known afterwards.
-    place = cache.place(rows, [n + limit - 1 for n, limit in zip(counts, limits, strict=True)])
+    most = [len(ids) + limit - 1 for ids, limit in zip(fed, limits, strict=True)]
+    place = cache.place([state.row for state in states], most)
     decoder.follow(cache)
-    drafts, kept, tokens = (STRUCTS["draft"] * len(texts))(), list[Any](), list[Any]()
-    states = [text.states for text in texts if text.states is not None]
-    given = torch.cat(states) if states else None
-    can_guess = given is None and decoder.num_bytes >= _MANY
-    sure = [(ctypes.c_double * limit)() for limit in limits]
-    for i, (slot, text, own) in enumerate(zip(place.slots, texts, drafts, strict=True)):
-        begin, state = cache.lengths[text.state.row], text.state
-        flat.chain(slot, begin, len(text.fed))
-        flat.ids += text.fed
+    drafts, memory = (STRUCTS["draft"] * len(states))(), list[Any]()
+    can_guess = hidden is None and decoder.num_bytes >= _MANY
+    for i, (slot, state, each) in enumerate(zip(place.slots, states, drafts, strict=True)):
+        begin = cache.lengths[state.row]
+        flat.chain(slot, begin, len(fed[i]))
+        flat.ids += fed[i]
         flat.wanted.append(len(flat.ids) - 1)
-        seed = 0 if state.sampling.is_greedy else state.noise.seed
-        own.how, own.limit = choice_of(state.sampling.transforms, seed), text.limit
-        # A pair stands one position before its token.
-        own.position = begin + len(text.fed) + (text.states is not None)
-        before = state.text[-_LOOKED_AT:] if can_guess else []
-        tokens.append(array("q", [*before, *[0] * text.limit]))
-        own.before, own.sure = len(before), ctypes.addressof(sure[i])
-        own.tokens = tokens[i].buffer_info()[0] + 8 * len(before)
-        if state.goes_on:
-            kept.append(doubts_of(*state.goes_on.numbers))
-            own.may_stop = ctypes.pointer(kept[-1])
-    decoder.chain(flat, drafts, words, given, shift, layer, _GUESSED if can_guess else 0)
-    place.counts = [n + own.count - 1 for n, own in zip(counts, drafts, strict=True)]
+        each.position = begin + len(fed[i]) + (hidden is not None)  # a pair's token stands behind
+        memory.append(_fill(each, state, limits[i], state.text[-_LOOKED_AT:] if can_guess else []))
+    decoder.chain(flat, drafts, words, hidden, shift, layer, _GUESSED if can_guess else 0)
+    place.counts = [len(ids) + each.count - 1 for ids, each in zip(fed, drafts, strict=True)]
     cache.advance(place)
-    found = []
-    for text, own, ids, chances in zip(texts, drafts, tokens, sure, strict=True):
-        ids = ids[own.before : own.before + own.count].tolist()
-        chances = chances[: own.count] if text.state.goes_on else []
-        found.append(Draft(ids, confidence=chances, num_forwards=own.forwards))
-    return found
+    drawn = iter(
+        Draft(
+            tokens[each.before : each.before + each.count].tolist(),
+            confidence=sure[: each.count] if doubts else [],
+            num_forwards=each.forwards,
+        )
+        for each, (tokens, sure, doubts) in zip(drafts, memory, strict=True)
+    )
+    return [next(drawn) if asked else Draft() for asked in is_asked]
+
+
+def _fill(each: ctypes.Structure, state: Any, limit: int, before: list[int]) -> tuple[Any, ...]:
+    """Say in a `draft` of C's how a text's tokens are drawn; `before` are those it may copy.
+
+    Returns what it points to: the tokens, their confidence, and when to stop, if at all.
+    """
+    tokens, sure = array("q", [*before, *[0] * limit]), (ctypes.c_double * limit)()
+    doubts = doubts_of(*state.goes_on) if state.goes_on else None
+    seed = 0 if state.sampling.is_greedy else state.noise.seed
+    each.how, each.limit = choice_of(state.sampling.transforms, seed), limit
+    each.before, each.sure = len(before), ctypes.addressof(sure)
+    each.tokens = tokens.buffer_info()[0] + 8 * len(before)
+    if doubts:
+        each.may_stop = ctypes.pointer(doubts)
+    return tokens, sure, doubts

@@ -2,7 +2,7 @@
 
 The published folders bring code of their own, which a server does not run. It adds one thing to
 Qwen2: the MTP layer, whose weights are `model.mtp_layers.0.*`. Here they are left in the file, and
-drafters/mtp_head.py reads them.
+drafters/mtp.py reads them.
 """
 
 from typing import ClassVar

@@ -19,6 +19,8 @@ from test_drafters import (  # noqa: F401
 )
 from test_prefix import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
 
+from kernels import chain
+
 
 def test_the_head_is_accepted_changes_no_token_and_gives_its_rows_back(
     demo_engine, prompts, name, way
@@ -107,10 +109,11 @@ def check_drafts(engine, name, expected_of, limit):
     for given in ([], [99, 98, 97]):
         text = [*text, *given]
         tokens, scores = expected_of(text)
-        for goes_on in (None, lambda _: True):
+        for can_chain in (chain.can_chain, lambda *_: False):
             state, seen[:] = fresh_state(engine, drafter, text), []
-            state.goes_on = goes_on
-            draft = drafter.propose(state, limit)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(chain, "can_chain", can_chain)
+                draft = drafter.propose(state, limit)
             drafter.close(state)
             assert draft.tokens == tokens
         found = torch.stack(seen)

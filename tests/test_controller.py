@@ -14,8 +14,8 @@ from control.acceptance import Acceptance
 from control.controller import PROBE_BUDGET, Ask, Controller
 from control.costs import Costs
 from control.rest import Rest
-from drafters.pool import Panel, Seat
-from messages import Verdict
+from drafters.pool import DraftedText, DrafterPool, Task
+from messages import Doubts, Verdict
 from serving.worker import warm_up
 
 K = 8
@@ -164,7 +164,9 @@ def test_a_model_that_guesses_right_drafts_more():
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts, rule):
+def test_a_model_s_draft_ends_with_the_token_that_it_doubts(
+    demo_engine, prompts, rule, monkeypatch
+):
     """The controller's rule is asked after each token; but where rejection judges, the length of a
     draft would tell later cycles of tokens that were never judged."""
     sampling = core.Sampling(temperature=0.8, verification=rule)
@@ -177,10 +179,11 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts
         if plan[0][1]:
             least.add(seats[0].goes_on and seats[0].goes_on.least_chance)
         if seats[0].goes_on:
-            seats[0].goes_on = lambda sure: sure[-1] > 0.8
+            seats[0].goes_on = Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5)  # .8 is sure enough
         return propose(seats, plan)
 
     engine.pool.propose = proposed
+    monkeypatch.setattr("kernels.chain.can_chain", lambda *_: False)  # C is asked in test_choosing
     for _, cycle in engine.generate(request):
         drafts += [cycle.draft] if cycle.draft.tokens else []
     assert least == {0.25 if rule == "coupled" else None}

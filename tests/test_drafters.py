@@ -15,8 +15,8 @@ from conftest import ROOT, WAYS, ScriptedDrafter, run, scripted_engine, together
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
+from drafters.draft_model import num_frequent
 from drafters.ngram import NgramIndex
-from drafters.small_model import num_frequent
 from drafters.timed import TimedDrafter
 from kernels import library
 from messages import Draft, RequestError, Verdict

@@ -150,7 +150,7 @@ def test_a_head_drafts_as_its_layout_says(
     target_folder, tmp_path, reference, switches, layout, kernels, monkeypatch
 ):
     """In floats: among the jumps of integers what is wrong would hide."""
-    monkeypatch.setattr(Eagle3Drafter, "kept_as", None)
+    monkeypatch.setattr(Eagle3Drafter, "weight_format", None)
     head, model = new_head(tmp_path, **SWITCHES[switches]), reference(target_folder)
     embed = model.get_input_embeddings().weight
     if layout == "original":

@@ -25,6 +25,7 @@ from kernels import chain, library
 from kernels.decoder import Rows
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
+from messages import Doubts
 from models import gguf_packed
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
@@ -411,16 +412,7 @@ def test_large_matrices_ask_for_large_pages():
 # ----------------------------------------------------------------------------------- chains
 
 
-class Numbers:
-    """Doubts as the controller has them."""
-
-    numbers = [0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3
-
-    def __call__(self, confidence):
-        chances, mean, least = self.numbers
-        for sure in confidence:
-            mean *= chances[min(9, int(10 * sure))]
-        return mean >= least
+DOUBTS = Doubts([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
 
 
 @pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
@@ -462,7 +454,7 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     engine, drafter = drafting
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
-    given = engine, drafter, texts, limits, sampling, Numbers() if stops else None
+    given = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
     called, draft = [], chain.draft
     monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
     monkeypatch.setattr(chain, "_MANY", 0)  # so that a small model, too, guesses what it will draft

@@ -48,8 +48,8 @@ def assert_learns(student, target, data, plan):
 def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeypatch):
     """In float32. Each token of a draft is the likeliest one, where no rounding decides it."""
     monkeypatch.setattr(recipe, "fast_dtype", lambda: torch.float32)
-    for drafter in "eagle3.Eagle3Drafter", "mtp_head.MtpHeadDrafter":
-        monkeypatch.setattr(f"drafters.{drafter}.kept_as", None)
+    for drafter in "eagle3.Eagle3Drafter", "mtp.MtpDrafter":
+        monkeypatch.setattr(f"drafters.{drafter}.weight_format", None)
     own = replace(plan, kind=kind, out=plan.work / kind, epochs=2.5)
     target, data, student = train.student_of(own)
     assert_learns(student, target, data, own)
@@ -80,8 +80,9 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
     known, drafts, scores = [text[:length] for length in range(22, 38)], [], []
     for tokens in known:
         whole, stepped = (fresh_state(engine, drafter, tokens) for _ in range(2))
-        stepped.goes_on = lambda _: True  # a draft in one call shows no scores
-        drafts += propose_and_close(drafter, [stepped], [K])
+        with monkeypatch.context() as patch:  # a draft in one call shows no scores
+            patch.setattr("kernels.chain.can_chain", lambda *_: False)
+            drafts += propose_and_close(drafter, [stepped], [K])
         scores.append(torch.stack(seen[-K:]))
         assert propose_and_close(drafter, [whole], [K]) == drafts[-1:]
     if kind == "draft":

@@ -17,7 +17,7 @@ from conftest import judge
 from transformers.generation import logits_process
 
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
-from drafters.small_model import SmallModelDrafter
+from drafters.draft_model import DraftModelDrafter
 from kernels import library
 from sampling import DRAW, Noise, penalise, truncated_softmax
 
@@ -274,7 +274,7 @@ def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_accepta
     Odds of a false alarm: 6e-6.
     """
 
-    class GreedyDraft(SmallModelDrafter):
+    class GreedyDraft(DraftModelDrafter):
         def open(self, prompt, sampling, noise):
             return super().open(prompt, Sampling(), noise)
 

@@ -13,7 +13,7 @@ from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from benchmarks.fixed_clock import FixedClock
 from drafters.base import ModelState
-from drafters.tree import Comb, longest, merged
+from drafters.tree import TreeBuilder, longest, merged
 from messages import Draft
 from sampling import Noise
 
@@ -195,14 +195,14 @@ def test_drafts_that_begin_alike_share_their_beginning(drafts, most, tokens, par
     assert longest(TREE).tokens == [2, 3]
 
 
-def test_a_comb_has_the_likeliest_tokens_of_one_branch_and_beside_it():
+def test_a_model_s_tree_has_the_likeliest_tokens_of_one_branch_and_beside_it():
     """It is done when no longer branch could have one of them: .5 · .8 < .45."""
     state = ModelState(text=[], sampling=core.Sampling(), noise=Noise(0))
-    comb = Comb(state, 3)
-    assert comb.grow([(7, 0.5), (8, 0.45), (9, 0.01)]) == 7 and comb.is_open
-    assert comb.grow([(5, 0.8), (6, 0.1)]) == 5 and not comb.is_open
-    assert (comb.draft().tokens, comb.draft().parents) == ([7, 8, 5], [-1, -1, 0])
-    sure = Comb(state, 2)
+    tree = TreeBuilder(state, 3)
+    assert tree.grow([(7, 0.5), (8, 0.45), (9, 0.01)]) == 7 and tree.is_open
+    assert tree.grow([(5, 0.8), (6, 0.1)]) == 5 and not tree.is_open
+    assert (tree.draft().tokens, tree.draft().parents) == ([7, 8, 5], [-1, -1, 0])
+    sure = TreeBuilder(state, 2)
     sure.grow([(7, 0.9), (8, 0.1)])
     assert sure.is_open and sure.grow([(5, 0.9), (6, 0.1)]) == 5
     assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)

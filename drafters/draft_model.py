@@ -1,22 +1,28 @@
-"""A small model of the target's family drafts token by token (Leviathan et al., arXiv 2211.17192).
+"""A small model of the target's family drafts, token by token.
 
-It has a KV cache of its own, of the core's kind, so truncation is written once. One rule keeps this
-cache in step with the target's: after a verdict, truncate to what is both cached and committed;
-before the next draft, feed every committed token that is not cached. The rule covers full
-acceptance (the last drafted token was never fed), a cycle without a draft, and the first call (the
-whole prompt is fed).
+    text        The cat │ sat           its KV cache holds "The cat", as the target's does
+    forward 1             sat → on      feeds what is not cached yet, and draws d1
+    forward 2              on → a       feeds d1, and draws d2: the draft is "on a"
+    verdict     on ✓ a ✗ the            its cache is truncated to "The cat sat on"
 
-Where text is copied, the small model is fed guesses and checks them, as the target does with its
-drafts: kernels/c/chain.c. Its draft stays the same.
+One rule keeps its cache in step with the target's: after a verdict, truncate to what is both cached
+and committed; before the next draft, feed every committed token that is not cached. The rule covers
+full acceptance (the last drafted token was never fed), a cycle without a draft, and the first call
+(the whole prompt is fed).
 
-Not covered: a draft model with another tokenizer; it is refused at start.
+Compiled code makes a draft in one call, where Python has no say in it (kernels/chain.py). Where
+text is copied, it feeds the model guesses and checks them, as the target does with drafts. The
+draft stays the same.
+
+Source: Leviathan et al., arXiv 2211.17192. Not covered: a draft model with another tokenizer; it is
+refused at start.
 """
 
 from collections.abc import Sequence
 from typing import ClassVar
 
-from cache.prefix import PrefixCache
 from kernels import chain
+from cache.prefix import PrefixCache
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
@@ -26,26 +32,14 @@ _FEWEST, _MOST = 16_384, 65_536  # frequent words
 _NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
 
 
-class SmallModelDrafter(Drafter):
+class DraftModelDrafter(Drafter):
     """Runs `--draft-model`, one batched forward per draft step for all requests that use it."""
 
     name: ClassVar[str] = "draft_model"
     stops_early = True
 
-    def __init__(self, context: Context, draft: Model) -> None:
-        """`draft` is a cached model with the target's tokens."""
-        self._draft = draft
-        self.num_step_weights = self._draft.num_weights
-        self._sample = context.sample
-        self._prefixes = PrefixCache.of(draft, context.prefix_cache_mb)
-        # Embeddings may be padded. Ids that only one of the two models has are never drafted.
-        self._vocab_size = context.target.vocab_size
-        self._shared = min(self._draft.vocab_size, self._vocab_size)
-        width = draft.model.get_input_embeddings().weight.shape[-1]
-        self._num_frequent = num_frequent(draft.num_weights, width, self._shared)
-
     @classmethod
-    def build(cls, context: Context) -> "SmallModelDrafter":
+    def build(cls, context: Context) -> "DraftModelDrafter":
         """Raises ValueError without a draft model, or with one of another vocabulary or context."""
         target, draft = context.target, context.draft
         if draft is None:
@@ -69,6 +63,17 @@ class SmallModelDrafter(Drafter):
             )
         return cls(context, draft)
 
+    def __init__(self, context: Context, draft: Model) -> None:
+        """`draft` is a cached model with the target's tokens."""
+        self._draft, self._sample = draft, context.sample
+        self.num_step_weights = draft.num_weights
+        self._prefixes = PrefixCache.of(draft, context.prefix_cache_mb)
+        # Embeddings may be padded. Ids that only one of the two models has are never drafted.
+        self._vocab_size = context.target.vocab_size
+        self._shared = min(draft.vocab_size, self._vocab_size)
+        width = draft.model.get_input_embeddings().weight.shape[-1]
+        self._num_frequent = num_frequent(draft.num_weights, width, self._shared)
+
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> ModelState:
         row = self._draft.cache.open_row()
         return ModelState(row=row, text=list(prompt), sampling=sampling, noise=noise)
@@ -77,46 +82,39 @@ class SmallModelDrafter(Drafter):
         return self.propose_batch([state], [max_tokens])[0]
 
     def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
-        """One batched forward per draft step; the first also feeds what is not cached yet."""
-        cache = self._draft.cache
+        """A draft for each state; the first forward also feeds what is not cached yet."""
         for state in states:
-            # Under the rule of rejection drafts decide the text, and so would roundings of keys.
-            may_restore = state.sampling.is_coupled and not state.is_alone
-            if self._prefixes and may_restore and not cache.lengths[state.row]:
-                self._prefixes.restore(state.row, state.text)
-            # Remove what a draft that failed has left.
-            length = min(cache.lengths[state.row], len(state.text) - 1)
-            cache.truncate(state.row, length)
+            self._rewind(state)
+        model, cache = self._draft, self._draft.cache
         fed = [state.text[cache.lengths[state.row] :] for state in states]
         # A target of more (padded) rows may have been given an id that the draft model cannot read.
         limits = [
-            limit if max(ids) < self._draft.vocab_size else 0
+            limit if max(ids) < model.vocab_size else 0
             for limit, ids in zip(max_tokens, fed, strict=True)
         ]
-        if drafts := self._in_one_call(states, fed, limits):
-            return drafts
+        is_compiled = model.compiled and model.compiled.is_compiled
+        if is_compiled and chain.can_chain(cache, states, fed, limits):
+            words = chain.vocabulary_of(self._num_words(states))
+            return chain.draft(model.compiled.decoder, cache, states, fed, limits, words)
         chains = list(map(Chain, states, limits))
-        while active := [i for i, chain in enumerate(chains) if chain.is_open]:
-            output = self._draft.forward(
-                [states[i].row for i in active],
-                [fed[i] for i in active],
-                num_logits=[1] * len(active),
-            )
+        while active := [i for i, each in enumerate(chains) if each.is_open]:
+            rows = [states[i].row for i in active]
+            output = model.forward(rows, [fed[i] for i in active], num_logits=[1] * len(active))
             for i, logits in zip(active, output.logits, strict=True):
                 fed[i] = [chains[i].extend(logits[0, : self._shared], self._sample)]
-        return [chain.draft(self._vocab_size) for chain in chains]
+        return [each.draft(self._vocab_size) for each in chains]
 
-    def _in_one_call(
-        self, states: list[ModelState], fed: list[list[int]], limits: list[int]
-    ) -> list[Draft] | None:
-        """The same drafts without Python between their tokens; None where that cannot be had."""
-        model = self._draft
-        texts = chain.texts_of(model.cache, states, fed, limits)
-        if not (texts and model.compiled and model.compiled.is_compiled):
-            return None
-        words = chain.vocabulary_of(self._num_words(states))
-        found = chain.draft(model.compiled.decoder, model.cache, list(texts.values()), words)
-        return chain.in_order(texts, found, len(states))
+    def _rewind(self, state: ModelState) -> None:
+        """Let the cache hold the text's beginning alone, and more of it if that is known.
+
+        At least the last token is left to be fed. What a draft that failed has left goes.
+        """
+        cache, row = self._draft.cache, state.row
+        # Under the rule of rejection drafts decide the text, and so would roundings of keys.
+        may_restore = state.sampling.is_coupled and not state.is_alone
+        if self._prefixes and may_restore and not cache.lengths[row]:
+            self._prefixes.restore(row, state.text)
+        cache.truncate(row, min(cache.lengths[row], len(state.text) - 1))
 
     def _num_words(self, states: list[ModelState]) -> int:
         """Among how many words drafts choose: the frequent ones, while texts keep to those.
@@ -126,8 +124,7 @@ class SmallModelDrafter(Drafter):
         """
         recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
         num_rare = sum(token >= self._num_frequent for token in recent)
-        is_usual = num_rare <= _MOST_RARE * len(recent)
-        return self._num_frequent if is_usual else self._shared
+        return self._num_frequent if num_rare <= _MOST_RARE * len(recent) else self._shared
 
     def observe(self, state: ModelState, verdict: Verdict) -> None:
         cache = self._draft.cache
@@ -163,8 +160,8 @@ def check_words(names: list[str], words: list[dict[str, int]]) -> None:
     more of them than its 0.5B.
     """
     differing = words[0].items() ^ words[1].items()
-    if own := {(token, i) for token, i in differing if token != f"[PAD{i}]"}:
-        token, i = min(own, key=lambda entry: entry[1])
+    if written := {(token, i) for token, i in differing if token != f"[PAD{i}]"}:
+        token, i = min(written, key=lambda entry: entry[1])
         raise ValueError(
             f"draft model {names[0]} and target {names[1]} have different tokenizers "
             f"(only one of them has {token!r} as id {i}): "

@@ -1,0 +1,164 @@
+"""Multi-token prediction: extra layers of the target's own, one per draft step (DeepSeek-V3).
+
+    embedding of the next token [D] ─ norm ─┐
+    the target's last state [D] ───── norm ─┴→ eh_proj ─→ decoder layer ─ norm ─→ h' ─ lm_head ─→ d₁
+                                                                   the next step's state ┘
+
+Weights: transformers' MtpModel, from the target's own checkpoint, or from one of the same layout
+that was trained for a target without such layers: `--mtp FOLDER`. head.py has how a head drafts.
+
+Source: arXiv 2412.19437. Not covered: layers with a window of attention.
+"""
+
+import re
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_layers import MtpModel
+
+from kernels.head import mtp_layer, run_mtp_layer
+from messages import Model, Place
+from models.files import (
+    check_numbers,
+    check_sizes,
+    own_weights,
+    read_folder,
+    reading,
+    why_not_loaded,
+)
+
+from .base import Context
+from .head import AutoregressiveDrafter
+
+# What configs call the number of MTP layers: transformers' name, then Qwen's and GLM's.
+_COUNTS = "num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"
+# Parts of a layer in transformers' words, and in MiMo's. The rest of it is "mtp_block".
+MIMO = {
+    "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+    "post_norm": "final_layernorm",
+}  # fmt: skip
+_MIMO_LAYER = r"^mtp_layers\.(\d+)\."  # what stands before, behind "model."
+
+
+class MtpDrafter(AutoregressiveDrafter):
+    """Drafts with the target's MTP head, batched over requests."""
+
+    name: ClassVar[str] = "mtp"
+    output, kernel_of = "shared_head", staticmethod(mtp_layer)
+
+    @classmethod
+    def build(cls, context: Context) -> "MtpDrafter":
+        """Raises ValueError if there is no MTP head, or one that cannot be loaded."""
+        model, words = context.target.model, None
+        name = context.mtp or context.target.name
+        if context.mtp:
+            with reading(f"MTP head {name}"):
+                model, words = _read_host(name, context.target)
+        text = model.config.get_text_config()
+        num_layers = next((n for name in _COUNTS if (n := getattr(text, name, None))), 0)
+        if not num_layers:
+            raise ValueError(
+                f"{name} has no MTP head (no num_mtp_layers in config): use --drafter ngram or "
+                "draft_model, or a checkpoint that has one"
+            )
+        try:
+            head = _load(model, num_layers)
+            check_numbers(head.layers)  # the rest is the target's
+        except Exception as error:  # a family that registers no MTP weights fails in its own way
+            reason = why_not_loaded(error)
+            raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error
+        head.to(context.target.model.device).eval().set_attn_implementation(
+            model.config._attn_implementation
+        )
+        if not context.mmap:
+            own_weights(head)
+        if words is not None:
+            head.shared_head = _rows_of(head.shared_head, words)
+        return cls(head, context, words, is_target_s=context.mtp is None)
+
+    def _scores(self, outputs: Tensor) -> Tensor:
+        return self._head._project_to_logits(outputs[None])[0]
+
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
+        """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
+        at, mask = place.positions + layer + 1, place.mask(embeds.dtype)
+        return run_mtp_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])
+
+
+def _load(model: PreTrainedModel, num_layers: int) -> MtpModel:
+    """The MTP layers of a target, whose config says in transformers' words what they are.
+
+    Where it does not, this writes to the config, and to the model what weights are not the target's
+    own. If loading fails, that is taken back.
+    """
+    text, ignored = model.config.get_text_config(), model._keys_to_ignore_on_load_unexpected
+    fields, conversions = dict(vars(text)), getattr(model, "_weight_conversions", None)
+    try:
+        text.num_mtp_layers = num_layers
+        for name, kind in {"layer_types": "full_attention", "mlp_layer_types": "sparse"}.items():
+            if getattr(text, name, None) and not getattr(text, f"mtp_{name}", None):
+                setattr(text, f"mtp_{name}", [kind] * num_layers)
+        # Some families store MTP layers as further numbered layers; transformers knows the numbers
+        # of the published checkpoints only.
+        if any(re.match(r"model\\\.layers", pattern) for pattern in ignored or ()):
+            numbers = range(text.num_hidden_layers, text.num_hidden_layers + num_layers)
+            model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
+        if any("mtp_layers" in pattern for pattern in ignored or ()):
+            text.mtp_hidden_states_first = True
+            names = {f"{theirs}\\.": f"{ours}." for ours, theirs in MIMO.items()}
+            names["eh_proj\\."] = "eh_proj."  # transformers renames a part of it
+            names[""] = "mtp_block."  # of what is left
+            model._weight_conversions = [*(conversions or [])] + [
+                WeightRenaming(_MIMO_LAYER + old, rf"layers.\1.{new}") for old, new in names.items()
+            ]
+        return MtpModel.from_pretrained(model)
+    except Exception:
+        vars(text).clear()
+        vars(text).update(fields)
+        model._keys_to_ignore_on_load_unexpected = ignored
+        raise
+    finally:
+        model._weight_conversions = conversions
+
+
+def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None]:
+    """The host of a checkpoint, and the ids of the words that its layers may draft.
+
+    A draft vocabulary is marked by `t2d`, [V] of bools, as in heads of EAGLE-3; None: all words.
+    """
+    _, weights = read_folder(name, allow_pickle=False)
+    config = AutoConfig.from_pretrained(name)
+    check_sizes(config.hidden_size, config.vocab_size, target)
+    config.dtype = target.model.dtype
+    if (words := weights.get("t2d")) is not None:
+        if words.shape != (config.vocab_size,):
+            raise ValueError(f"t2d is {list(words.shape)} instead of [{config.vocab_size}]")
+        if not words.any():
+            raise ValueError("t2d marks no word that the head may draft")
+        words = words.nonzero()[:, 0]
+    return host_of(config, target.model), words
+
+
+def host_of(config: PreTrainedConfig, target: PreTrainedModel) -> PreTrainedModel:
+    """A model to read MTP layers for that are not the target's: it has the target's two ends.
+
+    What lies between them has no weights.
+    """
+    with torch.device("meta"):
+        host = AutoModelForCausalLM.from_config(config)
+    host.set_input_embeddings(target.get_input_embeddings())
+    host.lm_head, decoder = target.get_output_embeddings(), host.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config)  # its tables are no weights
+    return host
+
+
+def _rows_of(output: nn.Module, words: Tensor) -> nn.Linear:
+    """An output layer of these words alone."""
+    panels, dtype = getattr(output, "panels", None), output.weight.dtype
+    rows = output.weight[words] if panels is None else panels.rows(words).to(dtype)
+    layer = nn.Linear(rows.shape[1], len(words), bias=False, device="meta")
+    layer.weight = nn.Parameter(rows, requires_grad=False)
+    return layer
