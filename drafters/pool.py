@@ -8,7 +8,7 @@ After such a fault its request goes on without that drafter, and the answer stay
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.prefix import PrefixCache
-from messages import Draft, Request, RequestError, Sampling, Verdict, in_short
+from messages import Doubts, Draft, Request, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 
 from .base import Drafter, settings_kept
@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
     drafter: str = ""  # who drafts: a name, TREE for several at once, or nobody
     limit: int = 0  # tokens, at most
-    goes_on: Callable[[list[float]], bool] | None = None  # when to stop before (see ModelState)
+    goes_on: Doubts | None = None  # when a draft stops early; None: never
     decision: Any = None  # of the controller, with its reasons: to be shown
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
 from kernels import start
+from messages import Verdict
 from sampling import ACCEPT, truncated_softmax
 from serving import faults, trace
 
@@ -307,6 +308,35 @@ def assert_lossless(
     expected = core.plain_decode(engine.target, prompt, max_tokens, engine.eos_ids, **way)
     assert sequence.output == expected, drafter
     return sequence
+
+
+GREEDY = core.Sampling()
+
+
+def fresh_state(
+    engine: Any, drafter: Any, tokens: list[int], sampling: Any = GREEDY, noise: Any = None
+) -> Any:
+    """A drafter's state on a text that it has seen no draft of.
+
+    All tokens but the last one are a prompt.
+    """
+    target = engine.target
+    row, state = target.cache.open_row(), drafter.open(tokens[:-1], sampling, noise)
+    output = target.forward([row], [tokens[:-1]], [1], tuple(sorted(set(drafter.hidden_layers))))
+    hidden = None
+    if drafter.needs_hidden:
+        hidden = torch.cat([output.hidden[layer][0] for layer in drafter.hidden_layers], -1)
+    drafter.observe(state, Verdict(0, 0, tokens[-1:], hidden))
+    target.cache.close_row(row)
+    return state
+
+
+def propose_and_close(drafter: Any, states: list[Any], limits: list[int]) -> list[list[int]]:
+    """The tokens that a drafter proposes for these states, which end then."""
+    drafts = drafter.propose_batch(states, limits)
+    for state in states:
+        drafter.close(state)
+    return [draft.tokens for draft in drafts]
 
 
 Script = Callable[[list[int], int], list[int]]

@@ -10,10 +10,9 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import together
+from conftest import fresh_state, together
 from safetensors.torch import load_file, save_file
 from test_drafters import (  # noqa: F401
-    fresh_state,
     test_a_batch_of_states_proposes_like_each_alone,
     test_a_rolled_back_state_proposes_like_a_fresh_one,
 )

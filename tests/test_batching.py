@@ -42,34 +42,6 @@ def is_idle(engine):
     )
 
 
-def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(engine, demo_engine, prompts):
-    """Lengths around the borders of a chunk of 24, and a prompt of many chunks."""
-    long = (prompts["code_class"] + prompts["easy_facts"]) * 4
-    for length in (23, 24, 25, 49, 150):
-        fields = {"max_tokens": 10, "drafter": "mtp"}
-        chunked, events = run(engine, long[:length], **fields)
-        whole, others = run(demo_engine, long[:length], **fields)
-        assert chunked.output == whole.output
-        assert len(events) == len(others) and chunked.statistics.prefills == 1
-        assert chunked.statistics.drafted_at == whole.statistics.drafted_at
-        assert chunked.statistics.accepted_at == whole.statistics.accepted_at
-
-
-def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
-    """While 200 tokens are read in chunks of 24 the running request gets a token every cycle."""
-    running = engine.open(core.Request(prompts["code_class"], 60, None))
-    engine.step([running])
-    late = [engine.open(core.Request([7] * 200, 4, "mtp")) for _ in range(2)]
-    cycles = 0
-    while not late[0].num_steps:
-        cycles_of = engine.step([running, *late])
-        assert running in cycles_of and late[1] not in cycles_of  # one prompt is read at a time
-        cycles += 1
-    assert cycles == 9
-    finish(engine, [running, *late])
-    assert late[0].output == late[1].output and is_idle(engine)
-
-
 def request_at_random(chance, prompts):
     return core.Request(
         (chance.choice(list(prompts.values())) * 8)[: chance.randint(1, 120)],
@@ -111,6 +83,34 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_en
         assert job.sequence.text.text == alone.text.text
     after = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
     assert after - before == sum(len(job.sequence.output) for job in jobs if job.sequence)
+
+
+def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(engine, demo_engine, prompts):
+    """Lengths around the borders of a chunk of 24, and a prompt of many chunks."""
+    long = (prompts["code_class"] + prompts["easy_facts"]) * 4
+    for length in (23, 24, 25, 49, 150):
+        fields = {"max_tokens": 10, "drafter": "mtp"}
+        chunked, events = run(engine, long[:length], **fields)
+        whole, others = run(demo_engine, long[:length], **fields)
+        assert chunked.output == whole.output
+        assert len(events) == len(others) and chunked.statistics.prefills == 1
+        assert chunked.statistics.drafted_at == whole.statistics.drafted_at
+        assert chunked.statistics.accepted_at == whole.statistics.accepted_at
+
+
+def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
+    """While 200 tokens are read in chunks of 24 the running request gets a token every cycle."""
+    running = engine.open(core.Request(prompts["code_class"], 60, None))
+    engine.step([running])
+    late = [engine.open(core.Request([7] * 200, 4, "mtp")) for _ in range(2)]
+    cycles = 0
+    while not late[0].num_steps:
+        cycles_of = engine.step([running, *late])
+        assert running in cycles_of and late[1] not in cycles_of  # one prompt is read at a time
+        cycles += 1
+    assert cycles == 9
+    finish(engine, [running, *late])
+    assert late[0].output == late[1].output and is_idle(engine)
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])

@@ -4,10 +4,9 @@ import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, assert_lossless
+from conftest import ROOT, assert_lossless, fresh_state
 from head_contract import *  # noqa: F403 a test of the contract is run where it is imported
 from safetensors.torch import save_file
-from test_drafters import fresh_state
 from test_eagle3 import NUM_LAYERS, target_folder
 from transformers import AutoConfig
 

@@ -1,4 +1,8 @@
-"""One contract for all drafters, and what is particular to each."""
+"""One contract for all drafters, and what is particular to each.
+
+A drafter proposes by the text alone, whatever it drafted before and whoever shares its call; and a
+drafter that fails costs its request the speculation, never the answer.
+"""
 
 import inspect
 import json
@@ -11,7 +15,17 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, WAYS, ScriptedDrafter, run, scripted_engine, together
+from conftest import (
+    GREEDY,
+    ROOT,
+    WAYS,
+    ScriptedDrafter,
+    fresh_state,
+    propose_and_close,
+    run,
+    scripted_engine,
+    together,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
@@ -19,10 +33,9 @@ from drafters.draft_model import num_frequent
 from drafters.ngram import NgramIndex
 from drafters.timed import TimedDrafter
 from kernels import library
-from messages import Draft, RequestError, Verdict
+from messages import Draft, RequestError
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
-GREEDY = core.Sampling()
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
@@ -31,45 +44,6 @@ def name(request):
 
 
 # ---------------------------------------------------------------------------- the contract of all
-
-
-def fresh_state(engine, drafter, tokens, sampling=GREEDY, noise=None):
-    """On a text that it has seen no draft of: all but the last token are a prompt."""
-    target = engine.target
-    row, state = target.cache.open_row(), drafter.open(tokens[:-1], sampling, noise)
-    output = target.forward([row], [tokens[:-1]], [1], tuple(sorted(set(drafter.hidden_layers))))
-    hidden = None
-    if drafter.needs_hidden:
-        hidden = torch.cat([output.hidden[layer][0] for layer in drafter.hidden_layers], -1)
-    drafter.observe(state, Verdict(0, 0, tokens[-1:], hidden))
-    target.cache.close_row(row)
-    return state
-
-
-def propose_and_close(drafter, states, limits):
-    drafts = drafter.propose_batch(states, limits)
-    for state in states:
-        drafter.close(state)
-    return [draft.tokens for draft in drafts]
-
-
-@pytest.mark.parametrize(
-    ("name", "rule", "expected"),
-    [
-        ("mtp", "coupled", 1.0),
-        ("mtp", "rejection", 1.2),
-        ("draft_model", "coupled", 1.2),  # it may be close to the target
-        ("draft_model", "rejection", 1.2),
-    ],
-)
-def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
-    drafter, noise = demo_engine.pool.drafters[name], core.Noise(7)
-    given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
-    text = prompts["hard_story"]
-    states = [fresh_state(demo_engine, drafter, text, given, noise) for _ in range(2)]
-    states[1].sampling = own
-    first, second = propose_and_close(drafter, states, [12, 12])
-    assert first == second
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
@@ -96,6 +70,25 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     for text, limit, tokens in zip(texts, limits, together, strict=True):
         state = fresh_state(demo_engine, drafter, text)
         assert propose_and_close(drafter, [state], [limit]) == [tokens]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "expected"),
+    [
+        ("mtp", "coupled", 1.0),
+        ("mtp", "rejection", 1.2),
+        ("draft_model", "coupled", 1.2),  # it may be close to the target
+        ("draft_model", "rejection", 1.2),
+    ],
+)
+def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
+    drafter, noise = demo_engine.panel.drafters[name], core.Noise(7)
+    given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
+    text = prompts["hard_story"]
+    states = [fresh_state(demo_engine, drafter, text, given, noise) for _ in range(2)]
+    states[1].sampling = own
+    first, second = propose_and_close(drafter, states, [12, 12])
+    assert first == second
 
 
 @pytest.mark.parametrize("model", ["draft_model", "mtp"])

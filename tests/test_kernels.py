@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, ROOT, assert_lossless, only_modules, together
+from conftest import FAMILIES, ROOT, assert_lossless, fresh_state, only_modules, together
 from families import save_small
-from test_drafters import fresh_state
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
 from kernels import chain, library

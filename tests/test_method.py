@@ -2,8 +2,11 @@
 
     text = core.speculate(target, drafter, prompt, 40, eos_ids)
 
-So what a reader learns from the core's first function is what the server does.
+So what a reader learns from the core's first function is what the server does, with each drafter,
+however tokens are chosen, and whether drafts are chains or trees.
 """
+
+from functools import partial
 
 import pytest
 import speculative_decoding as core
@@ -23,17 +26,45 @@ def test_a_newcomer_calls_it_in_five_lines(demo_engine, prompts):
     assert text == core.plain_decode(target, prompt, 40, demo_engine.eos_ids)
 
 
+def assert_one_text(engine, prompts, drafter, name, sampling):
+    """`speculate` with a drafter, plain decoding and the engine with the drafter `name` agree."""
+    way, passes = {"sampling": sampling, "seed": 7}, []
+    for prompt in list(prompts.values())[:3]:
+        given = engine.target, prompt, 30, engine.eos_ids
+        text = core.speculate(given[0], drafter, *given[1:], **way)
+        sequence, _ = run(engine, prompt, max_tokens=30, drafter=name, **way)
+        assert text == core.plain_decode(*given, **way) == sequence.output, name
+        passes.append(sequence.num_steps < len(text))
+    assert engine.target.cache.rows == []
+    return any(passes)
+
+
 @pytest.mark.parametrize("way", SAMPLINGS)
 def test_it_writes_what_plain_decoding_and_the_engine_write(demo_engine, prompts, way):
     """With each drafter; and the target runs less often than it writes tokens."""
-    target, sampling, passes = demo_engine.target, SAMPLINGS[way], []
-    for name, drafter in demo_engine.pool.drafters.items():
-        for prompt in list(prompts.values())[:3]:
-            fields = {"sampling": sampling, "seed": 7}
-            text = core.speculate(target, drafter, prompt, 30, demo_engine.eos_ids, **fields)
-            assert text == core.plain_decode(target, prompt, 30, demo_engine.eos_ids, **fields)
-            sequence, _ = run(demo_engine, prompt, max_tokens=30, drafter=name, **fields)
-            assert text == sequence.output, name
-            passes.append(sequence.num_steps < len(text))
-    assert core.speculate(target, drafter, prompt, 0, set()) == []
-    assert any(passes) and target.cache.rows == []
+    check, loaded = partial(assert_one_text, demo_engine, prompts), demo_engine.panel.drafters
+    assert any([check(drafter, name, SAMPLINGS[way]) for name, drafter in loaded.items()])
+    assert core.speculate(demo_engine.target, loaded["ngram"], [5, 6], 0, set()) == []
+
+
+@pytest.mark.parametrize("way", SAMPLINGS)
+def test_a_tree_gives_the_text_of_a_chain(demo_engine, prompts, monkeypatch, way):
+    """The head's own drafts branch here; in the engine they are merged with those of others."""
+    if not demo_engine.panel.can_branch:
+        pytest.skip("no C compiler here")
+    mtp, is_moved = demo_engine.panel.drafters["mtp"], []
+    open_state, keep = mtp.open, demo_engine.target.cache.keep
+
+    def open_branching(*given):
+        state = open_state(*given)
+        state.can_branch = True
+        return state
+
+    def kept(row, num_drafted, accepted):
+        is_moved.append(list(accepted) != list(range(len(accepted))))
+        keep(row, num_drafted, accepted)
+
+    monkeypatch.setattr(mtp, "open", open_branching)
+    monkeypatch.setattr(demo_engine.target.cache, "keep", kept)
+    assert assert_one_text(demo_engine, prompts, mtp, "tree", SAMPLINGS[way])
+    assert any(is_moved), "no branch was accepted but the first"

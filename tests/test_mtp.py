@@ -1,4 +1,4 @@
-"""MTP heads of the families, from checkpoints with the names that published ones have.
+"""MTP heads of the families draft by the paper's equations, from checkpoints as published ones are.
 
 A small model with more layers is taken apart: the last ones become the blocks of the head.
 """
@@ -10,10 +10,9 @@ import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TARGET, run
+from conftest import TARGET, fresh_state, run
 from families import randomise, small_config
 from safetensors.torch import load_file, save_file
-from test_drafters import fresh_state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from messages import Verdict
@@ -136,32 +135,6 @@ class Equations:
             hidden = given if step < last else torch.cat([hidden, given[-1:]])
 
 
-def test_a_layer_whose_weights_are_no_numbers_is_refused(tmp_path):
-    checkpoint("qwen3_5", tmp_path)
-    contract.weights_changed(
-        lambda w: w.update({n: w[n] * torch.nan for n in w if "mtp" in n and "q_proj" in n})
-    )(tmp_path)
-    with pytest.raises(ValueError, match=r"q_proj\.weight has numbers that are NaN"):
-        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_several_layers_with_one_projection_are_refused(family, tmp_path):
-    """Their second layer's weights are all there but for what the names have no room for."""
-    checkpoint(family, tmp_path)
-    first, second = (f"mtp.layers.{i}." for i in (0, 1))
-    contract.weights_changed(
-        lambda w: w.update({n.replace(first, second): w[n].clone() for n in w if first in n})
-    )(tmp_path)
-    name = count_of(family)
-    config = (tmp_path / "config.json").read_text("utf-8")
-    (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
-    with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
-        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
-    assert "\n" not in str(error.value)
-    assert "ngram" in core.load_engine(core.Options(model=str(tmp_path))).panel.drafters
-
-
 @pytest.fixture(
     scope="module",
     params=[(*case, way) for case in CASES for way in ("fast", "modules")],
@@ -209,3 +182,29 @@ def test_speculation_writes_the_text_of_plain_decoding(served):
     sequence, _ = run(engine, TEXT, max_tokens=20, drafter="mtp")
     assert sequence.output == expected.output and not sequence.warnings
     assert sequence.statistics.num_draft_tokens > 5
+
+
+def test_a_layer_whose_weights_are_no_numbers_is_refused(tmp_path):
+    checkpoint("qwen3_5", tmp_path)
+    contract.weights_changed(
+        lambda w: w.update({n: w[n] * torch.nan for n in w if "mtp" in n and "q_proj" in n})
+    )(tmp_path)
+    with pytest.raises(ValueError, match=r"q_proj\.weight has numbers that are NaN"):
+        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_several_layers_with_one_projection_are_refused(family, tmp_path):
+    """Their second layer's weights are all there but for what the names have no room for."""
+    checkpoint(family, tmp_path)
+    first, second = (f"mtp.layers.{i}." for i in (0, 1))
+    contract.weights_changed(
+        lambda w: w.update({n.replace(first, second): w[n].clone() for n in w if first in n})
+    )(tmp_path)
+    name = count_of(family)
+    config = (tmp_path / "config.json").read_text("utf-8")
+    (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
+    with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
+        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
+    assert "\n" not in str(error.value)
+    assert "ngram" in core.load_engine(core.Options(model=str(tmp_path))).panel.drafters

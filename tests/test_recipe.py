@@ -11,10 +11,9 @@ import gguf
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, assert_lossless, run
+from conftest import ROOT, TARGET, assert_lossless, fresh_state, propose_and_close, run
 from head_contract import changed, holding
 from safetensors.torch import load_file, save_file
-from test_drafters import fresh_state, propose_and_close
 from test_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 

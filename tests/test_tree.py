@@ -7,8 +7,16 @@ from argparse import Namespace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ScriptedDrafter, assert_lossless, failing, run, scripted_engine, together
-from test_drafters import fresh_state, propose_and_close
+from conftest import (
+    ScriptedDrafter,
+    assert_lossless,
+    failing,
+    fresh_state,
+    propose_and_close,
+    run,
+    scripted_engine,
+    together,
+)
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from benchmarks.fixed_clock import FixedClock
