@@ -612,7 +612,7 @@ def load_draft(options: Options) -> CachedModel | None:
 
 def assemble_engine(options: Options) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
-    loading.look_at(options.model, options.draft_model, options, drafters.check_words)
+    loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
     target = load_model(options.model, options)
     draft = load_draft(options)
     context = Context(target, sample, draft, **options.for_drafters)
