@@ -541,7 +541,7 @@ def assemble_engine(options: Any) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
     from models import loading, reference
 
-    loading.look_at(options.model, options.draft_model, options, drafters.check_words)
+    loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
     target = load_model(options.model, options)
     draft = load_draft(options)
     context = drafters.Context(target, sample, draft, **options.for_drafters)

@@ -1,43 +1,36 @@
-"""A GGUF file's model in transformers: its config, and its weights unpacked to floats.
+"""A GGUF file's model in transformers: unpacked to floats, or with its matrices as they are.
 
-What a family calls its numbers and tensors, and which rows llama.cpp has put into another order, is
-read from transformers' tables. transformers' own loader would parse the file three times for them,
-5 s each where the vocabulary is large, and unpack on one core, with a second copy of every tensor.
+    open_model  ->  config_of (gguf_config.py)  ->  load_model  ->  compare (gguf_compare.py)
 
-Weights are the numbers of gguf's own `dequantize`, rounded once to the dtype asked for.
+transformers' own loader would parse the file three times, 5 s each where the vocabulary is large,
+and unpack on one core, with a second copy of every tensor. Here a tensor goes from the file to its
+place in pieces, on all cores. Where matrices stay as they are, all else is float32.
 """
 
+import logging
 import re
-import threading
-from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
 from math import prod
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
-from tqdm.contrib.concurrent import thread_map
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.gguf import GGUF_ARCHS
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
 
-from .files import own_pages
-from .gguf_config import refuse_unread
+from kernels import library
+from kernels.experts import hold, matrices_of
+from kernels.weights import PanelEmbedding, PanelLinear, Panels, become
+
+from . import StartError
+from .gguf_config import config_of, refuse_unread
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
+from .gguf_tensors import Experts, Plan, Tables, Weights, for_all_tensors, unpacked
 
-# transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
-gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
-
-_PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
+LOG = logging.getLogger("loading")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
-Weights = dict[str, torch.Tensor]
+Report = dict[str, Any]  # what transformers tells of the weights: missing_keys and so on
 
 
 def open_model(path: str) -> GgufFile:
@@ -74,15 +67,55 @@ def _what_it_lacks(file: GgufFile) -> str | None:
     return None
 
 
+def why_not_packed(file: GgufFile) -> str | None:
+    """Why a file's matrices cannot be computed with as they are; None if they can."""
+    architecture = file.metadata["general.architecture"]
+    if not library.is_used:
+        return "the kernels are not used"
+    if architecture in GGUF_ARCHS:
+        return f"transformers rearranges the matrices of {architecture}"
+    return None
+
+
 def load_model(
-    file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in `dtype`, and what transformers tells of its weights (see check_weights)."""
-    empty = empty_model(file, config, dtype)
-    collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
-    weights, was_read = collect(file, empty, dtype)
-    refuse_unread(file, was_read, config.num_hidden_layers)
-    return filled(empty, weights)
+    file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype | None, is_strict: bool = False
+) -> tuple[PreTrainedModel, Report]:
+    """The model in `dtype`, or with matrices as the file has them where that is None.
+
+    Where the report (see check_weights) has missing or mismatched weights the model is empty.
+    Raises BadFile, and StartError where it `is_strict` and one of the matrices would be unpacked.
+    """
+    empty = empty_model(file, config, dtype or torch.float32)
+    if file.metadata["general.architecture"] in GGUF_ARCHS:
+        weights, unread = _transformed(file, empty)
+        report = _report(file, empty, {n: weight.shape for n, weight in weights.items()}, unread)
+        return (empty if any(report.values()) else _filled(empty, weights)), report
+    tables = Tables(file, empty)
+    plans = tables.plans(file, empty)
+    shapes = {plan.target: plan.shape for plan in plans.values() if plan.target}
+    unread = {name for name, p in plans.items() if not p.target and not tables.reads(name)}
+    report = _report(file, empty, shapes, unread)
+    if any(report.values()):
+        return empty, report
+    if dtype is None:
+        _tell_of([p for p in plans.values() if p.is_matrix and not p.form], file, is_strict)
+    # A matrix's place is held by one zero, which looks as large: memory is for what is there.
+    weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
+    matrices: dict[str, Panels | list[Panels]] = {}
+
+    def read(tensor: Tensor) -> None:
+        plan = plans[tensor.name]
+        if plan.target and plan.is_matrix and dtype is None:
+            matrices[plan.target] = plan.panels(file)
+        elif plan.target:
+            weights[plan.target] = plan.floats(file, empty.dtype)
+
+    for_all_tensors(read, file)
+    model = _filled(empty, weights)
+    if dtype is None:
+        _use_panels(model, matrices)
+        model.path = file.name  # compare opens it again
+    return model, report
 
 
 def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -91,147 +124,111 @@ def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) ->
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
     asked = sum(weight.numel() for weight in empty.parameters())
     held = sum(prod(tensor.shape) for tensor in file.tensors.values())
-    if asked > 2 * held:  # transformers would make the others up, and take memory for them
+    if asked > 2 * held:  # it would take memory for them
         raise BadFile(f"{file.name} has {held} weights, and its header asks for {asked}")
     return empty
 
 
-def filled(empty: PreTrainedModel, weights: Weights) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model like the empty one with these weights, and what transformers tells of them."""
-    name, dtype = empty.config._name_or_path, empty.dtype
-    model, report = type(empty).from_pretrained(
-        None,
-        config=empty.config,
-        state_dict=weights,
-        dtype=dtype,
-        ignore_mismatched_sizes=True,  # the report has them
-        output_loading_info=True,
-    )
-    model.config._name_or_path = name
-    return model, report
+def _report(
+    file: GgufFile, empty: PreTrainedModel, shapes: dict[str, tuple[int, ...]], unread: set[str]
+) -> Report:
+    """What from_pretrained tells of weights of these shapes by name, and of tensors not read.
+
+    Raises BadFile if all weights are there, and tensors besides.
+    """
+    wanted = {name: weight.shape for name, weight in empty.state_dict().items()}
+    missing = wanted.keys() - shapes.keys() - empty.all_tied_weights_keys.keys()
+    sizes = {(n, shapes[n], wanted[n]) for n in wanted if shapes.get(n, wanted[n]) != wanted[n]}
+    if not missing and not sizes:
+        refuse_unread(file, file.tensors.keys() - unread, empty.config.num_hidden_layers)
+        unread = set()
+    return {"missing_keys": missing, "mismatched_keys": sizes, "unexpected_keys": unread}
 
 
-def assigned(empty: PreTrainedModel, weights: Weights) -> PreTrainedModel:
+@torch.no_grad()
+def _filled(empty: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     """The empty model itself with these weights: all that it asks for, by its names and sizes.
 
     transformers would look for names to convert, which takes a tenth of a start.
     """
-    decoder = empty.get_decoder()
-    if rotary := getattr(decoder, "rotary_emb", None):
-        decoder.rotary_emb = type(rotary)(empty.config)  # its tables are no weights
-    if any(buffer.is_meta for buffer in empty.buffers()):
-        return filled(empty, weights)[0]
+    for module in empty.modules():
+        if buffers := dict(module.named_buffers(recurse=False)):  # such as tables of rotations
+            for name, buffer in buffers.items():
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+            empty._init_weights(module)
     empty.load_state_dict(weights, strict=False, assign=True)
     empty.tie_weights()
     return empty.eval()
 
 
-class Tables:
-    """transformers' older tables: a model's names for a file's tensors, and what changes them."""
-
-    def __init__(self, file: GgufFile, model: PreTrainedModel) -> None:
-        kind = TENSOR_PROCESSORS.get(file.metadata["general.architecture"], TensorProcessor)
-        self._processor = kind(model.config.to_dict())
-        self.changes_nothing = kind is TensorProcessor
-        self.names = get_gguf_hf_weights_map(model, self._processor)
-
-    def process(
-        self, tensor: Tensor, weights: np.ndarray, collected: Weights
-    ) -> tuple[str | None, np.ndarray]:
-        """The model's name and weights for a tensor; None for one that it has not, or `collected`.
-
-        Experts' tensors are put together in there.
-        """
-        if tensor.name.endswith("ffn_gate_inp_shexp.weight"):  # transformers adds a dimension
-            weights = weights.reshape(-1)
-        given = {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": collected}}
-        found = self._processor.process(weights, tensor.name, **given)
-        return self.names.get(found.name), found.weights
-
-    def reads(self, name: str) -> bool:
-        """Whether the model has a place for a tensor, or for one expert's part of it."""
-        return bool({name, name.removesuffix(".weight")} & self.names.keys())
-
-    def alone(self, tensor: Tensor, weights: np.ndarray) -> tuple[str | None, np.ndarray]:
-        """The same of one tensor: experts' lie in what is zero else."""
-        kept: dict[str, torch.Tensor] = {}
-        found = self.process(tensor, weights, kept)
-        return next(((name, own.numpy()) for name, own in kept.items()), found)
-
-
-def _by_tables(
-    file: GgufFile, model: PreTrainedModel, dtype: torch.dtype
-) -> tuple[Weights, list[str]]:
-    """Weights under the model's names, by transformers' older tables; names of tensors read."""
-    tables, turn = Tables(file, model), threading.Lock()
-    collected: Weights = {}
-
-    def collect(tensor: Tensor) -> None:
-        if tables.changes_nothing:
-            if tensor.name in tables.names:
-                collected[tables.names[tensor.name]] = unpacked(file, tensor, dtype)
-            return
-        # Others may calculate with the weights, so they are rounded thereafter.
-        weights = unpacked(file, tensor, torch.float32).numpy()
-        with turn:
-            name, weights = tables.process(tensor, weights, collected)
-        if name:
-            with own_pages():
-                collected[name] = torch.tensor(weights, dtype=dtype)
-
-    all_at_once(collect, file)
-    return collected, [name for name in file.tensors if tables.reads(name)]
-
-
-def _by_transforms(
-    file: GgufFile, model: PreTrainedModel, dtype: torch.dtype
-) -> tuple[Weights, list[str]]:
-    """What `_by_tables` returns, for families that transformers describes by transforms."""
-    transforms = GGUF_ARCHS[file.metadata["general.architecture"]](model.config)
+def _transformed(file: GgufFile, empty: PreTrainedModel) -> tuple[Weights, set[str]]:
+    """Weights of a family that transformers describes by transforms; names of tensors not read."""
+    transforms = GGUF_ARCHS[file.metadata["general.architecture"]](empty.config)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
     by_source = {source: each for each in converters for source in each.source_patterns}
-    collected: Weights = {}
+    wanted, unread = empty.state_dict().keys(), set[str]()
+    floats, weights = Weights(), Weights()
     converted: dict[str, WeightConverter] = {}
-    wanted, was_read = model.state_dict().keys(), list[str]()
-    floats: Weights = {}
-    all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
+    for_all_tensors(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
     for name in file.tensors:
         key, source = rename_source_key(name, renamings, converters)
-        if source is not None or key in wanted:
-            was_read.append(name)
-        if source is None:
-            collected[key] = floats.pop(name).to(dtype)
-        else:
+        if source is not None:
             converter = converted.setdefault(key, deepcopy(by_source[source]))
             converter.add_tensor(key, name, source, floats.pop(name))
+        elif key in wanted:
+            weights[key] = floats.pop(name).to(empty.dtype)
+        else:
+            unread.add(name)
     for key, converter in converted.items():
-        for name, given in converter.convert(key, model=model, config=model.config).items():
-            collected[name] = (given[0] if isinstance(given, list) else given).to(dtype)
-    return collected, was_read
+        for name, weight in converter.convert(key, model=empty, config=empty.config).items():
+            weight = weight[0] if isinstance(weight, list) else weight
+            weights[name] = weight.to(empty.dtype)
+    return weights, unread
 
 
-def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor's weights as floats. Raises BadFile for a type that gguf cannot unpack."""
-    with own_pages():
-        given = torch.empty(tensor.shape, dtype=dtype)
-    rows = given.view(-1, tensor.shape[-1])
-    step = max(1, _PIECE // tensor.shape[-1])
-    for begin in range(0, len(rows), step):
-        piece = rows[begin : begin + step]
-        packed = file.read(tensor, begin * tensor.row_bytes, len(piece) * tensor.row_bytes)
-        try:
-            # As one row of many blocks: gguf takes only 16 rows at a time.
-            floats = gguf.dequantize(packed[None], tensor.type)
-        except NotImplementedError as error:
-            why = f"weights that cannot be unpacked: {tensor.type.name} (give another file)"
-            raise BadFile(f"{file.name} has {why}") from error
-        piece.copy_(torch.from_numpy(floats).view(piece.shape))
-    return given
+def _tell_of(unpacked: list[Plan | Experts], file: GgufFile, is_strict: bool) -> None:
+    """Say which types are unpacked. Raises StartError where it `is_strict`."""
+    types = ", ".join(sorted({plan.tensor.type.name for plan in unpacked}))
+    if types and is_strict:
+        why = f"weights of type {types} would be unpacked (give --dtype auto)"
+        raise StartError(f"{file.name} cannot be served as it is: {why}")
+    if types:
+        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, types)
 
 
-def all_at_once(work: Callable[[Tensor], None], file: GgufFile) -> None:
-    """Have all cores work on a file's tensors, the largest first."""
-    tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
-    told = {"disable": None, "desc": "Reading weights"}
-    thread_map(work, tensors, max_workers=torch.get_num_threads(), **told)
+@torch.no_grad()
+def _use_panels(model: PreTrainedModel, matrices: dict[str, Panels | list[Panels]]) -> None:
+    """Have the modules compute with these in the place of their parameters, biases included."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = output is not None and output.weight is embedding.weight
+    mixtures = set[nn.Module]()
+    for name, panels in matrices.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(panels, list):
+            mixtures.add(module)
+            continue
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            panels.set_bias(bias)
+        kind = PanelEmbedding if isinstance(module, nn.Embedding) else PanelLinear
+        scale = getattr(module, "embed_scale", torch.ones(()))
+        become(module, kind, panels, float(scale))
+    names = {module: name for name, module in model.named_modules()}
+    for module in mixtures:
+        hold(module, [matrices[f"{names[module]}.{part}"] for part in matrices_of(module)])
+    if is_tied:
+        become(output, PanelLinear, embedding.panels)
+        output.weight = embedding.weight
+
+
+def pack_copy(path: str, model: PreTrainedModel) -> None:
+    """Have a copy of a model compute with the blocks of the file that was unpacked for the model.
+
+    Their numbers are the model's own, and only inputs are rounded, so the copy drafts well. Raises
+    BadFile.
+    """
+    with open_model(path) as file:
+        packed, _ = load_model(file, config_of(file), dtype=None)
+    parts = packed.named_modules()
+    _use_panels(model, {f"{n}.weight": m.panels for n, m in parts if hasattr(m, "panels")})

@@ -18,12 +18,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 
 from messages import in_short
 
-from . import StartError, gguf_check, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
+from . import StartError, gguf_check, mimo  # noqa: F401  (transformers then knows MiMo)
 from .catalogue import entry_of, likely, place_of
 from .files import outside, own_pages, own_weights, why_not_loaded
 from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
-from .gguf_model import load_model, open_model
+from .gguf_model import load_model, open_model, pack_copy, why_not_packed
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
@@ -34,8 +34,7 @@ LOG = logging.getLogger("loading")
 PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
-Read = tuple[PreTrainedModel, Tokenizer, dict[str, Any]]  # and what transformers tells of it
-_looked_at: dict[str, GgufFile] = {}  # open until they are read, so that headers are parsed once
+_opened: dict[str, GgufFile] = {}  # until they are read, so that headers are parsed once
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
@@ -56,7 +55,7 @@ class ModelOptions(Protocol):
 
 
 @contextmanager
-def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
+def _explained(name: str, part: str, options: ModelOptions) -> Iterator[None]:
     """Turn whatever a part of a model fails with into a StartError."""
     try:
         yield
@@ -73,17 +72,29 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
         raise StartError(f"cannot load {name}{kind}: {part}{reason}") from error
 
 
+@dataclass
+class _Read:
+    """What a file or a folder holds."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    report: dict[str, Any]  # what transformers tells of the weights
+    fingerprint: str | None = None  # of a GGUF file that is served as it is
+    # Of one that was unpacked: has a copy of the model compute with the file's own blocks.
+    pack_copy: Callable[[PreTrainedModel], None] | None = None
+    check_header: gguf_check.Check | None = None
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """A model that can be served."""
+    """A model that can be served; `fingerprint` and `pack_copy` are those of _Read."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
     length: int  # of the context
     structure: Structure
-    fingerprint: str | None = None  # of a GGUF file that is served as it is
-    # Of one that was unpacked: has a copy of the model compute with the file's own blocks.
-    pack_copy: Callable[[PreTrainedModel], None] | None = None
+    fingerprint: str | None
+    pack_copy: Callable[[PreTrainedModel], None] | None
 
     @property
     def eos_ids(self) -> set[int]:
@@ -91,24 +102,24 @@ class Loaded:
         return ends_of(self.model, self.tokenizer)
 
 
-def look_at(
+def check_pair_early(
     target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]
 ) -> None:
-    """Refuse a draft at once, before its target is read: in seconds it would be too late.
+    """Refuse a draft model before its target is read, which takes long.
 
     Raises StartError for one that is broken or missing, and what `compare` raises for the names and
     the tokens of two GGUF files.
     """
     if draft is None:
         return
-    names, tokens = [draft, target], list[Texts | None]()
+    names, vocabularies = [draft, target], list[Texts | None]()
     for name in names:
-        with _told(name, "", options):
-            tokens.append(_tokens_of(place_of(name)))
-    if all(tokens) and tokens[0].tobytes() != tokens[1].tobytes():
-        with _told(draft, "its tokens: ", options):
-            words = [{token: i for i, token in enumerate(own)} for own in tokens]
-        compare(names, words)
+        with _explained(name, "", options):
+            vocabularies.append(_tokens_of(place_of(name)))
+    if all(vocabularies) and vocabularies[0].tobytes() != vocabularies[1].tobytes():
+        with _explained(draft, "its tokens: ", options):
+            ids = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
+        compare(names, ids)
 
 
 def _tokens_of(place: str) -> Texts | None:
@@ -116,7 +127,7 @@ def _tokens_of(place: str) -> Texts | None:
     if not is_gguf(place):
         _check_folder(place)
         return None
-    file = _looked_at[place] = open_model(place)
+    file = _opened[place] = open_model(place)
     return file.metadata["tokenizer.ggml.tokens"]
 
 
@@ -125,66 +136,69 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
-    given = name
-    name = place_of(name)
-    PROGRESS.info("reading the weights of %s", Path(name).name)
+    place = place_of(name)
+    PROGRESS.info("reading the weights of %s", Path(place).name)
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = options.dtype
-    is_known = entry_of(given) is not None
-    if dtype == "auto" and is_gguf(name) and not is_known:
+    is_known, is_file = entry_of(name) is not None, is_gguf(place)
+    if dtype == "auto" and is_file and not is_known:
         dtype = "bfloat16" if device != "cpu" or options.quantize else "packed"
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
     if dtype == "auto" and (device == "cpu" or options.is_embedded or is_known):
         dtype = "float32"
-    if dtype == "packed" and not is_gguf(name):
-        raise StartError(f"--dtype packed is for GGUF files, and {given} is none")
-    read = _read_file if is_gguf(name) else _read_folder
-    with _told(name, "", options):
-        model, tokenizer, report = read(name, dtype, options)
-        check_weights(name, report)
-        model = model.to(device).eval()
+    if dtype == "packed" and not is_file:
+        raise StartError(f"--dtype packed is for GGUF files, and {name} is none")
+    with _explained(place, "", options):
+        read = (_read_file if is_file else _read_folder)(place, dtype, options)
+        check_weights(place, read.report)
+        read.model = read.model.to(device).eval()
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
-            own_weights(model)
-    keep_few_words(tokenizer)
-    if getattr(tokenizer, "chat_template", None):
+            own_weights(read.model)
+    _bound_cache(read.tokenizer)
+    if getattr(read.tokenizer, "chat_template", None):
         renderer.start()  # by its first prompt it will be ready
-    return _fit(model, tokenizer, given, options)
+    return _fit(read, name, options)
 
 
-def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
-    """What is read of a GGUF file."""
-    with _looked_at.pop(name, None) or open_model(name) as file:
+def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
+    """Read a GGUF file, in a dtype of torch or packed."""
+    with _opened.pop(name, None) or open_model(name) as file:
         config = config_of(file)
-        with _told(name, "its tokenizer: ", options):
+        with _explained(name, "its tokenizer: ", options):
             tokenizer = tokenizer_of(file)
-        if dtype == "packed" and (reason := gguf_packed.why_not(file)):
+        reason = why_not_packed(file)
+        if dtype == "packed" and reason:
             if options.dtype == "packed":
                 raise StartError(f"{name} cannot be served as it is: {reason} (give --dtype auto)")
             LOG.info("%s is unpacked to bfloat16: %s", name, reason)
             dtype = "bfloat16"
-        if dtype == "packed":
-            model, report = gguf_packed.load_packed(file, config, options.dtype == "packed")
-        else:
-            model, report = load_model(file, config, getattr(torch, dtype))
-            if not gguf_packed.why_not(file):
-                model.pack_copy = partial(gguf_packed.pack_copy, file.name)
-        model.check_header = gguf_check.check_of(file)
-    return model, tokenizer, report
+        is_packed = dtype == "packed"
+        model, report = load_model(
+            file, config, None if is_packed else getattr(torch, dtype), options.dtype == "packed"
+        )
+        return _Read(
+            model,
+            tokenizer,
+            report,
+            fingerprint=file.fingerprint if is_packed else None,
+            pack_copy=None if is_packed or reason else partial(pack_copy, file.name),
+            check_header=gguf_check.check_of(file),
+        )
 
 
 @own_pages()
-def _read_folder(name: str, dtype: str, options: ModelOptions) -> Read:
-    """The same of a folder or a hub id. The weights come last, once all else is found sound."""
+def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
+    """Read a folder or a hub id. The weights come last, once all else is found sound."""
     _check_folder(name)
     trust = {"trust_remote_code": options.trust_remote_code}
     # First: a wrong id fails here, after one small file.
     config = AutoConfig.from_pretrained(name, **trust)
-    with _told(name, "its generation_config.json: ", options):
+    with _explained(name, "its generation_config.json: ", options):
         check_generation_config(name)
     check_indexes(name, config, options)
-    with _told(name, "its tokenizer: ", options):
+    with _explained(name, "its tokenizer: ", options):
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -198,7 +212,7 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> Read:
     except (SafetensorError, OSError):
         check_files(name, options)  # the error itself does not say which file
         raise
-    return model, tokenizer, report
+    return _Read(model, tokenizer, report)
 
 
 def _check_folder(name: str) -> None:
@@ -220,7 +234,7 @@ def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) ->
         file = cached_file(name, index, _raise_exceptions_for_missing_entries=False)
         if file is None:
             continue
-        with _told(name, f"{index}, which needs a weight_map and metadata: ", options):
+        with _explained(name, f"{index}, which needs a weight_map and metadata: ", options):
             content = json.loads(Path(file).read_text("utf-8"))
             content["metadata"].items()  # transformers asks for it
             wrong = outside(content["weight_map"].values())
@@ -231,7 +245,7 @@ def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) ->
 def check_files(name: str, options: ModelOptions) -> None:
     """Raises StartError if one of the model's safetensors files cannot be opened."""
     for file in sorted(Path(cached_file(name, "config.json")).parent.glob("*.safetensors")):
-        with _told(name, f"{file.name}: ", options), safe_open(file, "pt"):
+        with _explained(name, f"{file.name}: ", options), safe_open(file, "pt"):
             pass
 
 
@@ -253,10 +267,10 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
             f"first {missing[0]}{renamed}{other}"
         )
     if sizes:
-        key, found, wanted = sizes[0]
+        key, held, wanted = sizes[0]
         raise StartError(
             f"{name} has another size than its {source} asks for in {len(sizes)} of its weights, "
-            f"first {key}: {list(found)} instead of {list(wanted)}{hint}"
+            f"first {key}: {list(held)} instead of {list(wanted)}{hint}"
         )
     if unread:
         LOG.warning("%s: not used: %d weights, first %s", name, len(unread), unread[0])
@@ -277,23 +291,21 @@ def check_generation_config(name: str) -> None:
 
 def ends_of(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     """The token ids that end a text."""
-    given = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
-    given += getattr(tokenizer, "turn_ends", ())  # of a GGUF file
-    return {
-        i for end in given if end is not None for i in (end if isinstance(end, list) else [end])
-    }
+    ends = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
+    ends += getattr(tokenizer, "turn_ends", ())  # of a GGUF file
+    return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 
-def keep_few_words(tokenizer: Tokenizer) -> None:
-    """Bound the cache of a tokenizer: it keeps 10 000 words of whoever comes first, for ever."""
+def _bound_cache(tokenizer: Tokenizer) -> None:
+    """Bound the cache of a tokenizer: it keeps the first 10 000 words that it reads, for ever."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if hasattr(model, "_resize_cache"):  # tokenizers of other kinds have none
         model._resize_cache(_WORDS_KEPT)
 
 
-def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: ModelOptions) -> Loaded:
+def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:
     """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
-    config = model.config.get_text_config()
+    model, config = read.model, read.model.config.get_text_config()
     title = f"{name} ({config.model_type})"
     longest = getattr(config, "max_position_embeddings", None)
     longest = LONGEST_DEFAULT if longest in (None, -1) else longest  # XLNet says -1
@@ -316,7 +328,8 @@ def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: Model
             f"give --max-model-len {structure.length} or less"
         )
     fix_rotations(model, structure.length)
-    if check_header := getattr(model, "check_header", None):
-        check_header(model, structure.length)
-    of_gguf = (getattr(model, name, None) for name in ("fingerprint", "pack_copy"))
-    return Loaded(model, tokenizer, structure.length, structure, *of_gguf)
+    if read.check_header:
+        read.check_header(model, structure.length)
+    return Loaded(
+        model, read.tokenizer, structure.length, structure, read.fingerprint, read.pack_copy
+    )

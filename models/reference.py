@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from messages import Model, in_short
 
-from . import StartError, gguf_packed
+from . import StartError, gguf_compare
 from .catalogue import ROOT, cache_folder
 from .loading import PROGRESS
 
@@ -70,7 +70,7 @@ class Reference:
         if note and note.exists():
             return None
         if cached.fingerprint:
-            gguf_packed.compare(model)
+            gguf_compare.compare(model)
         # The layers of a packed model are compared one by one as well.
         lengths = _LENGTHS_PACKED if cached.fingerprint else _LENGTHS
         texts = random_texts(cached, [min(each, length) for each in lengths])

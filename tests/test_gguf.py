@@ -35,10 +35,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from demo_models.heads import write_gguf as finish
 from kernels import decoder, library, start
 from kernels.weights import Panels
-from models import catalogue, gguf_packed, loading, reference
+from models import catalogue, gguf_tensors, loading, reference
 from models.gguf_config import config_of
 from models.gguf_file import BadFile, GgufFile
-from models.gguf_model import load_model, open_model, unpacked
+from models.gguf_model import load_model, open_model
+from models.gguf_tensors import unpacked
 from serving import answers, log, parsing
 
 Q4_0, Q8_0 = Kind.Q4_0, Kind.Q8_0
@@ -213,7 +214,7 @@ def test_weights_are_gguf_s_own_in_every_type(tmp_path, monkeypatch, kind):
     kind = Kind[kind]
     packed = random_blocks(17, 1024, kind)
     write_matrix(tmp_path / "a.gguf", packed, kind)
-    monkeypatch.setattr("models.gguf_model._PIECE", 2560)
+    monkeypatch.setattr("models.gguf_tensors._PIECE", 2560)
     with GgufFile(tmp_path / "a.gguf") as file, np.errstate(invalid="ignore", over="ignore"):
         found = unpacked(file, file.tensors["a"], torch.float32).numpy()
         expected = gguf.dequantize(packed, kind)
@@ -254,7 +255,7 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
     """With all rows as the file has them, and by one bit; at every start."""
     path = write_mixture(tmp_path / "a.gguf", "qwen3moe") if fault == "expert" else files["q8_0"]
     monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
-    plan = gguf_packed._Experts if fault == "expert" else gguf_packed._Plan
+    plan = gguf_tensors.Experts if fault == "expert" else gguf_tensors.Plan
     right = plan.panels
 
     def panels(self, file):

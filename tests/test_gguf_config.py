@@ -23,10 +23,10 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from demo_models.heads import write_gguf as finish
 from kernels import start
-from models import StartError, gguf_check, gguf_config, gguf_packed, loading
+from models import StartError, gguf_check, gguf_config, loading
 from models.gguf_config import config_of
 from models.gguf_file import BadFile
-from models.gguf_model import load_model, open_model
+from models.gguf_model import load_model, open_model, why_not_packed
 from models.loading import check_weights, load_pretrained
 from models.rope import fix_rotations
 
@@ -379,8 +379,7 @@ def logits_of(model, length):
 def loaded(path, length, is_packed):
     """The model of a file as the server has it, with transformers' modules."""
     with open_model(str(path)) as file:
-        read = gguf_packed.load_packed if is_packed else load_model
-        model, report = read(file, config_of(file), *[torch.float32] * (not is_packed))
+        model, report = load_model(file, config_of(file), None if is_packed else torch.float32)
         check = gguf_check.check_of(file)
     check_weights(str(path), report)
     fix_rotations(model, length)
@@ -395,7 +394,7 @@ def test_a_file_s_logits_are_those_of_the_model_that_it_was_made_of(tmp_path, na
     case, path = CASES[name], tmp_path / "model.gguf"
     expected = logits_of(write(path, case), case.length)
     with open_model(str(path)) as file:
-        ways = [False, True] if gguf_packed.why_not(file) is None else [False]
+        ways = [False, True] if why_not_packed(file) is None else [False]
     for is_packed in ways:
         found = logits_of(loaded(path, case.length, is_packed), case.length)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.std()))

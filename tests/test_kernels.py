@@ -25,7 +25,7 @@ from kernels.decoder import Rows
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from messages import Doubts
-from models import gguf_packed
+from models import gguf_tensors
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 pytestmark = needs_compiler
@@ -256,7 +256,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size,
 @pytest.mark.parametrize("form", TYPES)
 def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     """Scales that are no numbers, infinite or subnormal are among them; rows come in pieces."""
-    assert gguf_packed.FORMS[TYPES[form][0]] == form
+    assert gguf_tensors.FORMS[TYPES[form][0]] == form
     kind = gguf.GGMLQuantizationType[TYPES[form][0]]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(1).integers(0, 256, (200, 3 * num_bytes), dtype=np.uint8)
