@@ -125,7 +125,7 @@ def main(demo_engine: Any, monkeypatch: Any, capsys: Any) -> Callable[..., tuple
 
 @pytest.fixture(scope="session")
 def slow_engine() -> Any:
-    """The same as transformers' modules run it, where nothing can be compiled."""
+    """The embedded target as transformers' modules run it, where nothing can be compiled."""
     return core.load_engine(
         core.Options(model="embedded", kernels=False, fixed_k=True, suffix_cache=0)
     )
@@ -183,7 +183,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.fixture(scope="session")
 def chat_folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], Path]:
-    """The same with a chat template, which the embedded models have not."""
+    """Folders of tiny random models with a chat template, which the embedded models have not."""
 
     def make(name: str) -> Path:
         folder = tiny_folder(f"{name}:0")  # another one than tiny_folder(name), which has no chat

@@ -1,7 +1,7 @@
-"""The command line as a user meets it.
+"""One command continues a prompt, runs the demo or serves; a mistake is one line and exit 2.
 
-Most of it in this process, on the engine that the other tests have: what the process itself does
-(its signals, pipes and sockets) at the end, and in test_operations.py.
+Most of it is run in this process, on the engine that the other tests have. What the process itself
+does (its signals, pipes and sockets) is tested at the end, and in test_operations.py.
 """
 
 import io
@@ -36,6 +36,24 @@ load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
 TOO_LITTLE_MEMORY = "error: too little memory, or too few threads: "
 SHORT_DEMO = ("--demo", "--max-tokens", "4", "--repeats", "1")
+
+
+def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main, monkeypatch):
+    """Up to a limit, to a string that stops it, or to the token that ends a turn."""
+    prompt = ("--prompt", "red, green, blue, red, green,")
+    status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
+    assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
+    figures = r"20 tokens \(length\) · \d+ passes after prefill · \d\.\d\d tokens per pass"
+    assert re.search(figures, out)
+    pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
+    coloured = terminal.mark(pieces, colour=True)
+    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
+    _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
+    text, _, figures = out.rpartition("\n\n")
+    assert "(stop)" in figures and "8" in text and "9" not in text
+    monkeypatch.setattr(core, "choose", lambda *_: 0)
+    status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
+    assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (stop)" in out
 
 
 @pytest.fixture
@@ -155,12 +173,6 @@ def test_a_chat_model_is_sent_messages_unless_raw(chat_folder, monkeypatch, caps
     said(*few, "--raw", "--prompts", "chat", status=2)
 
 
-def test_the_token_that_ends_a_turn_is_shown(main, monkeypatch):
-    monkeypatch.setattr(core, "choose", lambda *_: 0)
-    status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
-    assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (stop)" in out
-
-
 def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
     monkeypatch.setattr(core, "load_engine", load_engine)  # with a controller
     status, out, _ = main(*SHORT_DEMO, "--drafter", "ngram")
@@ -168,6 +180,9 @@ def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
     columns = ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
     assert all(word in out for word in (*columns, "plain decoding"))
     assert "α is the chance" in out and "the last choice of ngram: " in out and "α ." in out
+    status, out, _ = main(*SHORT_DEMO, *SAMPLED, "--verification", "rejection")
+    verdict = "identical output: not compared (verified by rejection)"
+    assert status == 0 and out.count(verdict) == len(terminal.read_prompts())
 
 
 def test_explain_shows_the_first_cycles_step_by_step(main):
@@ -191,29 +206,6 @@ def test_explain_shows_the_first_cycles_step_by_step(main):
     sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", out)
     assert sums and all(abs(float(p) + float(g) - float(total)) < 0.011 for p, g, total in sums)
     assert main(*prompt, "--explain")[1].count("\n  truncate") == 4  # cycles
-
-
-def test_a_demo_that_is_verified_by_rejection_compares_no_outputs(main):
-    status, out, _ = main(*SHORT_DEMO, *SAMPLED, "--verification", "rejection")
-    verdict = "identical output: not compared (verified by rejection)"
-    assert status == 0 and out.count(verdict) == len(terminal.read_prompts())
-
-
-def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main):
-    prompt = ("--prompt", "red, green, blue, red, green,")
-    status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
-    assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
-    figures = r"20 tokens \(length\) · \d+ passes after prefill · \d\.\d\d tokens per pass"
-    assert re.search(figures, out)
-    pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
-    coloured = terminal.mark(pieces, colour=True)
-    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
-
-
-def test_a_prompt_may_be_stopped(main):
-    _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
-    text, _, figures = out.rpartition("\n\n")
-    assert "(stop)" in figures and "8" in text and "9" not in text
 
 
 def test_sampling_options_are_followed_and_the_seed_is_told(main):

@@ -1,6 +1,6 @@
-"""What a connection makes of bytes and of time, without a socket and with a clock of our own.
+"""A connection reads one way of framing, waits only so long, and holds only so much memory.
 
-Against the real process: test_hostile.py.
+It is tested without a socket and with a clock of our own; the real process is in test_hostile.py.
 """
 
 from types import SimpleNamespace

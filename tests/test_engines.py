@@ -1,4 +1,7 @@
-"""Another engine behind this server's routes: a replayed conversation with a real vLLM.
+"""Behind this server's routes another engine answers with its own text and acceptance.
+
+What it cannot do is refused by name, and whatever fails in it is an error of 502 to 504. It is a
+replayed conversation with a real vLLM.
 
 The replayed answers were captured from the version that tests/vllm_conversation.json names. The
 test against a vLLM that runs is marked `network`, as that has to be installed first:

@@ -65,6 +65,20 @@ def own(port, **fields):
     return json.loads(data)
 
 
+@pytest.mark.parametrize("given", [COLOURS, [COLOURS], [[4, 8, 15]]], ids=str)
+def test_a_completion_is_what_generate_answers(client, port, given):
+    result = client.completions.create(model="embedded", prompt=given, max_tokens=20, seed=1)
+    prompt = given if given == COLOURS else given[0]  # a list may have one
+    expected = own(port, prompt=prompt, max_tokens=20)
+    (choice,) = result.choices
+    assert choice.text == expected["text"] and choice.finish_reason == expected["finish_reason"]
+    assert result.object == "text_completion" and result.id.startswith("cmpl-")
+    assert result.usage.model_dump(exclude_none=True) == expected["usage"]
+    figures = result.metrics["speculative_decoding"]
+    assert set(figures) == set(expected["metrics"]["speculative_decoding"])
+    assert result.timings["predicted_n"] == 20 and result.seed == 1
+
+
 def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chatting, port):
     """A text is a conversation of one message. /health tells the page to ask for it."""
     for prompt, read in (
@@ -94,20 +108,6 @@ def test_models_are_listed_under_the_name_that_requests_may_use(client):
     assert client.completions.create(model=model.id, prompt="x", max_tokens=2).model == "embedded"
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-9'"):
         client.models.retrieve("gpt-9")
-
-
-@pytest.mark.parametrize("given", [COLOURS, [COLOURS], [[4, 8, 15]]], ids=str)
-def test_a_completion_is_what_generate_answers(client, port, given):
-    result = client.completions.create(model="embedded", prompt=given, max_tokens=20, seed=1)
-    prompt = given if given == COLOURS else given[0]  # a list may have one
-    expected = own(port, prompt=prompt, max_tokens=20)
-    (choice,) = result.choices
-    assert choice.text == expected["text"] and choice.finish_reason == expected["finish_reason"]
-    assert result.object == "text_completion" and result.id.startswith("cmpl-")
-    assert result.usage.model_dump(exclude_none=True) == expected["usage"]
-    figures = result.metrics["speculative_decoding"]
-    assert set(figures) == set(expected["metrics"]["speculative_decoding"])
-    assert result.timings["predicted_n"] == 20 and result.seed == 1
 
 
 def test_a_completion_streams_its_text_and_its_figures(client):

@@ -1,10 +1,13 @@
-"""The teaching page, in a real browser against the real server process.
+"""The teaching page shows what the server's answer says, token by token, in a real browser.
 
-    python -m pytest tests/test_page.py    needs playwright and chromium
+Each number and word that it shows is compared with the server's answer to the same request. The
+page survives refusals, broken streams and a server that leaves, can be used by keyboard, and has no
+fault that axe-core finds. No test may leave an error on the browser's console, nor a violation of
+the page's policy. What the page's files alone can tell is in test_operations.py.
 
-What its files alone can tell is in test_operations.py. No test may leave an error on the browser's
-console, nor a violation of the page's policy. The check for accessibility needs axe-core, which
-`python .ci/fetch_axe.py` fetches; where NEEDS_AXE is set, its absence is a failure.
+    python .ci/fetch_axe.py; python -m pytest tests/test_page.py    needs playwright and chromium
+
+Where NEEDS_AXE is set, the absence of axe-core or chromium is a failure.
 """
 
 import json
@@ -76,7 +79,7 @@ def complaints():
 
 @pytest.fixture
 def open_page(browser, port, complaints):
-    """Opens the page, of a server of one's own if need be; at the end nothing must be wrong."""
+    """Opens the page of a server; at the test's end nothing must have gone wrong."""
     contexts = []
 
     def open_one(at=port, is_ready=True, address="", **options):
@@ -130,8 +133,7 @@ def fill(page, **fields):
 def run(page, button="#run", **fields):
     """Fill the form in, press, and wait for the end."""
     fill(page, **fields)
-    page.click(button)
-    see(page, {"#status": "Finished"})
+    act(page, ("click", button, {"#status": "Finished"}))
 
 
 SLIDE = """(slider, value) => {
@@ -152,16 +154,6 @@ def act(page, *steps):
         see(page, expected)
 
 
-def open_cycle(page, step):
-    act(page, (step, "#cycle-number", {"#cycle-count": f"{step} of"}))
-
-
-def say(page, message, expected):
-    """Send a message of a conversation."""
-    page.fill("#message", message)
-    act(page, ("click", "#send", expected))
-
-
 def see(page, expected):
     """Wait until each selector has so many elements, or all these words in its text."""
     for selector, wanted in expected.items():
@@ -173,8 +165,14 @@ def see(page, expected):
                 seen.to_contain_text(words)
 
 
-def visible(text):
-    return text.replace("\n", "↵").replace(" ", "␣")
+def open_cycle(page, step):
+    act(page, (step, "#cycle-number", {"#cycle-count": f"{step} of"}))
+
+
+def say(page, message, expected):
+    """Send a message of a conversation."""
+    page.fill("#message", message)
+    act(page, ("click", "#send", expected))
 
 
 def posted(page):
@@ -184,13 +182,9 @@ def posted(page):
     return sent
 
 
-def story_of(port):
-    return json.loads(call(port, "GET", "/page/stored_story.json")[2])
-
-
-def traced(port, fields, rule="coupled"):
-    """What the server answers to the fields of a run."""
-    return generate(port, **fields, verification=rule, trace=True)[1]
+def traced(port, fields):
+    """What the server answers to the fields of a run, whose verification is coupled."""
+    return generate(port, **fields, verification="coupled", trace=True)[1]
 
 
 def violations(page, **options):
@@ -226,6 +220,9 @@ def event(step, tokens, before=0, **more):
     } | more
 
 
+FIRST = event(0, [("a", "bonus")])  # a prefill's
+
+
 def answer_of(cycles, **more):
     figures = {"drafter": "draft_model", "num_draft_tokens": 1, "target_passes": 1}
     return {
@@ -250,194 +247,7 @@ def mock(page, answer):
     page.route("**/generate", lambda route: route.fulfill(**answer))
 
 
-# ------------------------------------------------------------------------------ the first minute
-
-
-def test_the_page_opens_on_a_recorded_cycle_and_generates_nothing(open_page, port):
-    figures, story = health(port)["speculative_decoding"], story_of(port)
-    page = open_page(reduced_motion="no-preference")
-    label = f"An example, recorded earlier with {story['model']}; drafter: {story['drafter']}"
-    see(page, {"#story-label": label, "#story-play": "Pause"})
-    page.locator("#story-picture button.slot .chip.on").first.wait_for()  # by itself
-    act(page, ("click", "#story-play", {"#story-play": re.compile("^Play$")}))
-    assert health(port)["speculative_decoding"] == figures
-
-
-def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
-    held = []
-    page.route("**/prompts", lambda route: held.append(route))
-    page.reload()
-    page.focus("#prompt")
-    until(lambda: page.title() and held)
-    held.pop().continue_()
-    wait_until_ready(page)
-    page.press("#prompt", "x")
-    assert page.input_value("#prompt") == "x"
-
-
-def lit(*numbers):
-    """What is seen of the story's cycle: guesses, the pass, verdicts, the cut tail."""
-    parts = (".slot .chip.on:not(.own)", ".beam.lit", ".verdict.on", ".cell.tail")
-    return dict(zip((f"#story-picture {part}" for part in parts), numbers, strict=True))
-
-
-def test_the_story_goes_guess_by_guess_one_pass_verdicts_and_the_cut(page, port):
-    """By buttons and by arrow keys, forth and back; less motion begins with the whole picture."""
-    story = story_of(port)
-    step = int(re.search(r"Cycle (\d+) of", page.text_content("#story-label"))[1])
-    cycle, cost = story["cycles"][step], story["costs"][story["drafter"]]
-    n, tail = len(cycle["proposals"]), cycle["cached"][0] - cycle["cached"][1]
-    assert n > cycle["accepted_count"] > 0 and tail > 0  # it tells all that can happen
-    see(page, lit(n, 1, n, tail))
-    for _ in range(2 * n + 4):
-        page.click("#story-back")
-    see(page, {"#story-says": "pending", "#timeline .plain-pass": n + 1})
-    see(page, {"#timeline .draft-step": n, "#timeline .verify-pass": 1})
-    cut, more = "#story-picture .cut:visible", "#timeline .plain-pass.more"
-    for guesses in range(n + 1):
-        see(page, lit(guesses, 0, 0, 0) | {cut: 0, more: 0})
-        assert "This cycle gave" not in page.text_content("#timeline-says")
-        page.click("#story-on")
-    act(
-        page,
-        ("ArrowLeft", "#story-on", lit(n, 0, 0, 0)),
-        ("ArrowRight", "#story-on", lit(n, 1, 0, 0) | {"#story-says": "One pass"}),
-    )
-    see(page, {".stages [aria-current]": "2 verify"})
-    for _ in range(n + 2):
-        page.click("#story-on")
-    cycles = story["cycles"][1:]
-    whole = sum(len(c["proposals"]) * cost["step_ms"] + cost["verify_ms"] for c in cycles)
-    alone = sum(c["emitted_count"] for c in cycles) * story["plain_ms"]
-    ratios = (f"{ratio:.2f}×" for ratio in (cost["verify_ms"] / story["plain_ms"], alone / whole))
-    see(page, {"#timeline-says": (f"gave {cycle['emitted_count']} token", *ratios)})
-    see(page, {cut: 1, more: n + 1 - cycle["emitted_count"]})
-
-
-def test_a_server_that_loads_and_one_that_goes_away_are_told(
-    open_page, complaints, tmp_path, chat_folder
-):
-    """The story is told at once. An answer that is stopped while it is held up is no turn."""
-    gate = Gate(tmp_path, chat_folder("llama"))
-    gate.shut("load")
-    with serving(*gate.arguments, wait=False) as server:
-        until(lambda: "all else answers 503" in server.log())
-        page = open_page(server.port, is_ready=False)
-        loads = re.compile("The server loads llama.*: reading the weights")
-        see(page, {"#server": loads, "#story-label": "An example, recorded earlier"})
-        see(page, {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")})
-        gate.open("load")
-        wait_until_ready(page)
-        see(page, {"#server": "Target: llama", "#run[aria-disabled=false]": 1})
-        expect_failed_load(complaints, "503")
-        gate.shut()
-        page.click("#tab-chat")
-        say(page, "Go on", {".turn .token": 1})
-        act(page, ("click", "#stop", {".turn .note": "it does not count as a turn"}))
-        gate.open()
-        wait_until_idle(server.port)
-        gate.shut()
-        act(page, ("click", "#run", {TOKENS: 1}))
-    see(page, {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1})
-    act(page, ("click", "#run", {"#error": "The server cannot be reached"}))
-    page.close()  # its console has no more to say
-    complaints[:] = [text for text in complaints if "ERR_" not in text]
-
-
-# ----------------------------------------------------------------------------------- the layout
-
-OUTSIDE = """(selectors) => selectors.filter((selector) => {
-    const box = document.querySelector(selector).getBoundingClientRect();
-    const bar = document.querySelector("#bar").getBoundingClientRect();
-    const top = document.querySelector(selector).closest("#bar") ? 0 : bar.bottom - 1;
-    return !(box.width && box.top >= top && box.bottom <= innerHeight + 1
-        && box.right <= innerWidth + 1);
-})"""
-MARKED_OUTSIDE = """() => {
-    const [box, ...marked] = [...document.querySelectorAll("#text, #text .current")]
-        .map((one) => one.getBoundingClientRect());
-    return marked.filter(({ top, bottom }) => top < box.top - 1 || bottom > box.bottom + 1).length;
-}"""
-TO_THE_END = "scrollTo(0, document.body.scrollHeight)"
-CYCLE = ["#cycle-says", "#picture"]
-LANES = ["#lane-speculative .text", "#lane-plain .text"]
-SEEN = {  # what each button changes, and what of it is seen in the wide window besides
-    "#story-back": (["#story-picture", "#story-says", "#story-play"], []),
-    "#run": (["#status", *CYCLE], ["#text .tokens .token.current:last-child", "#distribution"]),
-    "#back": (["#cycle-count", *CYCLE, "#picture .cache"], []),
-    "#step": (["#status", *CYCLE, "#picture .cache"], ["#distribution", "#text"]),
-    "#race": (["#status", *LANES, "#race-clock"], ["#chart-race", "#race-says"]),
-}
-LONG = {"prompt": "x" * 300 + "\ndef read(path):" * 40, "drafter": "ngram", "temperature": 0}
-LONG |= {"num_speculative_tokens": 16, "max_tokens": 300}
-
-
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
-def test_nothing_that_a_button_does_is_off_screen(open_page, size):
-    """Nor does anything scroll sideways, and the box of the text follows the cycle."""
-    page = open_page(viewport=size)
-    see(page, {"#story-picture .slot": 6})
-    tops = "slots => new Set(slots.map((slot) => slot.getBoundingClientRect().top)).size"
-    assert page.locator("#story-picture .draft > li").evaluate_all(tops) == 1
-    for button, (changed, if_wide) in SEEN.items():
-        if button == "#run":
-            fill(page, **SAMPLED | {"max_tokens": 24})
-        if button != "#story-back":
-            page.evaluate(TO_THE_END)
-            assert page.evaluate(OUTSIDE, [button]) == []  # the bar stays
-        page.click(button)
-        see(page, {"#status": "Finished"} if button in ("#run", "#race") else {})
-        assert page.evaluate(OUTSIDE, changed + (size is WIDE) * if_wide) == [], button
-    page.click("#tab-text")
-    run(page, **LONG)
-    last, place = int(page.get_attribute("#cycle-number", "max")), page.evaluate("scrollY")
-    for share in (1, 0.5, 0.1, 0.9):
-        open_cycle(page, round(share * last))
-        assert page.locator("#text .current").count() and page.evaluate(MARKED_OUTSIDE) == 0, share
-        assert size is NARROW or page.evaluate("scrollY") == place
-    slots = page.locator("#picture button.slot").all()
-    assert len(slots) >= 16
-    for slot in slots:
-        page.evaluate(TO_THE_END)
-        slot.evaluate("slot => slot.click()")
-        assert page.evaluate(OUTSIDE, ["#verdict"]) == []
-    page.locator(TOKENS).last.focus()
-    box = page.locator("#popup").bounding_box()
-    assert 0 <= box["x"] and box["x"] + box["width"] <= size["width"]
-    for view in VIEWS:
-        page.click(f"#tab-{view}")
-        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
-
-
-def test_views_are_tabs_and_words_with_a_dotted_line_explain_themselves(page):
-    page.focus("#tab-story")
-    for key, view in (("ArrowRight", "try"), ("ArrowLeft", "story"), ("ArrowLeft", "model")):
-        page.keyboard.press(key)  # around
-        chosen = f"#tab-{view}[tabindex='0'][aria-selected=true]:focus"
-        see(page, {chosen: 1, "[role=tab][tabindex='0']": 1, "[role=tab][aria-selected=true]": 1})
-        see(page, {"[role=tabpanel]:visible": 1, f"#view-{view}:visible": 1})
-    page.click("#tab-story")
-    legend, words = page.locator("#view-story .kinds .token"), page.locator("#view-story .word")
-    assert legend.all_text_contents() == [*KINDS]
-    rejected, shown = "in the place of the first rejected one", {"#popup:visible": 1}
-    act(page, ("focus", "#view-story .kinds .recovered", {"#popup:visible": rejected}))
-    for word in words.all():
-        word.focus()
-        see(page, {"#popup:visible": re.compile(".{40}")})
-        assert word.evaluate("w => getComputedStyle(w).borderBottomStyle") == "dotted"
-    act(
-        page,
-        ("Escape", "#view-story .word >> nth=-1", {"#popup:visible": 0}),
-        ("hover", "#view-story .word >> nth=0", shown),
-    )
-    page.evaluate("document.getElementById('tab-text').click()")
-    see(page, {"#popup:visible": 0})
-    run(page, **SAMPLED)
-    act(page, ("hover", "#picture [data-word=pending]", shown))
-    act(page, (0, "#cycle-number", {"#popup:visible": 0}))  # which has no pending token
-
-
-# ---------------------------------------------------------------------------------- runs, cycles
+# ------------------------------------------------------------------------------- runs and cycles
 
 
 def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, port):
@@ -452,12 +262,14 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, port
     for kind, name, style in zip(KINDS, names, ("solid", "dashed", "double"), strict=True):
         see(page, {f"{TOKENS}.{kind}": metrics[f"num_{name}_tokens"]})
         assert page.locator(f"{TOKENS}.{kind}").first.evaluate(line) == style
-    at, more = "#cycle-count", "#picture .cache .more >> nth=0"  # than 16 were cached before
-    end = {at: f"{len(cycles) - 1} of {len(cycles) - 1}", more: "more"}
+        token = next(t for cycle in cycles for t in cycle["tokens"] if t["kind"] == kind)
+        total = f"= {token['total']:z.2f}".replace("-", "−")
+        act(page, ("hover", f"{TOKENS}.{kind} >> nth=0", {"#popup": total}))
+    at, last = "#cycle-count", len(cycles) - 1
     marked = {f"{TOKENS}.current": cycles[1]["emitted_count"]}
     act(
         page,
-        ("click", "#step", {"#status": "This is the last cycle"} | end),
+        ("click", "#step", {"#status": "This is the last cycle", at: f"{last} of {last}"}),
         ("click", f"{TOKENS} >> nth=1", {at: "1 of"} | marked),
         ("ArrowRight", "#cycle-number", {at: "2 of"}),
         ("ArrowRight", "#step", {at: "3 of"}),
@@ -475,71 +287,6 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, port
         "#chart-accepted .accepted:not([style*=' 0%'])": sum(map(bool, accepted)),
         "#chart-accepted .drafted:not([style*=' 0%'])": sum(map(bool, drafted)),
     })  # fmt: skip
-    page.click("#tab-text")
-    coupled_rule_is_shown_as_the_same_noise_on_both(page, cycles)
-
-
-def coupled_rule_is_shown_as_the_same_noise_on_both(page, cycles):
-    for kind in KINDS:
-        tokens = (token for cycle in cycles for token in cycle["tokens"] if token["kind"] == kind)
-        total = f"= {next(tokens)['total']:z.2f}".replace("-", "−")
-        own = {"#popup": (total, "the target’s own choice")}
-        act(page, ("hover", f"{TOKENS}.{kind} >> nth=0", own))
-        assert "p/q" not in page.text_content("#popup")
-    open_cycle(page, next(cycle["step"] for cycle in cycles if cycle["accepted_count"]))
-    kept = {"#verdict": re.compile("both land on.*kept")}
-    act(page, ("click", "#picture [data-place='0']", kept))
-    refused = next(cycle for cycle in cycles if cycle["rejected"])
-    open_cycle(page, refused["step"])
-    ids = refused["rejected"]["id"], refused["tokens"][-1]["id"]
-    words = [visible(refused["texts"][str(i)]) for i in ids]
-    lands = "the drafter lands on “{}”, the target on “{}”: rejected".format(*words)
-    see(page, {"#verdict": lands})
-    assert page.locator("#distribution .mark-p").count() > 3
-    assert "p / q" not in page.text_content("#verdict")
-    act(page, (3, "#needle", {"#verdict": "Noise made here"}))
-    noise = {"#popup:visible": "made from the seed and the place"}
-    act(page, ("focus", "text=What is the noise?", noise))
-
-
-def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
-    """Characters of several tokens, and special tokens."""
-    cycles = [
-        event(0, [("caf", "bonus")]),
-        event(1, [("\ufffd", "accepted"), ("\ufffd", "recovered")], 5, text="é"),
-        event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!"),
-    ]
-    mock(page, stream_of(cycles))
-    run(page)
-    see(page, {TOKENS: 5, "#picture .cache": 1, "#picture .states": 0})
-    assert page.text_content("#text .tokens") == "café!<|end|>"  # which has no text but its name
-    states_of_a_hybrid_go_back_beside_the_cache(page)
-
-
-def states_of_a_hybrid_go_back_beside_the_cache(page):
-    def states(begin, end, stepped):
-        return {"recurrent": {"layers": 6, "from": begin, "to": end, "stepped": stepped}}
-
-    rejected = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
-    drafted = {"proposals": [0, 7, 8], "cached": [9, 7], "rejected": rejected} | states(9, 7, 2)
-    drafted["texts"] = {"0": " b", "1": " c", "7": " x", "8": " y"}
-    cycles = [
-        event(0, [("a", "bonus")], **states(5, 5, 0)),
-        event(1, [(" b", "accepted"), (" c", "recovered")], 5, **drafted),
-        event(2, [(" d", "accepted"), (" e", "bonus")], 7, **states(9, 9, 0)),
-    ]
-    page.set_viewport_size(NARROW)
-    mock(page, stream_of(cycles))
-    run(page)
-    row = page.locator("#picture .states")
-    assert row.locator(".cell").all_text_contents() == ["after ␣d"]  # all was accepted
-    stepped = {"#picture .states": "of 6 layers, 2 tokens stepped again"}
-    act(page, ("click", "#back", {"#cycle-count": "1 of 2"} | stepped))
-    assert row.locator(".cell").all_text_contents() == ["after ␣y", "after ␣b"]
-    assert row.locator(".tail").all_text_contents() == ["after ␣y"]
-    assert row.evaluate("row => row.scrollWidth <= row.clientWidth")
-    state = {"#popup:visible": "one state, which every token changes"}
-    act(page, ("focus", "#picture .states button", state))
 
 
 def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(page, port):
@@ -547,8 +294,8 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
     fill(page, **SAMPLED)
     for step, cycle in enumerate(answer["trace"][:6]):
         num_tokens += cycle["emitted_count"]
-        verified, kept = cycle["cached"]
-        judged = (cycle["accepted_count"], int(cycle["rejected"] is not None), verified - kept)
+        verified, cached = cycle["cached"]
+        judged = (cycle["accepted_count"], int(cycle["rejected"] is not None), verified - cached)
         slots = (f"#picture {slot}" for slot in (".slot.accepted", ".slot.rejected", ".cell.tail"))
         came = {"#cycle-count": f"{step} of {step}", TOKENS: num_tokens}
         act(page, ("click", "#step", came | dict(zip(slots, judged, strict=True))))
@@ -568,7 +315,35 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
     act(page, ("click", "#stop", {"#status": "Stopped"}))
     wait_until_idle(port)
     assert 0 < page.locator(TOKENS).count() < ENDLESS["max_tokens"]
-    run(page, **COLOURS | {"num_speculative_tokens": 5})
+    run(page, **FEW)
+
+
+def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
+    """Characters of several tokens, special tokens; states go back beside the cache."""
+    cycles = [
+        event(0, [("caf", "bonus")]),
+        event(1, [("\ufffd", "accepted"), ("\ufffd", "recovered")], 5, text="é"),
+        event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!"),
+    ]
+    mock(page, stream_of(cycles))
+    run(page)
+    see(page, {TOKENS: 5, "#picture .cache": 1, "#picture .states": 0})
+    assert page.text_content("#text .tokens") == "café!<|end|>"  # which has no text but its name
+
+    def states(begin, end, stepped):
+        return {"recurrent": {"layers": 6, "from": begin, "to": end, "stepped": stepped}}
+
+    rejected = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
+    drafted = {"proposals": [0, 7, 8], "cached": [9, 7], "rejected": rejected} | states(9, 7, 2)
+    drafted["texts"] = {"0": " b", "1": " c", "7": " x", "8": " y"}
+    cycles = [FIRST | states(5, 5, 0)]
+    cycles.append(event(1, [(" b", "accepted"), (" c", "recovered")], 5, **drafted))
+    mock(page, stream_of(cycles))
+    run(page)
+    row = page.locator("#picture .states")
+    see(page, {"#picture .states": "of 6 layers, 2 tokens stepped again"})
+    assert row.locator(".cell").all_text_contents() == ["after ␣y", "after ␣b"]
+    assert row.locator(".tail").all_text_contents() == ["after ␣y"]
 
 
 def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, port):
@@ -603,7 +378,7 @@ def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
     see(again, {"#error": "“hot” is not a number"})
 
 
-# --------------------------------------------------------------------------------- distributions
+# ---------------------------------------------------------------- what decided about each token
 
 
 def rejecting():
@@ -615,15 +390,10 @@ def rejecting():
     rejected = event(2, [("r", "recovered")], 7, proposals=[7], cached=[9, 8])
     rejected["rejected"] = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
     rejected["texts"] = {"0": "r", "7": " x"}
-    return [event(0, [("a", "bonus")]), accepted, rejected]
+    return [FIRST, accepted, rejected]
 
 
 def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_changes_it(page):
-    run(page, **SAMPLED, verification="rejection")
-    temperature_and_top_p_change_the_bars(page)  # of the last cycle
-    open_cycle(page, 0)  # nothing was drafted there
-    order = {"#popup:visible": "in the vocabulary’s order"}
-    act(page, ("focus", "text=What is u?", order))
     mock(page, stream_of(rejecting()))
     run(page)
     single, told = "#text .tokens [tabindex='0']", "#popup:visible"  # there is one tab stop
@@ -632,11 +402,9 @@ def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_change
         page,
         ("hover", f"{TOKENS}.accepted", {told: ("accepted", "< p/q")}),
         ("Escape", "body", {told: 0}),
-        ("hover", "h1", {}),
         ("focus", single, {told: "prefill"}),
         ("ArrowRight", single, {f"{single}[data-index='1'][aria-describedby=popup]:focus": 1}),
         ("End", single, {f"{single}[data-index='3']:focus": 1}),
-        ("Escape", single, {told: 0}),
         ("hover", f"{TOKENS}.recovered", {told: ("␣x", "norm(max(0, p − q))", "≥ p/q")}),
         ("click", f"{TOKENS}.accepted", as_it_was),
         (0.55, "#needle", {"#verdict": ("rejected", "The run had u = .200")}),
@@ -646,12 +414,13 @@ def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_change
     see(page, {f"#distribution .bar-{name}": n for name, n in {"p": 4, "q": 4, "more": 2}.items()})
 
 
-def temperature_and_top_p_change_the_bars(page):
+def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
     def widths(**moved):
         act(page, *((value, f"#{name}", {}) for name, value in moved.items()))
         bars = page.locator("#distribution .bar-p")
         return bars.evaluate_all("all => all.map((bar) => parseFloat(bar.style.width))")
 
+    run(page, **SAMPLED, verification="rejection")
     as_sent, cold = widths(), widths(heat=0.05)
     assert cold != as_sent and max(cold) == pytest.approx(sum(cold), rel=0.05)  # nearly greedy
     see(page, {"#distribution .note": "Worked out here"})
@@ -661,21 +430,24 @@ def temperature_and_top_p_change_the_bars(page):
     see(page, {"#distribution .note": "as the server had them"})
 
 
-WHO = re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")
+PROPOSER = re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")
 KEPT = re.compile("target’s best is the draft, “.*”: kept")
-WAYS = [  # what is asked for, and what is said where of a token of each kind
+RULES = [  # what is asked for, and what is said where of a token of each kind
     ({"drafter": "draft_model"},
      {"accepted": {"#verdict": KEPT},
       "recovered": {"#verdict": "rejected", "#distribution .note": "there is no u"}}),
-    ({"drafter": "auto"}, {"accepted": {"#cycle-says": WHO}}),
+    ({"drafter": "auto"}, {"accepted": {"#cycle-says": PROPOSER}}),
     ({"drafter": "none"}, {"bonus": {"#verdict": "Nothing was drafted."}}),
     ({"temperature": 0.5},  # all of its q is on the draft
      {"accepted": {"#distribution .note": "This drafter draws nothing", "#verdict": "/ 1 ="}}),
+    (SAMPLED | {"verification": "coupled"},
+     {"accepted": {"#verdict": re.compile("both land on.*kept")},
+      "recovered": {"#verdict": re.compile("the drafter lands on “.*”, the target on “.*”: rej")}}),
 ]  # fmt: skip
 
 
-def test_who_drafted_and_what_decided_is_said_of_every_way(page):
-    for fields, told in WAYS:
+def test_who_drafted_and_what_decided_is_said_of_every_rule(page):
+    for fields, told in RULES:
         defaults = {"temperature": 0, "seed": 1, "verification": "rejection"}
         run(page, **COLOURS | defaults | fields)
         for kind, words in told.items():
@@ -684,6 +456,159 @@ def test_who_drafted_and_what_decided_is_said_of_every_way(page):
             assert bool(drawn) == (fields.get("temperature", 0) > 0)
         shown = page.text_content("#cycle-says") + page.text_content("#picture")
         assert fields.get("drafter") != "none" or "bonus" not in shown
+    assert "p / q" not in page.text_content("#verdict")
+    act(page, (3, "#needle", {"#verdict": "Noise made here"}))
+
+
+# ------------------------------------------------------------------------------ the first minute
+
+
+def test_the_page_opens_on_a_recorded_cycle_and_generates_nothing(open_page, port):
+    """It is told guess by guess, by itself, by buttons and by arrow keys: pass, verdicts, cut."""
+    figures = health(port)["speculative_decoding"]
+    story = json.loads(call(port, "GET", "/page/stored_story.json")[2])
+    page = open_page(reduced_motion="no-preference")
+    label = f"An example, recorded earlier with {story['model']}; drafter: {story['drafter']}"
+    see(page, {"#story-label": label, "#story-play": "Pause"})
+    page.locator("#story-picture button.slot .chip.on").first.wait_for()  # by itself
+    assert health(port)["speculative_decoding"] == figures
+
+    def lit(*numbers):
+        """What is seen of the cycle: guesses, the pass, verdicts, the cut tail."""
+        parts = (".slot .chip.on:not(.own)", ".beam.lit", ".verdict.on", ".cell.tail")
+        return dict(zip((f"#story-picture {part}" for part in parts), numbers, strict=True))
+
+    page = open_page()  # less motion begins with the whole picture
+    step = int(re.search(r"Cycle (\d+) of", page.text_content("#story-label"))[1])
+    cycle, cost = story["cycles"][step], story["costs"][story["drafter"]]
+    n, tail = len(cycle["proposals"]), cycle["cached"][0] - cycle["cached"][1]
+    assert n > cycle["accepted_count"] > 0 and tail > 0  # it tells all that can happen
+    ratio = f"{cost['verify_ms'] / story['plain_ms']:.2f}×"
+    see(page, lit(n, 1, n, tail) | {"#timeline .draft-step": n, "#timeline .verify-pass": 1})
+    see(page, {"#timeline-says": (f"gave {cycle['emitted_count']} token", ratio)})
+    for _ in range(1 + cycle["accepted_count"]):
+        page.click("#story-back")
+    act(
+        page,
+        ("click", "#story-back", lit(n, 1, 0, 0) | {"#story-says": "One pass"}),
+        ("ArrowLeft", "#story-on", lit(n, 0, 0, 0)),
+        ("ArrowLeft", "#story-on", lit(n - 1, 0, 0, 0)),
+        ("ArrowRight", "#story-on", lit(n, 0, 0, 0)),
+    )
+
+
+def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
+    held = []
+    page.route("**/prompts", lambda route: held.append(route))
+    page.reload()
+    page.focus("#prompt")
+    until(lambda: page.title() and held)
+    held.pop().continue_()
+    wait_until_ready(page)
+    page.press("#prompt", "x")
+    assert page.input_value("#prompt") == "x"
+
+
+def test_a_server_that_loads_and_one_that_goes_away_are_told(
+    open_page, complaints, tmp_path, chat_folder
+):
+    """The story is told at once. An answer that is stopped while it is held up is no turn."""
+    gate = Gate(tmp_path, chat_folder("llama"))
+    gate.shut("load")
+    with serving(*gate.arguments, wait=False) as server:
+        until(lambda: "all else answers 503" in server.log())
+        page = open_page(server.port, is_ready=False)
+        loads = re.compile("The server loads llama.*: reading the weights")
+        see(page, {"#server": loads, "#story-label": "An example, recorded earlier"})
+        see(page, {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")})
+        gate.open("load")
+        wait_until_ready(page)
+        see(page, {"#server": "Target: llama", "#run[aria-disabled=false]": 1})
+        expect_failed_load(complaints, "503")
+        gate.shut()
+        page.click("#tab-chat")
+        say(page, "Go on", {".turn .token": 1})
+        act(page, ("click", "#stop", {".turn .note": "it does not count as a turn"}))
+        gate.open()
+        wait_until_idle(server.port)
+        gate.shut()
+        act(page, ("click", "#run", {TOKENS: 1}))
+    see(page, {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1})
+    act(page, ("click", "#run", {"#error": "The server cannot be reached"}))
+    page.close()  # its console has no more to say
+    complaints[:] = [text for text in complaints if "ERR_" not in text]
+
+
+# ---------------------------------------------------------------------- the screen, the keyboard
+
+OUTSIDE = """(selectors) => selectors.filter((selector) => {
+    const box = document.querySelector(selector).getBoundingClientRect();
+    return !(box.width && box.top >= 0 && box.bottom <= innerHeight + 1
+        && box.left >= 0 && box.right <= innerWidth + 1);
+})"""
+LANES = ["#lane-speculative .text", "#lane-plain .text"]
+SEEN = {  # what each button changes
+    "#run": ["#status", "#cycle-says", "#picture"],
+    "#back": ["#cycle-count", "#cycle-says", "#picture"],
+    "#race": ["#status", *LANES],
+}
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
+def test_what_a_button_changes_is_on_the_screen_and_nothing_scrolls_sideways(open_page, size):
+    page = open_page(viewport=size)
+    fill(page, **SAMPLED | {"max_tokens": 24})
+    for button, changed in SEEN.items():
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        assert page.evaluate(OUTSIDE, [button]) == []  # the bar stays
+        act(page, ("click", button, {"#status": "Finished"}))
+        assert page.evaluate(OUTSIDE, changed) == [], button
+    page.click("#tab-text")
+    page.locator(TOKENS).last.focus()
+    assert page.evaluate(OUTSIDE, ["#popup"]) == []
+    for view in VIEWS:
+        page.click(f"#tab-{view}")
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
+
+
+def test_views_are_tabs_and_words_with_a_dotted_line_explain_themselves(page):
+    page.focus("#tab-story")
+    for key, view in (("ArrowRight", "try"), ("ArrowLeft", "story"), ("ArrowLeft", "model")):
+        page.keyboard.press(key)  # around
+        chosen = f"#tab-{view}[tabindex='0'][aria-selected=true]:focus"
+        see(page, {chosen: 1, "[role=tab][tabindex='0']": 1, "[role=tab][aria-selected=true]": 1})
+        see(page, {"[role=tabpanel]:visible": 1, f"#view-{view}:visible": 1})
+    page.click("#tab-story")
+    assert page.locator("#view-story .kinds .token").all_text_contents() == [*KINDS]
+    for word in page.locator("#view-story .word").all():
+        word.focus()
+        see(page, {"#popup:visible": re.compile(".{40}")})
+        assert word.evaluate("w => getComputedStyle(w).borderBottomStyle") == "dotted"
+    act(
+        page,
+        ("Escape", "#view-story .word >> nth=-1", {"#popup:visible": 0}),
+        ("hover", "#view-story .word >> nth=0", {"#popup:visible": 1}),
+    )
+    page.evaluate("document.getElementById('tab-text').click()")
+    see(page, {"#popup:visible": 0})
+
+
+def test_axe_finds_nothing_wrong_with_any_view(page):
+    """Wide and narrow; nothing but the colours depends on the scheme."""
+    run(page, "#race", **SAMPLED | {"max_tokens": 40})
+    for size in (WIDE, NARROW):
+        page.set_viewport_size(size)
+        fill(page, temperature="abc")
+        page.click("#run")
+        for view in VIEWS:
+            page.click(f"#tab-{view}")
+            if view == "text":
+                page.locator(f"{TOKENS}.recovered").first.click()
+                page.locator(f"{TOKENS}.bonus").first.focus()
+            assert violations(page) == [], (view, size)
+            page.emulate_media(color_scheme="dark")
+            assert violations(page, runOnly=["color-contrast"]) == [], (view, size)
+            page.emulate_media(color_scheme="light")
 
 
 # ------------------------------------------------------------------------------ race and what if
@@ -701,9 +626,6 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
         "#chart-race .row": 2,
         "#measured": "as fast as plain decoding in that race",
     })  # fmt: skip
-    assert page.locator("#race-says .word").all_text_contents() == ["α", "c", "t_verify"]
-    last = {"#popup:visible": "t_verify, the time"}
-    act(page, ("focus", "#race-says .word >> nth=-1", last))
     run(page, "#race", **FEW | {"drafter": "none"})
     no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
     see(page, {"#race-says": no_race, "#chart-race .row": 0})
@@ -714,8 +636,7 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
     told |= {"costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}}
     told |= {"disturbed": True, "spread": [0.6, 1.4]}
     told |= {"measured_speedup": 0.9, "predicted_speedup": 1.1}
-    cycles = [event(0, [("a", "bonus")])]
-    mock(page, stream_of(cycles, [answer_of(cycles, compare=told)]))
+    mock(page, stream_of([FIRST], [answer_of([FIRST], compare=told)]))
     run(page, "#race")
     said = (
         "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× (disturbed: "
@@ -730,35 +651,51 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
 def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page, port):
     """By the server's times: at half the slower lane's neither lane shows what came later."""
     page, held = open_page(reduced_motion="no-preference"), []
-    by_hand = "window.frames = []; requestAnimationFrame = (draw) => window.frames.push(draw);"
-    page.add_init_script(by_hand)
+    page.clock.install(time=0)
     page.reload()
     wait_until_ready(page)
-    fast = [event(0, [("a", "bonus")]), event(1, [("b", "accepted"), ("c", "bonus")], 5)]
+    fast = [FIRST, event(1, [("b", "accepted"), ("c", "bonus")], 5)]
     slow = [{"plain": event(i, [(text, "bonus")], 4 + i)} for i, text in enumerate("abc")]
-
-    def frame(now):
-        draw = """(now) => {
-            performance.now = () => now;
-            window.frames.splice(0).forEach((draw) => draw(now));
-        }"""
-        page.evaluate(draw, now)
-
     page.route("**/generate", lambda route: held.append(route))
     with page.expect_request("**/generate"):
         page.click("#race")
     see(page, {"#race-pace": "Speculative decoding has written 0 tokens"})
-    see(page, {"#race-says": "three times each"})
+    page.clock.pause_at(100_000)
     answer = answer_of(fast, compare=generate(port, **FEW, compare=True)[1]["compare"])
     held[0].fulfill(**stream_of(fast, [*slow, answer]))
-    until(lambda: frame(0) or page.locator("#race-again").is_visible())
+    until(lambda: page.clock.run_for(10) or page.locator("#race-again").is_visible())
     see(page, {"#race-pace": "350 times slower"})  # 20 ms in seven seconds
     seen = []
-    for now in (0, 3400, 3600, 7100):
-        frame(now)
+    for waited_ms in (0, 3400, 200, 3500):
+        page.clock.run_for(waited_ms)
         seen.append([*map(page.text_content, LANES)])
     assert seen == [["a", "a"], ["a", "a"], ["abc", "ab"], ["abc", "abc"]]
     see(page, {"#race-clock": re.compile("^20 ms$")})
+
+
+WHAT_IF = [  # what is moved, and what is said then
+    ({"alpha": 0.5, "whatif-k": 1, "cost": 0.5, "row-cost": 0},
+     "K=1: expected 1.00×, t_verify 1.00, it pays from α .50"),
+    # 2.71 tokens in 2 · .05 + 1 + 2 · .1 passes
+    ({"alpha": 0.9, "whatif-k": 2, "cost": 0.05, "row-cost": 0.1},
+     "K=2: expected 2.08×, t_verify 1.20"),
+    ({"whatif-k": 0}, "K=0: expected 1.00×, t_verify 1.00"),
+]  # fmt: skip
+
+
+def test_the_model_card_the_drafters_and_what_if_have_their_figures(page, port):
+    """What if? draws the formula's curve. A model without a template has no chat."""
+    assert page.input_value("#demo-prompt") == "code_function"
+    absent = ("#chat-field:visible", "#tab-chat:visible", "#demo-prompt option[value^=chat]")
+    see(page, dict.fromkeys(absent, 0))
+    target = health(port)["target"]
+    figures = (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit")
+    see(page, {"#model-card": (*figures, "by the rule of rejection only the distribution is")})
+    see(page, {"#drafters": ("ngram", "mtp", "draft_model")})
+    page.click("#tab-whatif")
+    for moved, words in WHAT_IF:
+        act(page, *((value, f"#{name}", {}) for name, value in moved.items()))
+        see(page, {"#whatif-says": words, "#chart-whatif .break-even": 1, "#chart-whatif .dot": 17})
 
 
 # ------------------------------------------------------------------------- experiments and words
@@ -770,12 +707,11 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
     page = open_page(chatting)
     assert page.input_value("#num_speculative_tokens") == "3"
     sent = posted(page)
-    says = {"ngram": "^You named the drafter", "none": "^It decided nothing", "auto": "^Cycle "}
+    says = {"none": "^It decided nothing", "auto": "^Cycle ", "ngram": "^You named the drafter"}
     for drafter, words in says.items():
         run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
         act(page, ("click", "#tab-statistics", {"#controller-says": re.compile(words)}))
-    assert [body.get("fixed_k", False) for body in sent] == [True, True, False]
-    run(page, **COLOURS | {"num_speculative_tokens": 5})
+    assert [body.get("fixed_k", False) for body in sent] == [True, False, True]
     see(page, {"#measured": "all runs of ngram so far"})  # What if? knows what it has timed
     see(page, {"#drafters": ("for each guess, c = ",)})
 
@@ -827,8 +763,7 @@ def test_experiments_of_time_are_judged_by_medians_and_the_reason_follows(page):
         asked.append(json.loads(route.request.post_data).get("num_speculative_tokens"))
         verify = 500 if len(asked) == 1 else 10 * ms_of[asked[-1]]
         ms = {"draft": 0, "verify": verify, "other": 0}
-        cycles = [event(0, [("a", "bonus")]), event(1, [("b", "bonus")], 5, ms=ms)]
-        route.fulfill(**stream_of(cycles))
+        route.fulfill(**stream_of([FIRST, event(1, [("b", "bonus")], 5, ms=ms)]))
 
     page.route("**/generate", answer)
     for slow, choice, words in MEDIANS:
@@ -837,39 +772,6 @@ def test_experiments_of_time_are_judged_by_medians_and_the_reason_follows(page):
         try_out(page, "Raise K", words, choice)
         assert asked == [2, 6, 14] * 3
     try_out(page, "See it lose", "As you predicted.*more than the passes that they saved")
-
-
-WHAT_IF = [  # what is moved, and what is said then
-    ({"alpha": 0.5, "whatif-k": 1, "cost": 0.5, "row-cost": 0},
-     "K=1: expected 1.00×, t_verify 1.00, it pays from α .50"),
-    # 2.71 tokens in 2 · .05 + 1 + 2 · .1 passes
-    ({"alpha": 0.9, "whatif-k": 2, "cost": 0.05, "row-cost": 0.1},
-     "K=2: expected 2.08×, t_verify 1.20"),
-    ({"whatif-k": 0}, "K=0: expected 1.00×, t_verify 1.00"),
-]  # fmt: skip
-
-
-def what_if_draws_the_formulas_curve_and_is_1_at_k_0(page):
-    page.click("#tab-whatif")
-    drawn = set()
-    for moved, words in WHAT_IF:
-        act(page, *((value, f"#{name}", {}) for name, value in moved.items()))
-        see(page, {"#whatif-says": words, "#chart-whatif .break-even": 1, "#chart-whatif .dot": 17})
-        drawn.add(page.get_attribute("#chart-whatif .ring", "cx"))
-        drawn.add(page.get_attribute("#chart-whatif .curve:not(.thin)", "points"))
-    assert len(drawn) == 3 + 2  # the last move is along the curve
-
-
-def test_the_model_card_the_drafters_and_what_if_have_their_figures(page, port):
-    """And a model without a template has no chat."""
-    assert page.input_value("#demo-prompt") == "code_function"
-    absent = ("#chat-field:visible", "#tab-chat:visible", "#demo-prompt option[value^=chat]")
-    see(page, dict.fromkeys(absent, 0))
-    target = health(port)["target"]
-    figures = (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit")
-    see(page, {"#model-card": (*figures, "by the rule of rejection only the distribution is")})
-    see(page, {"#drafters": ("ngram", "mtp", "draft_model")})
-    what_if_draws_the_formulas_curve_and_is_1_at_k_0(page)
 
 
 # ------------------------------------------------------------------------------------------ chat
@@ -891,7 +793,7 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
     assert second[:2] == first and second[3]["content"] == "And now?"
     assert second[2]["content"] in answers.first.locator("[role=listbox]").text_content()
     read = answers.last.locator("pre").text_content()
-    assert all(turn["content"] in read for turn in second[:2]) and len(read) > len("Be brief.")
+    assert all(turn["content"] in read for turn in second[:2])
     shown = {"#cycle-count": re.compile("^0 of"), "#view-chat #picture:visible": 1}
     act(page, ("click", ".turn.assistant .token >> nth=0", shown), ("click", "#tab-text", {}))
     for is_chat in (True, False):
@@ -903,7 +805,7 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
     assert violations(page) == []
 
 
-# ---------------------------------------------------------------------------------------- states
+# ------------------------------------------------------------------------- mistakes and refusals
 
 WRONG = [("temperature", "abc", "“abc” is not a number"), ("seed", "9" * 20, "53 bits"),
          ("num_speculative_tokens", "0x", "“0x” is not a number"),
@@ -940,7 +842,7 @@ REFUSALS = [
 def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, complaints):
     """In prompts, outputs and errors."""
     for end, words in (([FAILED], "out of memory"), ([], "broke off")):
-        mock(page, stream_of([event(0, [("a", "bonus")])], end))
+        mock(page, stream_of([FIRST], end))
         act(page, ("click", "#run", {"#error": words, "#text .tokens": re.compile("^a$")}))
     both = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
     told = {"controller": ATTACK, "distributions": [both, both]}
@@ -963,24 +865,6 @@ def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, compl
     see(page, {"img": 0, "body script": 0})
 
 
-def test_axe_finds_nothing_wrong_with_any_view(page):
-    """Wide and narrow; nothing but the colours depends on the scheme."""
-    run(page, "#race", **SAMPLED | {"max_tokens": 40})
-    for size in (WIDE, NARROW):
-        page.set_viewport_size(size)
-        fill(page, temperature="abc")
-        page.click("#run")
-        for view in VIEWS:
-            page.click(f"#tab-{view}")
-            if view == "text":
-                page.locator(f"{TOKENS}.recovered").first.click()
-                page.locator(f"{TOKENS}.bonus").first.focus()
-            assert violations(page) == [], (view, size)
-            page.emulate_media(color_scheme="dark")
-            assert violations(page, runOnly=["color-contrast"]) == [], (view, size)
-            page.emulate_media(color_scheme="light")
-
-
 # ------------------------------------------------------------------------- another engine
 
 
@@ -992,18 +876,13 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
         replay.is_lenient = True
         page = open_page(server.port, is_ready=False)
         see(page, {"#story-label": "vllm 0.32.0 runs this model", "#key:visible": 0})
-        asked, held = posted(page), []
+        asked = posted(page)
         page.fill("#prompt", "x")
         page.click("#run")
         page.locator("#key").wait_for()
-        # With a key the page asks anew, and gets the last answer after the run.
-        page.route("**/prompts", lambda route: held.append(route))
         run(page, prompt=COLOUR_LIST, key="secret")
         assert "prompt=" in page.url and "secret" not in page.url
-        until(lambda: page.title() and held)
-        with page.expect_response("**/prompts"):
-            held.pop().continue_()
-        page.wait_for_timeout(200)  # it might repeat the run that its address tells of
+        wait_until_ready(page)  # with a key it asks for the prompts anew, and repeats no run
         assert [body["prompt"] for body in asked] == ["x", COLOUR_LIST]
         kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
         assert kept == [0, 0, ""]

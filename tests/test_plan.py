@@ -1,4 +1,4 @@
-"""--plan, and drafters of ours inside vLLM.
+"""Drafters of ours propose inside vLLM what they propose here; --plan writes the lines for that.
 
 The test of a real vLLM is marked `network`, as that has to be started first. It runs the embedded
 target, under the name of the family that it computes like, in float32 and without graphs, with
@@ -166,6 +166,8 @@ def test_a_drafter_of_ours_is_handed_over(tmp_path, monkeypatch):
     file.write_text(OWN)
     lines = lines_of(offers_of("bigram", "ngram"), drafter=f"{file}:Bigram")
     assert lines["vLLM"].startswith(f"{VARIABLE}='{file}:Bigram' PYTHONPATH=")
+    monkeypatch.chdir(tmp_path)  # vLLM may run in another folder
+    assert plan.environment("mine.py:Mine")[VARIABLE] == f"{tmp_path / 'mine.py'}:Mine"
     assert "--speculative-algorithm NGRAM" in lines["SGLang"]  # the best that it has
 
 
@@ -196,13 +198,6 @@ def test_this_server_goes_in_front_of_what_either_line_starts():
 def test_a_drafter_is_written_as_vllm_has_it(given, config):
     written = plan.speculative_config(Options(model="T", num_speculative_tokens=5, **given))
     assert written == (config and {"num_speculative_tokens": 5} | config)
-
-
-def test_a_drafter_from_a_file_is_found_by_vllm_in_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = plan.environment("mine.py:Mine")
-    assert given["SPECULATIVE_DRAFTER"] == f"{tmp_path / 'mine.py'}:Mine"
-    assert given["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
 def test_what_is_given_of_sizes_goes_along():

@@ -1,4 +1,7 @@
-"""What a request's fields promise: logprobs, stop, trace, compare, and one cut for everything.
+"""A request's text ends at one place, and text, logprobs, trace and figures all end there.
+
+A trace says what decided about each token, and a comparison says how fast it was against plain
+decoding and where it differs.
 
 What is refused is in test_bad_inputs.py, seeds and the answer's shape in test_server.py.
 """
@@ -23,59 +26,6 @@ from text import TextStream
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
 REJECTION = dataclasses.replace(SAMPLING, verification="rejection")
-
-
-def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(
-    demo_engine, demo_reference, prompts, plain
-):
-    prompt, penalised = prompts["repetitive_colours"], core.Sampling(repetition_penalty=1.8)
-    ids = torch.tensor([prompt])
-    theirs = demo_reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False,
-        repetition_penalty=1.8,
-    )  # fmt: skip
-    expected = plain(prompt, 30, sampling=penalised)
-    assert expected == theirs[0, len(prompt) :].tolist() != plain(prompt, 30)
-    for seed, drafter in enumerate(DRAFTERS):
-        fields = {"max_tokens": 30, "drafter": drafter, "sampling": penalised, "seed": seed}
-        assert run(demo_engine, prompt, **fields)[0].output == expected
-
-
-def test_an_impossible_token_has_a_logprob_that_json_can_hold(demo_engine):
-    logits = torch.tensor([[0.0, -math.inf, 1.0]])
-    (entry,) = trace.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
-    assert [top["id"] for top in entry["top_logprobs"]] == [2, 0, 1]
-    assert entry["top_logprobs"][2]["logprob"] == -9999.0
-
-
-@pytest.mark.parametrize("byte", [b"x", b"\x80"], ids=["text", "bytes that are no character"])
-def test_a_token_costs_the_same_however_long_the_text_is(byte):
-    """Counted in lines that run in TextStream and in tokens that are decoded."""
-
-    def count(length):
-        cost = 0
-
-        def decode(tokens, skip_special_tokens):
-            nonlocal cost
-            cost += len(tokens)
-            return bytes(tokens).decode("utf-8", "replace")
-
-        def note(frame, event, _):
-            nonlocal cost
-            cost += event == "line"
-            return note if frame.f_globals["__name__"] == TextStream.__module__ else None
-
-        growing, before = TextStream(SimpleNamespace(decode=decode), ("xy",)), sys.gettrace()
-        sys.settrace(note)
-        try:
-            for _ in range(length):
-                growing.push(*byte, "bonus")
-                list(growing.release())
-        finally:
-            sys.settrace(before)
-        return cost
-
-    assert count(1600) < 2.2 * count(800)
 
 
 def cut_run(engine, prompts, plain, offset, end, way):
@@ -131,6 +81,59 @@ def test_one_cut_is_seen_by_everything(demo_engine, prompts, plain, offset, end,
     for counts in zip(*engine.totals.recent, strict=True):  # drafted, and accepted
         assert sum(counts) == len(accepted)
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
+
+
+def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(
+    demo_engine, demo_reference, prompts, plain
+):
+    prompt, penalised = prompts["repetitive_colours"], core.Sampling(repetition_penalty=1.8)
+    ids = torch.tensor([prompt])
+    theirs = demo_reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False,
+        repetition_penalty=1.8,
+    )  # fmt: skip
+    expected = plain(prompt, 30, sampling=penalised)
+    assert expected == theirs[0, len(prompt) :].tolist() != plain(prompt, 30)
+    for seed, drafter in enumerate(DRAFTERS):
+        fields = {"max_tokens": 30, "drafter": drafter, "sampling": penalised, "seed": seed}
+        assert run(demo_engine, prompt, **fields)[0].output == expected
+
+
+def test_an_impossible_token_has_a_logprob_that_json_can_hold(demo_engine):
+    logits = torch.tensor([[0.0, -math.inf, 1.0]])
+    (entry,) = trace.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
+    assert [top["id"] for top in entry["top_logprobs"]] == [2, 0, 1]
+    assert entry["top_logprobs"][2]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize("byte", [b"x", b"\x80"], ids=["text", "bytes that are no character"])
+def test_a_token_costs_the_same_however_long_the_text_is(byte):
+    """Counted in lines that run in TextStream and in tokens that are decoded."""
+
+    def count(length):
+        cost = 0
+
+        def decode(tokens, skip_special_tokens):
+            nonlocal cost
+            cost += len(tokens)
+            return bytes(tokens).decode("utf-8", "replace")
+
+        def note(frame, event, _):
+            nonlocal cost
+            cost += event == "line"
+            return note if frame.f_globals["__name__"] == TextStream.__module__ else None
+
+        growing, before = TextStream(SimpleNamespace(decode=decode), ("xy",)), sys.gettrace()
+        sys.settrace(note)
+        try:
+            for _ in range(length):
+                growing.push(*byte, "bonus")
+                list(growing.release())
+        finally:
+            sys.settrace(before)
+        return cost
+
+    assert count(1600) < 2.2 * count(800)
 
 
 def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):

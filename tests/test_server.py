@@ -1,4 +1,7 @@
-"""The HTTP contract, against the real server process on a real socket."""
+"""/generate answers by its contract, whole or streamed, and a full server refuses whom it must.
+
+All against the real server process on a real socket.
+"""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
