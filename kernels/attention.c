@@ -7,10 +7,12 @@
 // of a branch has the bits of a chain. A key is read once for all rows of a group and all queries of its head.
 
 #define _GNU_SOURCE
-#include "forward.h"
+#include "attention.h"
 
 #include <stdlib.h>
 
+#include "errors.h"
+#include "mathematics.h"
 #include "threads.h"
 
 enum { CHUNK = 64 };  // keys whose numbers are turned around at once

@@ -6,8 +6,11 @@
 // right. So copied text takes few forwards, and the draft is the same as with one forward for each token. This is what
 // drafters/ngram.py does for the target.
 
+#include "chain.h"
+
 #include <stdlib.h>
 
+#include "errors.h"
 #include "forward.h"
 
 enum { MOST_MATCH = 8 };  // last tokens that are compared: a longer match is no better

@@ -7,6 +7,9 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "attention.h"
+#include "errors.h"
+#include "mathematics.h"
 #include "threads.h"
 
 enum { SOME = 512 };  // inputs of a row that a thread activates at once
@@ -70,25 +73,6 @@ static void rotate(const rope *t, int64_t position, float *x) {
     store_some(x + i, first, count);
     store_some(x + half + i, second, count);
   }
-}
-
-// erf(x) as a quotient of polynomials.
-static lanes erf16(lanes x) {
-  x = pick(less(x, all(-4)), all(-4), x);
-  x = pick(less(all(4), x), all(4), x);
-  const lanes z = mul(x, x);
-  lanes p = all(-2.72614225801306e-10f), q = all(-1.45660718464996e-05f);
-  p = fma16(p, z, all(2.77068142495902e-08f));
-  p = fma16(p, z, all(-2.10102402082508e-06f));
-  p = fma16(p, z, all(-5.69250639462346e-05f));
-  p = fma16(p, z, all(-7.34990630326855e-04f));
-  p = fma16(p, z, all(-2.95459980854025e-03f));
-  p = fma16(p, z, all(-1.60960333262415e-02f));
-  q = fma16(q, z, all(-2.13374055278905e-04f));
-  q = fma16(q, z, all(-1.68282697438203e-03f));
-  q = fma16(q, z, all(-7.37332916720468e-03f));
-  q = fma16(q, z, all(-1.42647390514189e-02f));
-  return over(mul(x, p), q);
 }
 
 static lanes activated(int kind, lanes x) {

@@ -3,7 +3,8 @@
 #define _GNU_SOURCE
 #include <stdlib.h>
 
-#include "forward.h"
+#include "errors.h"
+#include "linear.h"
 #include "threads.h"
 
 #if VECTOR_BYTES == 64

@@ -3,7 +3,8 @@
 
 #include <stdlib.h>
 
-#include "forward.h"
+#include "errors.h"
+#include "mathematics.h"
 #include "threads.h"
 
 enum { PARTS = 4, COLUMNS = PARTS * LANES, MUCH = 1 << 21 };  // less is done sooner than threads wake

@@ -10,6 +10,7 @@
 #include <limits.h>
 #include <stdlib.h>
 
+#include "errors.h"
 #include "lanes.h"
 
 enum { CHUNK = 64, DOUBLES = VECTOR_BYTES / 8, AT_ONCE = 4, GROUP = AT_ONCE * DOUBLES, FEW = 1024, STEPS = 4096 };

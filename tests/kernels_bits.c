@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "../kernels/forward.h"
+#include "../kernels/sampling.h"
 
 int apply_convolution(const convolution *, const passage *, int, int);
 int apply_rule(const rule *, const given *, int, int);
