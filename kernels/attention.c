@@ -250,7 +250,9 @@ static size_t partials_before(const attention *a, int number) {
     count += (size_t)blocks_of(a, a->groups + i, &first) * a->groups[i].count * a->b->heads;
   return count;
 }
-size_t num_partials(const attention *a) { return partials_before(a, a->num_groups) * partial_floats(a->b); }
+size_t num_partials(const attention *a, int threads) {
+  return a->num_groups * a->b->kv_heads < 4 * threads ? partials_before(a, a->num_groups) * partial_floats(a->b) : 0;
+}
 
 size_t room_floats(const block *b) {
   const size_t most = (size_t)GROUP_ROWS * (b->heads / b->kv_heads);
@@ -333,7 +335,7 @@ int run_attention(const block *b, const batch *f, const float *queries, float *a
   if (!groups) return NO_MEMORY;
   a.groups = groups, a.num_groups = make_groups(f, groups);
   const size_t rooms = (size_t)threads * room_floats(b);
-  const size_t partials = a.num_groups * b->kv_heads < 4 * threads ? num_partials(&a) : 0;
+  const size_t partials = num_partials(&a, threads);
   if (!posix_memalign((void **)&a.rooms, 64, (rooms + partials) * 4 + 64)) {
     a.partials = partials ? a.rooms + rooms : NULL;
     run_in_threads(threads, run, &a);

@@ -22,7 +22,7 @@ typedef struct group {  // rows of one text that stand together
 enum { KEYS = 256, GROUP_ROWS = 8 };  // keys of a partial result; rows of a group
 
 int make_groups(const batch *f, group *groups);
-size_t num_partials(const attention *a);
+size_t num_partials(const attention *a, int threads);  // floats; 0: there is work for all threads without them
 size_t room_floats(const block *b);
 void attend(const attention *a);
 void collect(const attention *a, int row);  // partial results of a row to its attended, if there are any

@@ -260,8 +260,8 @@ static void add_layer(forward *w, const block *b, const layer *l, const norm *n)
 static void run_attention(forward *w, const block *b) {
   FOR_ROWS(row, w->f->rows) place_row(w, b, row);
   meet();
-  attention a = {b, w->f, w->groups, w->num_groups, w->queries, w->attended, w->partials, w->rooms};
-  if (w->num_groups * b->kv_heads >= 4 * w->threads) a.partials = NULL;
+  attention a = {b, w->f, w->groups, w->num_groups, w->queries, w->attended, NULL, w->rooms};
+  if (num_partials(&a, w->threads)) a.partials = w->partials;
   attend(&a);
   meet();
   FOR_ROWS(row, w->f->rows) attended_row(w, &a, row);
@@ -346,10 +346,56 @@ static void run(void *given) {
 // ---------------------------------------------------------------------------------------- memory
 
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
-static void *cut(uint8_t **from, size_t bytes) {
-  void *part = *from;
-  *from += (bytes + 63) / 64 * 64;
+// The next part of a memory, which begins at a line of the cache. Without a memory it is counted only.
+static void *part_of(uint8_t *memory, size_t *used, size_t bytes) {
+  void *part = memory ? memory + *used : NULL;
+  *used += (bytes + 63) / 64 * 64;
   return part;
+}
+
+typedef struct {  // floats of a row, but for `prepared`, which are bytes; then floats of all rows, and of a thread
+  size_t joined, queries, inner, prepared, partials, rules, room;
+} sizes;
+
+static sizes sizes_of(const forward *w) {
+  const decoder *d = w->d;
+  sizes s = {0};
+  for (const block *b = d->blocks; b < d->blocks + d->num_blocks; ++b) {
+    const layer *layers[] = {&b->qkv, &b->out, &b->up, &b->down};
+    for (int k = 0; k < 4; ++k) s.prepared = most(s.prepared, prepared_bytes(layers[k]->parts[0]->form, layers[k]->parts[0]->inputs));
+    s.joined = most(s.joined, (size_t)outputs_of(&b->qkv));
+    s.inner = most(s.inner, (size_t)outputs_of(&b->up));
+    if (b->net) {
+      s.queries = most(s.queries, (size_t)b->net->r.heads * b->net->r.columns);
+      s.rules = most(s.rules, room_of(&b->net->r, (size_t)w->f->rows));
+    } else {
+      const attention a = {.b = b, .f = w->f, .groups = w->groups, .num_groups = w->num_groups};
+      s.queries = most(s.queries, (size_t)b->heads * b->width);
+      s.room = most(s.room, room_floats(b));
+      s.partials = most(s.partials, num_partials(&a, w->threads));
+    }
+  }
+  if (d->entrance) s.prepared = most(s.prepared, prepared_bytes(d->entrance->form, d->entrance->inputs));
+  if (w->f->num_wanted) s.prepared = most(s.prepared, prepared_bytes(d->output->form, d->output->inputs));
+  return s;
+}
+
+// Say where each buffer lies in a memory, and return how many bytes they take.
+static size_t lay_out(forward *w, const sizes *s, uint8_t *memory) {
+  const size_t rows = (size_t)w->f->rows, width = (size_t)w->d->hidden;
+  size_t used = 0;
+  w->x = part_of(memory, &used, rows * width * 4);
+  w->y = part_of(memory, &used, rows * width * 4);
+  w->read = part_of(memory, &used, rows * width * 8);
+  w->joined = part_of(memory, &used, rows * s->joined * 4);
+  w->queries = part_of(memory, &used, rows * s->queries * 4);
+  w->attended = part_of(memory, &used, rows * s->queries * 4);
+  w->inner = part_of(memory, &used, rows * s->inner * 4);
+  w->rule_room = part_of(memory, &used, s->rules * 4);
+  w->partials = part_of(memory, &used, s->partials * 4);
+  w->rooms = part_of(memory, &used, (size_t)w->threads * s->room * 4);
+  w->prepared = part_of(memory, &used, rows * s->prepared);
+  return used;
 }
 
 static int is_below(const int64_t *numbers, int count, int64_t first, int64_t end) {
@@ -377,44 +423,13 @@ static int is_inside(const decoder *d, const batch *f) {
 int run_decoder(const decoder *d, const batch *f, int threads) {
   if (!is_inside(d, f)) return NO_PLACE;
   forward w = {.d = d, .f = f, .threads = threads};
-  const size_t rows = (size_t)f->rows, width = (size_t)d->hidden;
-  w.groups = malloc(rows * sizeof *w.groups);
+  w.groups = malloc((size_t)f->rows * sizeof *w.groups);
   if (!w.groups) return NO_MEMORY;
   w.num_groups = make_groups(f, w.groups);
-  size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0, rules = 0;
-  for (int i = 0; i < d->num_blocks; ++i) {
-    const block *b = d->blocks + i;
-    const layer *layers[] = {&b->qkv, &b->out, &b->up, &b->down};
-    for (int k = 0; k < 4; ++k) prepared = most(prepared, prepared_bytes(layers[k]->parts[0]->form, layers[k]->parts[0]->inputs));
-    joined = most(joined, (size_t)outputs_of(&b->qkv));
-    inner = most(inner, (size_t)outputs_of(&b->up));
-    if (b->net) {
-      queries = most(queries, (size_t)b->net->r.heads * b->net->r.columns);
-      rules = most(rules, room_of(&b->net->r, rows));
-      continue;
-    }
-    queries = most(queries, (size_t)b->heads * b->width);
-    rooms = most(rooms, room_floats(b));
-    const attention a = {.b = b, .f = f, .groups = w.groups, .num_groups = w.num_groups};
-    if (w.num_groups * b->kv_heads < 4 * threads) partials = most(partials, num_partials(&a));
-  }
-  if (d->entrance) prepared = most(prepared, prepared_bytes(d->entrance->form, d->entrance->inputs));
-  if (f->num_wanted) prepared = most(prepared, prepared_bytes(d->output->form, d->output->inputs));
-  const size_t floats = rows * (4 * width + joined + 2 * queries + inner) + partials + rules + (size_t)threads * rooms;
+  const sizes s = sizes_of(&w);
   uint8_t *memory = NULL;
-  if (!posix_memalign((void **)&memory, 64, floats * 4 + rows * prepared + 16 * 64)) {
-    uint8_t *left = memory;
-    w.x = cut(&left, rows * width * 4);
-    w.y = cut(&left, rows * width * 4);
-    w.read = cut(&left, rows * width * 8);
-    w.joined = cut(&left, rows * joined * 4);
-    w.queries = cut(&left, rows * queries * 4);
-    w.attended = cut(&left, rows * queries * 4);
-    w.inner = cut(&left, rows * inner * 4);
-    w.rule_room = cut(&left, rules * 4);
-    w.partials = cut(&left, partials * 4);
-    w.rooms = cut(&left, (size_t)threads * rooms * 4);
-    w.prepared = cut(&left, rows * prepared);
+  if (!posix_memalign((void **)&memory, 64, lay_out(&w, &s, NULL) + 64)) {
+    lay_out(&w, &s, memory);
     run_in_threads(threads, run, &w);
   }
   free(memory);

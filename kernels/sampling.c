@@ -64,7 +64,14 @@ INLINE void exp_of(dvec *x, int count) {
   EACH_OF x[j] = (dvec)((lvec)(p[j] * (dvec)scale[j]) & counts[j]);
 }
 
-INLINE void weights_at(const row *r, const float *scores, dvec *weights) {
+// Of the group of tokens from `first` on; what lies behind the last one weighs 0.
+INLINE void weights_at(const row *r, int first, dvec *weights) {
+  const float *scores = r->scores + first;
+  float last[GROUP];
+  if (r->vocab - first < GROUP) {
+    for (int j = 0; j < GROUP; ++j) last[j] = j < r->vocab - first ? scores[j] : -INFINITY;
+    scores = last;
+  }
   _Pragma("GCC unroll 4") for (int j = 0; j < AT_ONCE; ++j) {
     half_vec s;
     memcpy(&s, scores + j * DOUBLES, sizeof s);
@@ -87,14 +94,12 @@ INLINE int64_t whole_of(const row *r, float score) { return wholes_of(weight_of(
 static int64_t whole_sum(const row *r) {
   lvec sums[AT_ONCE] = {};
   int64_t sum = 0;
-  int i = 0;
-  for (; i + GROUP <= r->vocab; i += GROUP) {
+  for (int i = 0; i < r->vocab; i += GROUP) {
     dvec weights[AT_ONCE];
-    weights_at(r, r->scores + i, weights);
+    weights_at(r, i, weights);
     _Pragma("GCC unroll 4") for (int j = 0; j < AT_ONCE; ++j) sums[j] += wholes_of(weights[j]);
   }
   for (int j = 0; j < GROUP; ++j) sum += sums[j / DOUBLES][j % DOUBLES];
-  for (; i < r->vocab; ++i) sum += whole_of(r, r->scores[i]);
   return sum;
 }
 
@@ -108,25 +113,19 @@ static int64_t begin(row *r, const choice *how, const float *scores, int vocab) 
   float largest = -INFINITY;
   int at = 0;
   for (int c = 0; c < num_chunks; ++c) {
+    const int end = c * CHUNK + CHUNK < vocab ? c * CHUNK + CHUNK : vocab;
     lanes best = all(-INFINITY);
-    float rest = -INFINITY;
-    int i = c * CHUNK, end = i + CHUNK < vocab ? i + CHUNK : vocab;
-    for (; i + LANES <= end; i += LANES) {
-      lanes x = load(scores + i);
+    for (int i = c * CHUNK; i < end; i += LANES) {
+      lanes x = load_some(scores + i, end - i);
+      if (end - i < LANES) x = pick(less(numbered(0), all((float)(end - i))), x, all(-INFINITY));
       best = larger(best, x);
       nothing = either(nothing, is_nan(x));
     }
-    for (; i < end; ++i) {
-      rest = scores[i] > rest ? scores[i] : rest;
-      if (scores[i] != scores[i]) nothing = iall(-1);
-    }
-    const float most = largest16(best);
-    r->bests[c] = most > rest ? most : rest;
+    r->bests[c] = largest16(best);
     if (r->bests[c] > largest) largest = r->bests[c], at = c;
   }
   int bad = !(largest > -INFINITY && largest < INFINITY);
-  for (int i = 0; i < VECTORS; ++i)
-    for (int j = 0; j < PER_VECTOR; ++j) bad |= nothing.v[i][j];
+  EACH bad |= any(nothing.v[i]);
   if (bad) return NO_NUMBERS;
   for (r->first = at * CHUNK; scores[r->first] != largest;) ++r->first;
   r->largest = largest;
@@ -230,14 +229,13 @@ static int nucleus(const row *r, int count, double limit, int64_t *before) {
 static int64_t border(const row *r, double limit, float *low, float *high) {
   const steps a = {r->largest, (float)((STEPS - 1) / 28.5 * r->inverse)};  // exp(-28.5) is nothing
   int64_t masses[STEPS] = {0}, before = 0;
-  int i = 0, step = 0;
-  for (; i + GROUP <= r->vocab; i += GROUP) {
+  int step = 0;
+  for (int i = 0; i < r->vocab; i += GROUP) {
     dvec weights[AT_ONCE];
-    weights_at(r, r->scores + i, weights);
-    for (int j = 0; j < GROUP; ++j)
+    weights_at(r, i, weights);
+    for (int j = 0; j < GROUP && i + j < r->vocab; ++j)
       masses[step_of(&a, r->scores[i + j])] += wholes_of(weights[j / DOUBLES])[j % DOUBLES];
   }
-  for (; i < r->vocab; ++i) masses[step_of(&a, r->scores[i])] += whole_of(r, r->scores[i]);
   while (step < STEPS - 1 && (double)(before + masses[step]) < limit) before += masses[step++];
   *low = step_end(&a, step);
   *high = step ? step_end(&a, step - 1) : INFINITY;
@@ -284,17 +282,12 @@ static uint64_t scrambled(uint64_t x) {
   return x ^ x >> 31;
 }
 
-INLINE uint32_t hash(uint32_t id, uint64_t key) {
-  uint32_t x = (id ^ (uint32_t)key) * 0x7FEB352Du;
-  x = ((x ^ x >> 15) + (uint32_t)(key >> 32)) * 0x846CA68Bu;
-  return (x ^ x >> 16) * 0x9E3779B1u;
-}
-
 INLINE uvec hashes(uvec ids, uint64_t key) {
   uvec x = (ids ^ (uint32_t)key) * 0x7FEB352Du;
   x = ((x ^ x >> 15) + (uint32_t)(key >> 32)) * 0x846CA68Bu;
   return (x ^ x >> 16) * 0x9E3779B1u;
 }
+INLINE double hash(int id, uint64_t key) { return hashes((uint32_t)id - (uvec){}, key)[0]; }
 
 static double minus_log(double v) {  // −log(1 − v); the steps of sampling.py's _minus_log
   const double rest = 1 - v > 0x1p-54 ? 1 - v : 0x1p-54;
@@ -318,7 +311,7 @@ typedef struct {
 static void run(race *a, int id) {
   const double weight = weight_of(a->r, a->r->scores[id]);
   if (!(weight >= a->r->how->min_p && weight > 0)) return;
-  const double low = hash((uint32_t)id, a->low) + 0.5, v = hash((uint32_t)id, a->high) * 0x1p-32 + low * 0x1p-64;
+  const double low = hash(id, a->low) + 0.5, v = hash(id, a->high) * 0x1p-32 + low * 0x1p-64;
   const double time = minus_log(v) / weight;
   if (time > a->time || (time == a->time && id > a->token)) return;
   a->time = time, a->token = id;
@@ -384,15 +377,12 @@ int64_t survivors(const choice *how, const float *scores, int vocab, double *wei
     if (r.bests[c] < r.last) continue;
     const int stop = c * CHUNK + CHUNK < vocab ? c * CHUNK + CHUNK : vocab;
     for (int i = c * CHUNK; i < stop; i += GROUP) {
-      dvec own_at[AT_ONCE];
-      double *own = (double *)own_at;
-      const int left = stop - i < GROUP ? stop - i : GROUP;
-      if (left == GROUP) weights_at(&r, scores + i, own_at);
-      for (int j = 0; j < left; ++j) {
-        if (left < GROUP) own[j] = weight_of(&r, scores[i + j]);
-        weights[count] = own[j];
+      dvec group[AT_ONCE];
+      weights_at(&r, i, group);
+      for (int j = 0; j < GROUP && i + j < stop; ++j) {
+        weights[count] = group[j / DOUBLES][j % DOUBLES];
         ids[count] = i + j;
-        count += own[j] >= how->min_p && is_in(&r, scores[i + j], i + j);
+        count += weights[count] >= how->min_p && is_in(&r, scores[i + j], i + j);
       }
     }
   }
