@@ -127,11 +127,15 @@ INLINE lanes load_some_wide(const uint16_t *from, int count) {
 INLINE float half_at(const uint8_t *from) {
   uint16_t half;
   memcpy(&half, from, 2);
+#if VECTOR_BYTES >= 32
+  return _cvtsh_ss(half);
+#else
   const uint32_t size = half & 0x7fff;
   const uint32_t bits = size < 0x7c00 ? (size << 13) + (112u << 23) : 0x7f800000 | (uint32_t)(size > 0x7c00) << 22 | (size & 0x3ff) << 13;
   float x = (float)(int32_t)size * 0x1p-24f;  // what it is if it is subnormal
   if (size >= 0x400) memcpy(&x, &bits, 4);
   return half & 0x8000 ? -x : x;
+#endif
 }
 INLINE lanes load_half(const uint8_t *from) {
   lanes r;

@@ -22,14 +22,15 @@ INLINE place place_of_four(int form, int g) {
   return (place){g / 2, 4 * (g % 2), 0x0f0f0f0f, 0, g, layouts[form].plane ? 0x01010101 : 0};
 }
 
-// Write an output's 32 numbers to a block of zeros, and read them.
+// Write an output's 32 numbers to a block, and read them.
 INLINE void put_numbers(int form, const uint8_t *q, int lane, uint8_t *block) {
   uint32_t fours[8], *words = (uint32_t *)block + lane, *plane = (uint32_t *)(block + layouts[form].numbers) + lane;
   memcpy(fours, q, sizeof fours);
   for (int g = 0; g < 8; ++g) {
     const place p = place_of_four(form, g);
-    words[LANES * p.word] |= (fours[g] & p.mask) << p.shift;
-    if (p.plane_mask) plane[LANES * p.plane_word] |= (fours[g] >> 4 & p.plane_mask) << p.plane_shift;
+    uint32_t *const word = words + LANES * p.word, *const bits = plane + LANES * p.plane_word;
+    *word = (p.shift ? *word : 0) | (fours[g] & p.mask) << p.shift;
+    if (p.plane_mask) *bits = (p.plane_shift ? *bits : 0) | (fours[g] >> 4 & p.plane_mask) << p.plane_shift;
   }
 }
 static void get_numbers(int form, const uint8_t *block, int lane, uint8_t *q) {

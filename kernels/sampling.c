@@ -378,11 +378,13 @@ int64_t survivors(const choice *how, const float *scores, int vocab, double *wei
     const int stop = c * CHUNK + CHUNK < vocab ? c * CHUNK + CHUNK : vocab;
     for (int i = c * CHUNK; i < stop; i += GROUP) {
       dvec group[AT_ONCE];
+      double *const each = (double *)group;
+      const int left = stop - i < GROUP ? stop - i : GROUP;
       weights_at(&r, i, group);
-      for (int j = 0; j < GROUP && i + j < stop; ++j) {
-        weights[count] = group[j / DOUBLES][j % DOUBLES];
+      for (int j = 0; j < left; ++j) {
+        weights[count] = each[j];
         ids[count] = i + j;
-        count += weights[count] >= how->min_p && is_in(&r, scores[i + j], i + j);
+        count += each[j] >= how->min_p && is_in(&r, scores[i + j], i + j);
       }
     }
   }
