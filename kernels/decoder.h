@@ -28,11 +28,11 @@ typedef struct {
   const float *rates, *shifts;    // [heads]: a decay is exp(rate · softplus(a + shift))
 } delta;
 
-typedef struct {  // what a delta net is given by each text of a forward, and what it leaves
+typedef struct {  // the texts of a forward as a delta net reads them, and what it leaves of each
   const float *const *tails, *const *states;  // [texts]: what came before; NULL: nothing
   float *const *new_tails, *const *new_states;
-  float *fed, *mixed, *logs, *betas;  // [rows, …]: what the convolution and the rule were given
-} passing;
+  float *fed, *mixed, *logs, *betas;  // [rows, …]: what the convolution and the rule read
+} net_batch;
 
 // x → norm → queries, keys, values → norm, rotation → attention → out → norm → + x
 // x → norm → gate and up → activation → down → norm → + x
@@ -71,15 +71,15 @@ typedef struct {
   int32_t rows, num_wanted, depth, shift, num_states;
   const int64_t *ids, *slots, *positions;  // [rows]
   const int64_t *ends;                     // [rows] how many keys of its text a row sees where blocks look ahead
-  int32_t only_keys;                       // whether blocks do no more than to keep what is given, as keys and values
+  int32_t only_keys;                       // whether blocks do no more than to keep the input states as keys and values
   const int64_t *places;                   // [rows] where in its slot a row's keys and values lie
   const int64_t *line;                     // [rows, depth] where those of the last ones that it sees lie
   const int64_t *wanted;                   // [num_wanted] rows whose logits are asked for, rising
-  const float *given;                      // [rows, hidden] states, if the model reads such; behind embeddings, without ids
+  const float *input_states;               // [rows, hidden] states, if the model reads such; behind embeddings, without ids
   const int32_t *state_layers;             // [num_states] blocks whose results are asked for; -1: behind the last norm
   int32_t num_texts;
   const int32_t *text_rows;                // [num_texts] rows, one text behind the other
-  const passing *passings;                 // of each delta net, in the order of blocks
+  const net_batch *net_batches;                 // of each delta net, in the order of blocks
   float *states;                           // [num_states, rows, hidden]
   float *logits;                           // [num_wanted, words]
 } batch;

@@ -37,7 +37,7 @@ _ACTIVATIONS = {
     "GELUActivation": 2, "ReLU": 3, "ReLUSquaredActivation": 4, "QuickGELUActivation": 5,
 }  # fmt: skip
 _Int = ctypes.c_int32
-_Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "passing"))
+_Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "net_batch"))
 BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
 
 
@@ -369,7 +369,7 @@ class Decoder:
         others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if given is not None:
             given, states = self._states(given), room(len(given), self.hidden)
-            others |= {"given": address(given), "states": address(states), "num_states": 1}
+            others |= {"input_states": address(given), "states": address(states), "num_states": 1}
         batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
         structs, threads = (decoder, fed, drafts, vocabulary), self._threads(len(drafts))
@@ -403,14 +403,14 @@ class Decoder:
         if given is not None:
             given = self._states(given, 1 if rows.ids or not self.struct.has_states else 2)
             assert len(given) == count
-            others["given"] = address(given)
+            others["input_states"] = address(given)
         assert len(passed) == len(self.nets)
         if passed:
             assert sum(counts) == count
             text_rows = (_Int * len(counts))(*counts)
             passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
             others |= {"num_texts": len(counts), "text_rows": ctypes.addressof(text_rows)}
-            others["passings"] = passings
+            others["net_batches"] = passings
         batch = rows.batch(kept, **others)
         structs, threads = map(ctypes.byref, (self.struct, batch)), self._threads(count)
         library.compute("run_decoder", *structs, threads=threads)

@@ -102,7 +102,7 @@ static void enter_row(forward *w, int row) {
   const decoder *d = w->d;
   const int width = d->hidden;
   float *x = w->x + (size_t)row * width, *read = w->read + (size_t)row * 2 * width;
-  const float *given = w->f->given + (size_t)row * width * (d->has_states && !w->f->ids ? 2 : 1);
+  const float *inputs = w->f->input_states + (size_t)row * width * (d->has_states && !w->f->ids ? 2 : 1);
   if (w->f->ids) {
     unpack(d->embedding, (int)w->f->ids[row], x);
     if (d->embedding_scale != 1)
@@ -113,10 +113,10 @@ static void enter_row(forward *w, int row) {
       for (int i = 0; i < width; ++i) x[i] += at[i];
     }
   } else {
-    memcpy(x, given, (size_t)width * 4);
+    memcpy(x, inputs, (size_t)width * 4);
   }
   if (!d->has_states) return;
-  const float *state = w->f->ids ? given : given + width;
+  const float *state = w->f->ids ? inputs : inputs + width;
   normalise(&d->embed_norm, x, width, read + (d->is_state_first ? width : 0));
   float *normed = read + (d->is_state_first ? 0 : width);
   normalise(&d->state_norm, state, width, normed);
@@ -196,7 +196,7 @@ static void attended_row(forward *w, const attention *a, int row) {
   prepare_row(w, b->out.parts[0], row, x);
 }
 
-static void run_net(forward *w, const block *b, const passing *p) {
+static void run_net(forward *w, const block *b, const net_batch *p) {
   const delta *net = b->net;
   const batch *f = w->f;
   const int outputs = outputs_of(&b->qkv), channels = net->c.channels, heads = net->r.heads, wide = heads * net->r.columns;
@@ -210,13 +210,13 @@ static void run_net(forward *w, const block *b, const passing *p) {
       store_some(p->betas + (size_t)row * heads + h, sigmoid(load_some(betas + h, heads - h)), heads - h);
     }
   }
-  passage texts[f->num_texts];
-  given steps[f->num_texts];
+  conv_text texts[f->num_texts];
+  rule_input steps[f->num_texts];
   for (int t = 0, row = 0; t < f->num_texts; row += f->text_rows[t++]) {
     float *mixed = p->mixed + (size_t)row * channels;
-    texts[t] = (passage){f->text_rows[t], (size_t)outputs, (size_t)channels, w->joined + (size_t)row * outputs, p->tails[t],
+    texts[t] = (conv_text){f->text_rows[t], (size_t)outputs, (size_t)channels, w->joined + (size_t)row * outputs, p->tails[t],
                          p->new_tails[t], mixed};
-    steps[t] = (given){f->text_rows[t], (size_t)channels, (size_t)channels, (size_t)heads, mixed + keys, mixed, mixed + 2 * keys,
+    steps[t] = (rule_input){f->text_rows[t], (size_t)channels, (size_t)channels, (size_t)heads, mixed + keys, mixed, mixed + 2 * keys,
                        p->logs + (size_t)row * heads, p->betas + (size_t)row * heads, p->states[t], p->new_states[t],
                        w->attended + (size_t)row * wide};
   }
@@ -281,7 +281,7 @@ static void run_block(forward *w, int number) {
   meet();
   multiply(&b->qkv, rows, w->prepared, w->joined, NULL, 1);
   meet();
-  if (only_keys) {  // what is given becomes keys and values, and nothing else
+  if (only_keys) {  // the input states become keys and values, and nothing else
     FOR_ROWS(row, rows) place_row(w, b, row);
     meet();
     return;
@@ -289,7 +289,7 @@ static void run_block(forward *w, int number) {
   if (b->net) {
     int before = 0;
     for (int i = 0; i < number; ++i) before += d->blocks[i].net != NULL;
-    run_net(w, b, w->f->passings + before);
+    run_net(w, b, w->f->net_batches + before);
   } else run_attention(w, b);
   add_layer(w, b, &b->out, &b->out_norm);
   meet();
@@ -306,8 +306,8 @@ static void run_block(forward *w, int number) {
   meet();
 }
 
-static void run(void *given) {
-  forward *w = given;
+static void run(void *task) {
+  forward *w = task;
   const decoder *d = w->d;
   const batch *f = w->f;
   const int width = d->hidden, rows = f->rows;

@@ -46,11 +46,11 @@ static void get_numbers(int form, const uint8_t *block, int lane, uint8_t *q) {
 
 // What 32 numbers of an output are multiplied by, half by half, and what is added, rounded as gguf does.
 static void scales_of(int form, const uint8_t *scales, const uint8_t *shared, int lane, float *d, float *m) {
-  const uint8_t *own = scales + 2 * lane;
+  const uint8_t *halves = scales + 2 * lane;
   *m = 0;
   if (form < Q4K) {
-    d[0] = d[1] = half_at(own);
-    if (has_minima(form)) *m = half_at(own + 32);
+    d[0] = d[1] = half_at(halves);
+    if (has_minima(form)) *m = half_at(halves + 32);
   } else {
     const float factor = half_at(shared + 2 * lane);
     for (int i = 0; i < 2; ++i)
@@ -107,10 +107,10 @@ INLINE void numbers_of(int form, const uint8_t *block, int part, uint8_t *q) {
     }
     for (int j = 0; layouts[form].plane && j < 32; j += 8) {
       const uint64_t apart = (above >> j & 255) * 0x0101010101010101u & 0x8040201008040201;  // bit i is in byte i
-      uint64_t own;
-      memcpy(&own, q + j, 8);
-      own |= (apart + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
-      memcpy(q + j, &own, 8);
+      uint64_t eight;
+      memcpy(&eight, q + j, 8);
+      eight |= (apart + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
+      memcpy(q + j, &eight, 8);
     }
   } else if (form == Q6K) {
     const uint8_t *from = block + 64 * (part / 4) + 32 * (part % 2), *above = block + 128 + 32 * (part / 4);
