@@ -25,7 +25,7 @@ _MANY = 1 << 25  # bytes of weights: reading fewer takes no longer than arithmet
 
 
 def vocabulary_of(num_words: int, ids: Tensor | None = None) -> ctypes.Structure:
-    """forward.h's `vocabulary`, of `num_words` tokens.
+    """chain.h's `vocabulary`, of `num_words` tokens.
 
     `ids`, of the model's outputs, are to stay; None: they rise.
     """

@@ -1,4 +1,4 @@
-"""A decoder of plain blocks as forward.h describes it: weights in panels, a forward in one call.
+"""A decoder of plain blocks as decoder.h describes it: weights in panels, a forward in one call.
 
     pack block by block, the modules' weights freed → compare with the model → keep, or leave
 
@@ -31,13 +31,13 @@ MOST_ROWS = 256  # of one call: their numbers lie in memory at once
 _LITTLE = 1 << 26  # bytes of weights times rows
 _JUMP = 0.05  # of a row's largest number, by an input that is rounded to another of few bits
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
-# By the names of torch's and transformers' modules, as in forward.h.
+# By the names of torch's and transformers' modules, as in decoder.h.
 _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
     "GELUActivation": 2, "ReLU": 3, "ReLUSquaredActivation": 4, "QuickGELUActivation": 5,
 }  # fmt: skip
 _Int = ctypes.c_int32
-_Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "passing"))
+_Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "net_batch"))
 BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
 
 
@@ -77,7 +77,7 @@ class Passed:
 
 
 class Net:
-    """A gated delta net: what forward.h knows of it."""
+    """A gated delta net: what decoder.h knows of it."""
 
     def __init__(self, net: nn.Module) -> None:
         """Of transformers' module, which a RecurrentLayer may keep the states for."""
@@ -111,7 +111,7 @@ class Net:
 
 
 class Block:
-    """One block: what forward.h knows of it, and what its pointers point to."""
+    """One block: what decoder.h knows of it, and what its pointers point to."""
 
     def __init__(self, parts: Parts, kind: str, window: int | None, scale: float = 1.0) -> None:
         """A token sees the last `window` tokens, or all, as others of its `kind` of attention.
@@ -351,7 +351,7 @@ class Decoder:
         layer: int = -1,
         most_wanted: int = 0,
     ) -> None:
-        """Drafts of texts that are fed `rows`: forward.h's `draft` of each; see `__call__`.
+        """Drafts of texts that are fed `rows`: chain.h's `draft` of each; see `__call__`.
 
         Tokens are chosen among its `vocabulary`. If the model reads states, those behind the first
         N are what comes out behind `layer`. A forward gives the logits of one row of each text,
@@ -369,7 +369,7 @@ class Decoder:
         others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if given is not None:
             given, states = self._states(given), room(len(given), self.hidden)
-            others |= {"given": address(given), "states": address(states), "num_states": 1}
+            others |= {"input_states": address(given), "states": address(states), "num_states": 1}
         batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
         structs, threads = (decoder, fed, drafts, vocabulary), self._threads(len(drafts))
@@ -403,14 +403,14 @@ class Decoder:
         if given is not None:
             given = self._states(given, 1 if rows.ids or not self.struct.has_states else 2)
             assert len(given) == count
-            others["given"] = address(given)
+            others["input_states"] = address(given)
         assert len(passed) == len(self.nets)
         if passed:
             assert sum(counts) == count
             text_rows = (_Int * len(counts))(*counts)
             passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
             others |= {"num_texts": len(counts), "text_rows": ctypes.addressof(text_rows)}
-            others["passings"] = passings
+            others["net_batches"] = passings
         batch = rows.batch(kept, **others)
         structs, threads = map(ctypes.byref, (self.struct, batch)), self._threads(count)
         library.compute("run_decoder", *structs, threads=threads)

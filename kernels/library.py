@@ -139,7 +139,7 @@ def compute(name: str, *given: Any, threads: int | None = None) -> None:
 
 
 def checked(result: int) -> int:
-    """What a function returned. Raises what it says went wrong: numbers are as in sampling.h."""
+    """What a function returned. Raises what it says went wrong: numbers are as in errors.h."""
     if result == -1:
         raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
     if result == -2:

@@ -13,7 +13,7 @@ from . import library
 from .library import address
 from .structs import STRUCTS
 
-Convolution, _Passage, _Given = map(STRUCTS.get, ("convolution", "passage", "given"))
+Convolution, _Passage, _Given = map(STRUCTS.get, ("convolution", "conv_text", "rule_input"))
 Rule = STRUCTS["rule"]  # how a token changes a state [heads, width, columns]
 
 

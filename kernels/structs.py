@@ -1,6 +1,6 @@
 """The structures of the C code for ctypes, read from its headers: what lies where is written once.
 
-    STRUCTS["rope"]     forward.h's `rope`, with width, length, cos and sin
+    STRUCTS["rope"]     decoder.h's `rope`, with width, length, cos and sin
 
 A pointer to a structure that stands further up is a pointer here, too; others are addresses.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_HEADERS = "linear.h", "recurrent.h", "sampling.h", "forward.h"  # the last one includes the others
+_HEADERS = "linear.h", "recurrent.h", "sampling.h", "decoder.h", "chain.h"  # each uses earlier ones
 _NUMBERS: dict[str, Any] = {
     "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
     "int": ctypes.c_int, "size_t": ctypes.c_size_t, "float": ctypes.c_float,

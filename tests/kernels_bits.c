@@ -7,9 +7,10 @@
 #include <stdlib.h>
 
 #include "../kernels/c/forward.h"
+#include "../kernels/c/sampling.h"
 
-int apply_convolution(const convolution *, const passage *, int, int);
-int apply_rule(const rule *, const given *, int, int);
+int apply_convolution(const convolution *, const conv_text *, int, int);
+int apply_rule(const rule *, const rule_input *, int, int);
 void tabulate(float *, float *, int, int, const double *, double);
 int64_t survivors(const choice *, const float *, int, double *, int64_t *);
 int64_t leaders(const choice *, const float *, int, int, double *, int64_t *, double *);
@@ -76,12 +77,12 @@ static delta *new_net(block *b, int hidden, int form, int out_form) {
   return n;
 }
 
-// What a net is given for some texts: what it left behind the last rows of each is read next.
-static passing new_passing(const delta *n, int texts, int rows, float **tails, float **states) {
+// What a net reads for some texts: what it left behind the last rows of each is read next.
+static net_batch new_net_batch(const delta *n, int texts, int rows, float **tails, float **states) {
   const size_t tail = (size_t)(n->c.taps - 1) * n->c.channels, held = (size_t)n->r.heads * n->r.width * n->r.columns;
   for (int t = 0; t < texts; ++t)
     if (!tails[t]) tails[t] = calloc(tail, 4), states[t] = calloc(held, 4);
-  return (passing){(const float *const *)tails, (const float *const *)states, tails, states,
+  return (net_batch){(const float *const *)tails, (const float *const *)states, tails, states,
                    malloc((size_t)rows * n->c.channels * 4), malloc((size_t)rows * n->c.channels * 4),
                    malloc((size_t)rows * n->r.heads * 4), malloc((size_t)rows * n->r.heads * 4)};
 }
@@ -97,7 +98,7 @@ static uint32_t repacked(int form, uint32_t hash) {
   const int inputs = per * blocks - (form == Q8 ? (int)next(32) : 0), begins[] = {0, LANES * next((outputs + 15) / 16), outputs};
   uint8_t *panels = malloc(bytes_of(form, outputs, inputs));
   const matrix m = {form, outputs, inputs, panels, NULL};
-  float *found = malloc((size_t)inputs * 4);
+  float *row_numbers = malloc((size_t)inputs * 4);
   for (int piece = 0; piece < 2; ++piece) {
     const int first = begins[piece], rows = begins[piece + 1] - first;
     uint8_t *data = malloc((size_t)rows * blocks * bytes);
@@ -105,9 +106,9 @@ static uint32_t repacked(int form, uint32_t hash) {
     repack(form, data, first, rows, inputs, panels);
   }
   for (int row = 0; row < outputs; ++row) {
-    unpack(&m, row, found);
-    for (int k = 0; k < inputs; ++k) found[k] = isnan(found[k]) ? 0 : found[k];
-    hash = hash_of(found, (size_t)inputs * 4, hash);
+    unpack(&m, row, row_numbers);
+    for (int k = 0; k < inputs; ++k) row_numbers[k] = isnan(row_numbers[k]) ? 0 : row_numbers[k];
+    hash = hash_of(row_numbers, (size_t)inputs * 4, hash);
   }
   return hash_of(panels, bytes_of(form, outputs, inputs), hash);
 }
@@ -119,13 +120,13 @@ static uint32_t stepped(int threads, uint32_t hash) {
   const int keys = key_heads * width, values = heads * columns, tail = (taps - 1) * channels, held = heads * width * columns;
   const convolution c = {channels, taps, next(2), numbers(taps * channels, 1), next(2) ? numbers(channels, 1) : NULL};
   const rule r = {heads, key_heads, width, columns, corrects, corrects, 0.5f};
-  passage texts[2];
-  given steps[2];
+  conv_text texts[2];
+  rule_input steps[2];
   for (int t = 0; t < 2; ++t) {
     float *before = numbers(tail, 2), *state = numbers(held, 1), *logs = numbers(rows * heads, 3);
     for (int i = 0; i < rows * heads; ++i) logs[i] = -fabsf(logs[i]);
-    texts[t] = (passage){rows, channels, channels, numbers(rows * channels, 2), t ? before : NULL, before, numbers(rows * channels, 1)};
-    steps[t] = (given){rows, keys, values, heads, numbers(rows * keys, 1), numbers(rows * keys, 1), numbers(rows * values, 1),
+    texts[t] = (conv_text){rows, channels, channels, numbers(rows * channels, 2), t ? before : NULL, before, numbers(rows * channels, 1)};
+    steps[t] = (rule_input){rows, keys, values, heads, numbers(rows * keys, 1), numbers(rows * keys, 1), numbers(rows * values, 1),
                        logs, numbers(rows * heads, 1), t ? state : NULL, state, numbers(rows * values, 1)};
   }
   if (apply_convolution(&c, texts, 2, threads) || apply_rule(&r, steps, 2, threads)) exit(1);
@@ -158,9 +159,9 @@ static uint32_t chosen(int vocab, uint32_t hash) {
   return hash;
 }
 
-int main(int count, char **given) {
+int main(int count, char **arguments) {
   static const int sizes[] = {1, 3, 17, 64, 65, 257, 1000, 4097, 30011};
-  const int first = count > 1 ? atoi(given[1]) : 0, seeds = count > 2 ? atoi(given[2]) : 8, threads = count > 3 ? atoi(given[3]) : 2;
+  const int first = count > 1 ? atoi(arguments[1]) : 0, seeds = count > 2 ? atoi(arguments[2]) : 8, threads = count > 3 ? atoi(arguments[3]) : 2;
   const uint32_t num_forms = count > 4 ? 11 : 10;
   for (int seed = first; seed < first + seeds; ++seed) {
     state = (uint32_t)seed * 7919 + 1;
@@ -231,13 +232,13 @@ int main(int count, char **given) {
       batch f = {.rows = rows, .num_wanted = rows, .depth = step == 2 && !has_nets ? 2 : 0, .num_states = 2, .ids = ids, .slots = slot,
                  .positions = position, .places = place, .line = line, .wanted = wanted, .state_layers = layers};
       f.states = malloc((size_t)2 * rows * hidden * 4), f.logits = malloc((size_t)rows * words * 4);
-      passing passings[3];
-      f.num_texts = slots, f.text_rows = text_rows, f.passings = passings;
+      net_batch net_batches[3];
+      f.num_texts = slots, f.text_rows = text_rows, f.net_batches = net_batches;
       int nets = 0;
       for (int i = 0; i < d.num_blocks; ++i)
-        if (blocks[i].net) passings[nets++] = new_passing(blocks[i].net, slots, rows, tails[i], left[i]);
+        if (blocks[i].net) net_batches[nets++] = new_net_batch(blocks[i].net, slots, rows, tails[i], left[i]);
       if (run_decoder(&d, &f, threads)) return 1;
-      for (passing *p = passings; p < passings + nets; ++p) free(p->fed), free(p->mixed), free(p->logs), free(p->betas);
+      for (net_batch *p = net_batches; p < net_batches + nets; ++p) free(p->fed), free(p->mixed), free(p->logs), free(p->betas);
       for (int i = 0; i < rows * words; ++i)
         if (f.logits[i] != f.logits[i]) return printf("seed %d: a number that is none\n", seed), 1;
       hash = hash_of(f.states, (size_t)2 * rows * hidden * 4, hash_of(f.logits, (size_t)rows * words * 4, hash));

@@ -7,10 +7,12 @@
 // of a branch has the bits of a chain. A key is read once for all rows of a group and all queries of its head.
 
 #define _GNU_SOURCE
-#include "forward.h"
+#include "attention.h"
 
 #include <stdlib.h>
 
+#include "errors.h"
+#include "mathematics.h"
 #include "threads.h"
 
 enum { CHUNK = 64 };  // keys whose numbers are turned around at once
@@ -109,10 +111,10 @@ typedef struct {  // a group's queries of one head of keys, at one block
   float *sums;           // [rows · groups, partial_floats]
   int64_t begin;         // of the block
   int groups;            // queries of one row
-} work;
+} attention_task;
 
 // Scores or sums of values of some rows over the positions from `at` to `end`. Meanwhile comes what is read next.
-static void run_over(const work *w, int first_row, int row, int rows, int64_t at, int64_t end, int is_scores) {
+static void run_over(const attention_task *w, int first_row, int row, int rows, int64_t at, int64_t end, int is_scores) {
   const block *b = w->a->b;
   const size_t size = b->is_half ? 2 : 4, key = b->width * size, value = b->value_width * size, sums = partial_floats(b);
   const int first = row * w->groups, count = rows * w->groups;
@@ -162,7 +164,7 @@ static void soften(const block *b, float *scores, int begin, int end, float *lar
 }
 
 // The partial results of a group at the block of keys from `begin` on: [rows · groups, partial_floats].
-static void partial(const work *w, const group *g) {
+static void partial(const attention_task *w, const group *g) {
   const attention *a = w->a;
   const block *b = a->b;
   const int size = partial_floats(b), wide = padded(b->value_width);
@@ -199,9 +201,9 @@ static void merge(const block *b, float *into, const float *next) {
     return;
   }
   const float top = into[wide] < next[wide] ? next[wide] : into[wide];
-  const lanes own = exponential(all(into[wide] - top)), other = exponential(all(next[wide] - top));
-  for (int i = 0; i < wide; i += LANES) store(into + i, fma16(load(into + i), own, mul(load(next + i), other)));
-  const lanes sum = fma16(all(into[wide + 1]), own, mul(all(next[wide + 1]), other));
+  const lanes old = exponential(all(into[wide] - top)), other = exponential(all(next[wide] - top));
+  for (int i = 0; i < wide; i += LANES) store(into + i, fma16(load(into + i), old, mul(load(next + i), other)));
+  const lanes sum = fma16(all(into[wide + 1]), old, mul(all(next[wide + 1]), other));
   float t[LANES];
   store(t, sum);
   into[wide] = top, into[wide + 1] = t[0];
@@ -248,7 +250,9 @@ static size_t partials_before(const attention *a, int number) {
     count += (size_t)blocks_of(a, a->groups + i, &first) * a->groups[i].count * a->b->heads;
   return count;
 }
-size_t num_partials(const attention *a) { return partials_before(a, a->num_groups) * partial_floats(a->b); }
+size_t num_partials(const attention *a, int threads) {
+  return a->num_groups * a->b->kv_heads < 4 * threads ? partials_before(a, a->num_groups) * partial_floats(a->b) : 0;
+}
 
 size_t room_floats(const block *b) {
   const size_t most = (size_t)GROUP_ROWS * (b->heads / b->kv_heads);
@@ -270,15 +274,15 @@ static void run_task(const attention *a, int task, float *room) {
   int first;
   const int count = blocks_of(a, g, &first);
   const size_t bytes = b->is_half ? 2 : 4, slot = (size_t)a->f->slots[g->first] * b->kv_heads + head;
-  float *own = room, *scores = own + (size_t)most * b->width, *sums = scores + (size_t)most * KEYS, *merged = sums + (size_t)most * size;
+  float *scaled = room, *scores = scaled + (size_t)most * b->width, *sums = scores + (size_t)most * KEYS, *merged = sums + (size_t)most * size;
   for (int q = 0; q < queries; ++q) {
     const float *from = a->queries + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->width;
     for (int i = 0; i < b->width; i += LANES)
-      store_some(own + (size_t)q * b->width + i, mul(load_some(from + i, b->width - i), all(b->scaling)), b->width - i);
+      store_some(scaled + (size_t)q * b->width + i, mul(load_some(from + i, b->width - i), all(b->scaling)), b->width - i);
   }
-  work w = {a, (const uint8_t *)b->keys + slot * b->capacity * b->width * bytes,
+  attention_task w = {a, (const uint8_t *)b->keys + slot * b->capacity * b->width * bytes,
             (const uint8_t *)b->values + slot * b->capacity * b->value_width * bytes,
-            own, scores, merged + (size_t)most * size, sums, 0, groups};
+            scaled, scores, merged + (size_t)most * size, sums, 0, groups};
   const int begin = a->partials ? task % count : 0, end = a->partials ? begin + 1 : count;
   if (a->partials) merged = a->partials + (partials_before(a, (int)(g - a->groups)) + ((size_t)begin * b->kv_heads + head) * queries) * size;
   for (int i = begin; i < end; ++i) {
@@ -308,17 +312,17 @@ void collect(const attention *a, int row) {
   const int queries = g->count * groups, count = blocks_of(a, g, &first);
   float *sums = a->partials + partials_before(a, number) * size;
   for (int h = 0; h < b->heads; ++h) {
-    const size_t own = (size_t)(h / groups) * queries + (row - g->first) * groups + h % groups;
-    float *merged = sums + own * size;
-    for (int i = 1; i < count; ++i) merge(b, merged, sums + ((size_t)i * b->kv_heads * queries + own) * size);
+    const size_t query = (size_t)(h / groups) * queries + (row - g->first) * groups + h % groups;
+    float *merged = sums + query * size;
+    for (int i = 1; i < count; ++i) merge(b, merged, sums + ((size_t)i * b->kv_heads * queries + query) * size);
     finish(a, row, h, merged);
   }
 }
 
 // ------------------------------------------------------------------------------- attention by itself
 
-static void run(void *given) {
-  const attention *a = given;
+static void run(void *task) {
+  const attention *a = task;
   attend(a);
   meet();
   for (int row; take(a->f->rows, 1, &row) > 0;) collect(a, row);
@@ -331,7 +335,7 @@ int run_attention(const block *b, const batch *f, const float *queries, float *a
   if (!groups) return NO_MEMORY;
   a.groups = groups, a.num_groups = make_groups(f, groups);
   const size_t rooms = (size_t)threads * room_floats(b);
-  const size_t partials = a.num_groups * b->kv_heads < 4 * threads ? num_partials(&a) : 0;
+  const size_t partials = num_partials(&a, threads);
   if (!posix_memalign((void **)&a.rooms, 64, (rooms + partials) * 4 + 64)) {
     a.partials = partials ? a.rooms + rooms : NULL;
     run_in_threads(threads, run, &a);

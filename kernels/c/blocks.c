@@ -35,12 +35,12 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
     else d = load_half(scales);
     if (is_k && has_minima(form)) m = mul(shared_m, sub(all(0), as_floats(load_uint8(scales + LANES))));
     else if (has_minima(form)) m = load_half(scales + 32);
-    ilanes found[MOST_ROWS];
+    ilanes dots[MOST_ROWS];
     EACH {
-      ivec own[MOST_ROWS], others[MOST_ROWS], above = {0};
-      ROWS own[r] = others[r] = (ivec){0};
-      if (has_start && !is_16) ROWS own[r] = START(r);
-      if (form == Q6K) ROWS own[r] = same(ROW(r)->starts_32), others[r] = same(ROW(r)->starts_32 + 1);
+      ivec first[MOST_ROWS], second[MOST_ROWS], above = {0};
+      ROWS first[r] = second[r] = (ivec){0};
+      if (has_start && !is_16) ROWS first[r] = START(r);
+      if (form == Q6K) ROWS first[r] = same(ROW(r)->starts_32), second[r] = same(ROW(r)->starts_32 + 1);
 #pragma GCC unroll 8
       for (int g = 0; g < 8; ++g) {
         const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
@@ -58,29 +58,29 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
           weights |= (up >= 0 ? above << (up & 7) : above >> (-up & 7)) & (form == Q6K ? 0x30303030 : 0x10101010);
         }
         ROWS {
-          const ivec given = same(ROW(r)->q + 4 * g);
-          ivec *const sum = is_split && (form == Q6K ? g / 4 : g % 2) ? others + r : own + r;
+          const ivec inputs4 = same(ROW(r)->q + 4 * g);
+          ivec *const sum = is_split && (form == Q6K ? g / 4 : g % 2) ? second + r : first + r;
 #if IN_16_BITS
-          if (is_16) *sum = (ivec)_mm256_add_epi16((__m256i)*sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)given));
+          if (is_16) *sum = (ivec)_mm256_add_epi16((__m256i)*sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs4));
           else
 #endif
-          *sum = form == Q8 ? dot_bytes(*sum, weights, given) : dot_small(*sum, weights, given);
+          *sum = form == Q8 ? dot_bytes(*sum, weights, inputs4) : dot_small(*sum, weights, inputs4);
         }
       }
 #if IN_16_BITS
       if (is_16) ROWS {  // the sums of two would not fit
-        own[r] = (ivec)_mm256_madd_epi16((__m256i)own[r], _mm256_set1_epi16(1));
-        if (is_split) others[r] = (ivec)_mm256_madd_epi16((__m256i)others[r], _mm256_set1_epi16(1));
-        if (has_start) own[r] += START(r);
+        first[r] = (ivec)_mm256_madd_epi16((__m256i)first[r], _mm256_set1_epi16(1));
+        if (is_split) second[r] = (ivec)_mm256_madd_epi16((__m256i)second[r], _mm256_set1_epi16(1));
+        if (has_start) first[r] += START(r);
       }
 #endif
       ROWS {
-        if (form == Q6K) found[r].v[i] = own[r] * halves[0].v[i] + others[r] * halves[1].v[i];
-        else found[r].v[i] = is_split ? own[r] + others[r] : own[r];
+        if (form == Q6K) dots[r].v[i] = first[r] * halves[0].v[i] + second[r] * halves[1].v[i];
+        else dots[r].v[i] = is_split ? first[r] + second[r] : first[r];
       }
     }
     ROWS {
-      sums[r][0] = fma16(as_floats(found[r]), mul(d, all(ROW(r)->scale)), sums[r][0]);
+      sums[r][0] = fma16(as_floats(dots[r]), mul(d, all(ROW(r)->scale)), sums[r][0]);
       if (has_minima(form)) sums[r][0] = fma16(m, all(ROW(r)->total), sums[r][0]);
     }
   }
@@ -91,9 +91,9 @@ INLINE void tile(const int R, const int form, const uint8_t *w, int inputs, cons
   lanes sums[MOST_ROWS][WIDTH];
   ROWS sums[r][0] = all(0);
   add_blocks(R, form, w, inputs, x, x_step, sums);
-  float found[MOST_ROWS * LANES];
-  ROWS store(found + r * LANES, sums[r][0]);
-  put(found, R, 1, to, row, output);
+  float stored[MOST_ROWS * LANES];
+  ROWS store(stored + r * LANES, sums[r][0]);
+  put(stored, R, 1, to, row, output);
 }
 
 void block_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {

@@ -6,8 +6,11 @@
 // right. So copied text takes few forwards, and the draft is the same as with one forward for each token. This is what
 // drafters/ngram.py does for the target.
 
+#include "chain.h"
+
 #include <stdlib.h>
 
+#include "errors.h"
 #include "forward.h"
 
 enum { MOST_MATCH = 8 };  // last tokens that are compared: a longer match is no better
@@ -38,18 +41,18 @@ int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary 
   const size_t room = (size_t)f->rows + (size_t)(most_wanted > texts ? most_wanted : texts);
   batch now = *f;
   int64_t *numbers = malloc(sizeof *numbers * room * 4 + 1);
-  int *own = malloc(sizeof *own * (size_t)texts * 2 + 1), *guessed = own + texts;  // which draft; guesses
-  float *given = malloc(sizeof *given * (held + laid) + 1), *over_words = given + held;
-  int failed = numbers && own && given ? 0 : NO_MEMORY;
+  int *which = malloc(sizeof *which * (size_t)texts * 2 + 1), *guessed = which + texts;  // which draft; guesses
+  float *states = malloc(sizeof *states * (held + laid) + 1), *over_words = states + held;
+  int failed = numbers && which && states ? 0 : NO_MEMORY;
   int64_t *ids = numbers, *slots = ids + room, *positions = slots + room, *wanted = positions + room;
   now.ids = ids, now.slots = slots, now.positions = now.places = positions, now.wanted = wanted;
-  for (int i = 0; i < texts && !failed; ++i) own[i] = i;
+  for (int i = 0; i < texts && !failed; ++i) which[i] = i;
   for (size_t i = 0; i < laid && !failed; ++i) over_words[i] = -INFINITY;  // words that the model does not have stay so
   for (int active = texts; active && !failed;) {
     now.rows = now.num_wanted = 0;
     for (int i = 0; i < active; ++i) {
-      draft *a = drafts + own[i];
-      const int64_t last = f->wanted[own[i]];
+      draft *a = drafts + which[i];
+      const int64_t last = f->wanted[which[i]];
       for (int64_t row = a->count ? last : i ? f->wanted[i - 1] + 1 : 0; row <= last; ++row, ++now.rows) {
         ids[now.rows] = a->count ? a->tokens[a->count - 1] : f->ids[row];
         slots[now.rows] = f->slots[row], positions[now.rows] = f->positions[row] + a->count;
@@ -67,7 +70,7 @@ int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary 
     int left = 0;
     const float *all = f->logits;
     for (int i = 0; i < active && !failed; all += (size_t)(guessed[i++] + 1) * outputs) {
-      draft *a = drafts + own[i];
+      draft *a = drafts + which[i];
       int goes = 1;
       for (int j = 0, is_right = 1; goes && is_right; ++j) {
         const float *scores = all + (size_t)j * outputs;
@@ -87,15 +90,15 @@ int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary 
         goes = a->count < a->limit && (!a->may_stop || goes_on(a->may_stop, a->sure, a->count));
       }
       if (failed || !goes) continue;
-      if (held) memcpy(given + left * width, f->states + wanted[i] * width, width * sizeof *given);
-      own[left++] = own[i];
+      if (held) memcpy(states + left * width, f->states + wanted[i] * width, width * sizeof *states);
+      which[left++] = which[i];
     }
     active = left;
     now.depth = 0;
-    now.given = given;
+    now.input_states = states;
   }
   free(numbers);
-  free(own);
-  free(given);
+  free(which);
+  free(states);
   return failed;
 }

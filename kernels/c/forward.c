@@ -7,6 +7,9 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "attention.h"
+#include "errors.h"
+#include "mathematics.h"
 #include "threads.h"
 
 enum { SOME = 512 };  // inputs of a row that a thread activates at once
@@ -72,25 +75,6 @@ static void rotate(const rope *t, int64_t position, float *x) {
   }
 }
 
-// erf(x) as a quotient of polynomials.
-static lanes erf16(lanes x) {
-  x = pick(less(x, all(-4)), all(-4), x);
-  x = pick(less(all(4), x), all(4), x);
-  const lanes z = mul(x, x);
-  lanes p = all(-2.72614225801306e-10f), q = all(-1.45660718464996e-05f);
-  p = fma16(p, z, all(2.77068142495902e-08f));
-  p = fma16(p, z, all(-2.10102402082508e-06f));
-  p = fma16(p, z, all(-5.69250639462346e-05f));
-  p = fma16(p, z, all(-7.34990630326855e-04f));
-  p = fma16(p, z, all(-2.95459980854025e-03f));
-  p = fma16(p, z, all(-1.60960333262415e-02f));
-  q = fma16(q, z, all(-2.13374055278905e-04f));
-  q = fma16(q, z, all(-1.68282697438203e-03f));
-  q = fma16(q, z, all(-7.37332916720468e-03f));
-  q = fma16(q, z, all(-1.42647390514189e-02f));
-  return over(mul(x, p), q);
-}
-
 static lanes activated(int kind, lanes x) {
   const lanes positive = pick(less(x, all(0)), all(0), x);
   switch (kind) {
@@ -118,7 +102,7 @@ static void enter_row(forward *w, int row) {
   const decoder *d = w->d;
   const int width = d->hidden;
   float *x = w->x + (size_t)row * width, *read = w->read + (size_t)row * 2 * width;
-  const float *given = w->f->given + (size_t)row * width * (d->has_states && !w->f->ids ? 2 : 1);
+  const float *inputs = w->f->input_states + (size_t)row * width * (d->has_states && !w->f->ids ? 2 : 1);
   if (w->f->ids) {
     unpack(d->embedding, (int)w->f->ids[row], x);
     if (d->embedding_scale != 1)
@@ -129,10 +113,10 @@ static void enter_row(forward *w, int row) {
       for (int i = 0; i < width; ++i) x[i] += at[i];
     }
   } else {
-    memcpy(x, given, (size_t)width * 4);
+    memcpy(x, inputs, (size_t)width * 4);
   }
   if (!d->has_states) return;
-  const float *state = w->f->ids ? given : given + width;
+  const float *state = w->f->ids ? inputs : inputs + width;
   normalise(&d->embed_norm, x, width, read + (d->is_state_first ? width : 0));
   float *normed = read + (d->is_state_first ? 0 : width);
   normalise(&d->state_norm, state, width, normed);
@@ -212,7 +196,7 @@ static void attended_row(forward *w, const attention *a, int row) {
   prepare_row(w, b->out.parts[0], row, x);
 }
 
-static void run_net(forward *w, const block *b, const passing *p) {
+static void run_net(forward *w, const block *b, const net_batch *p) {
   const delta *net = b->net;
   const batch *f = w->f;
   const int outputs = outputs_of(&b->qkv), channels = net->c.channels, heads = net->r.heads, wide = heads * net->r.columns;
@@ -226,13 +210,13 @@ static void run_net(forward *w, const block *b, const passing *p) {
       store_some(p->betas + (size_t)row * heads + h, sigmoid(load_some(betas + h, heads - h)), heads - h);
     }
   }
-  passage texts[f->num_texts];
-  given steps[f->num_texts];
+  conv_text texts[f->num_texts];
+  rule_input steps[f->num_texts];
   for (int t = 0, row = 0; t < f->num_texts; row += f->text_rows[t++]) {
     float *mixed = p->mixed + (size_t)row * channels;
-    texts[t] = (passage){f->text_rows[t], (size_t)outputs, (size_t)channels, w->joined + (size_t)row * outputs, p->tails[t],
+    texts[t] = (conv_text){f->text_rows[t], (size_t)outputs, (size_t)channels, w->joined + (size_t)row * outputs, p->tails[t],
                          p->new_tails[t], mixed};
-    steps[t] = (given){f->text_rows[t], (size_t)channels, (size_t)channels, (size_t)heads, mixed + keys, mixed, mixed + 2 * keys,
+    steps[t] = (rule_input){f->text_rows[t], (size_t)channels, (size_t)channels, (size_t)heads, mixed + keys, mixed, mixed + 2 * keys,
                        p->logs + (size_t)row * heads, p->betas + (size_t)row * heads, p->states[t], p->new_states[t],
                        w->attended + (size_t)row * wide};
   }
@@ -276,8 +260,8 @@ static void add_layer(forward *w, const block *b, const layer *l, const norm *n)
 static void run_attention(forward *w, const block *b) {
   FOR_ROWS(row, w->f->rows) place_row(w, b, row);
   meet();
-  attention a = {b, w->f, w->groups, w->num_groups, w->queries, w->attended, w->partials, w->rooms};
-  if (w->num_groups * b->kv_heads >= 4 * w->threads) a.partials = NULL;
+  attention a = {b, w->f, w->groups, w->num_groups, w->queries, w->attended, NULL, w->rooms};
+  if (num_partials(&a, w->threads)) a.partials = w->partials;
   attend(&a);
   meet();
   FOR_ROWS(row, w->f->rows) attended_row(w, &a, row);
@@ -297,7 +281,7 @@ static void run_block(forward *w, int number) {
   meet();
   multiply(&b->qkv, rows, w->prepared, w->joined, NULL, 1);
   meet();
-  if (only_keys) {  // what is given becomes keys and values, and nothing else
+  if (only_keys) {  // the input states become keys and values, and nothing else
     FOR_ROWS(row, rows) place_row(w, b, row);
     meet();
     return;
@@ -305,7 +289,7 @@ static void run_block(forward *w, int number) {
   if (b->net) {
     int before = 0;
     for (int i = 0; i < number; ++i) before += d->blocks[i].net != NULL;
-    run_net(w, b, w->f->passings + before);
+    run_net(w, b, w->f->net_batches + before);
   } else run_attention(w, b);
   add_layer(w, b, &b->out, &b->out_norm);
   meet();
@@ -322,8 +306,8 @@ static void run_block(forward *w, int number) {
   meet();
 }
 
-static void run(void *given) {
-  forward *w = given;
+static void run(void *task) {
+  forward *w = task;
   const decoder *d = w->d;
   const batch *f = w->f;
   const int width = d->hidden, rows = f->rows;
@@ -362,10 +346,56 @@ static void run(void *given) {
 // ---------------------------------------------------------------------------------------- memory
 
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
-static void *cut(uint8_t **from, size_t bytes) {
-  void *part = *from;
-  *from += (bytes + 63) / 64 * 64;
+// The next part of a memory, which begins at a line of the cache. Without a memory it is counted only.
+static void *part_of(uint8_t *memory, size_t *used, size_t bytes) {
+  void *part = memory ? memory + *used : NULL;
+  *used += (bytes + 63) / 64 * 64;
   return part;
+}
+
+typedef struct {  // floats of a row, but for `prepared`, which are bytes; then floats of all rows, and of a thread
+  size_t joined, queries, inner, prepared, partials, rules, room;
+} sizes;
+
+static sizes sizes_of(const forward *w) {
+  const decoder *d = w->d;
+  sizes s = {0};
+  for (const block *b = d->blocks; b < d->blocks + d->num_blocks; ++b) {
+    const layer *layers[] = {&b->qkv, &b->out, &b->up, &b->down};
+    for (int k = 0; k < 4; ++k) s.prepared = most(s.prepared, prepared_bytes(layers[k]->parts[0]->form, layers[k]->parts[0]->inputs));
+    s.joined = most(s.joined, (size_t)outputs_of(&b->qkv));
+    s.inner = most(s.inner, (size_t)outputs_of(&b->up));
+    if (b->net) {
+      s.queries = most(s.queries, (size_t)b->net->r.heads * b->net->r.columns);
+      s.rules = most(s.rules, room_of(&b->net->r, (size_t)w->f->rows));
+    } else {
+      const attention a = {.b = b, .f = w->f, .groups = w->groups, .num_groups = w->num_groups};
+      s.queries = most(s.queries, (size_t)b->heads * b->width);
+      s.room = most(s.room, room_floats(b));
+      s.partials = most(s.partials, num_partials(&a, w->threads));
+    }
+  }
+  if (d->entrance) s.prepared = most(s.prepared, prepared_bytes(d->entrance->form, d->entrance->inputs));
+  if (w->f->num_wanted) s.prepared = most(s.prepared, prepared_bytes(d->output->form, d->output->inputs));
+  return s;
+}
+
+// Say where each buffer lies in a memory, and return how many bytes they take.
+static size_t lay_out(forward *w, const sizes *s, uint8_t *memory) {
+  const size_t rows = (size_t)w->f->rows, width = (size_t)w->d->hidden;
+  size_t used = 0;
+  w->x = part_of(memory, &used, rows * width * 4);
+  w->y = part_of(memory, &used, rows * width * 4);
+  w->read = part_of(memory, &used, rows * width * 8);
+  w->joined = part_of(memory, &used, rows * s->joined * 4);
+  w->queries = part_of(memory, &used, rows * s->queries * 4);
+  w->attended = part_of(memory, &used, rows * s->queries * 4);
+  w->inner = part_of(memory, &used, rows * s->inner * 4);
+  w->rule_room = part_of(memory, &used, s->rules * 4);
+  w->partials = part_of(memory, &used, s->partials * 4);
+  w->rooms = part_of(memory, &used, (size_t)w->threads * s->room * 4);
+  w->prepared = part_of(memory, &used, rows * s->prepared);
+  return used;
 }
 
 static int is_below(const int64_t *numbers, int count, int64_t first, int64_t end) {
@@ -393,44 +423,13 @@ static int is_inside(const decoder *d, const batch *f) {
 int run_decoder(const decoder *d, const batch *f, int threads) {
   if (!is_inside(d, f)) return NO_PLACE;
   forward w = {.d = d, .f = f, .threads = threads};
-  const size_t rows = (size_t)f->rows, width = (size_t)d->hidden;
-  w.groups = malloc(rows * sizeof *w.groups);
+  w.groups = malloc((size_t)f->rows * sizeof *w.groups);
   if (!w.groups) return NO_MEMORY;
   w.num_groups = make_groups(f, w.groups);
-  size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0, rules = 0;
-  for (int i = 0; i < d->num_blocks; ++i) {
-    const block *b = d->blocks + i;
-    const layer *layers[] = {&b->qkv, &b->out, &b->up, &b->down};
-    for (int k = 0; k < 4; ++k) prepared = most(prepared, prepared_bytes(layers[k]->parts[0]->form, layers[k]->parts[0]->inputs));
-    joined = most(joined, (size_t)outputs_of(&b->qkv));
-    inner = most(inner, (size_t)outputs_of(&b->up));
-    if (b->net) {
-      queries = most(queries, (size_t)b->net->r.heads * b->net->r.columns);
-      rules = most(rules, room_of(&b->net->r, rows));
-      continue;
-    }
-    queries = most(queries, (size_t)b->heads * b->width);
-    rooms = most(rooms, room_floats(b));
-    const attention a = {.b = b, .f = f, .groups = w.groups, .num_groups = w.num_groups};
-    if (w.num_groups * b->kv_heads < 4 * threads) partials = most(partials, num_partials(&a));
-  }
-  if (d->entrance) prepared = most(prepared, prepared_bytes(d->entrance->form, d->entrance->inputs));
-  if (f->num_wanted) prepared = most(prepared, prepared_bytes(d->output->form, d->output->inputs));
-  const size_t floats = rows * (4 * width + joined + 2 * queries + inner) + partials + rules + (size_t)threads * rooms;
+  const sizes s = sizes_of(&w);
   uint8_t *memory = NULL;
-  if (!posix_memalign((void **)&memory, 64, floats * 4 + rows * prepared + 16 * 64)) {
-    uint8_t *left = memory;
-    w.x = cut(&left, rows * width * 4);
-    w.y = cut(&left, rows * width * 4);
-    w.read = cut(&left, rows * width * 8);
-    w.joined = cut(&left, rows * joined * 4);
-    w.queries = cut(&left, rows * queries * 4);
-    w.attended = cut(&left, rows * queries * 4);
-    w.inner = cut(&left, rows * inner * 4);
-    w.rule_room = cut(&left, rules * 4);
-    w.partials = cut(&left, partials * 4);
-    w.rooms = cut(&left, (size_t)threads * rooms * 4);
-    w.prepared = cut(&left, rows * prepared);
+  if (!posix_memalign((void **)&memory, 64, lay_out(&w, &s, NULL) + 64)) {
+    lay_out(&w, &s, memory);
     run_in_threads(threads, run, &w);
   }
   free(memory);

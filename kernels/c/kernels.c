@@ -3,7 +3,8 @@
 #define _GNU_SOURCE
 #include <stdlib.h>
 
-#include "forward.h"
+#include "errors.h"
+#include "linear.h"
 #include "threads.h"
 
 #if VECTOR_BYTES == 64
@@ -33,8 +34,8 @@ typedef struct {
   uint8_t *prepared;
 } linear_job;
 
-static void linear(void *given) {
-  const linear_job *j = given;
+static void linear(void *task) {
+  const linear_job *j = task;
   const matrix *m = j->l->parts[0];
   const size_t bytes = prepared_bytes(m->form, m->inputs);
   for (int row; take(j->rows, 1, &row) > 0;)

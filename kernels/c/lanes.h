@@ -123,7 +123,20 @@ INLINE lanes load_some_wide(const uint16_t *from, int count) {
   return load_wide(t);
 }
 
-// float16, of scales.
+// float16, of scales. A NaN becomes a quiet one, as CPUs' own instructions make it.
+INLINE float half_at(const uint8_t *from) {
+  uint16_t half;
+  memcpy(&half, from, 2);
+#if VECTOR_BYTES >= 32
+  return _cvtsh_ss(half);
+#else
+  const uint32_t size = half & 0x7fff;
+  const uint32_t bits = size < 0x7c00 ? (size << 13) + (112u << 23) : 0x7f800000 | (uint32_t)(size > 0x7c00) << 22 | (size & 0x3ff) << 13;
+  float x = (float)(int32_t)size * 0x1p-24f;  // what it is if it is subnormal
+  if (size >= 0x400) memcpy(&x, &bits, 4);
+  return half & 0x8000 ? -x : x;
+#endif
+}
 INLINE lanes load_half(const uint8_t *from) {
   lanes r;
 #if VECTOR_BYTES == 64
@@ -131,17 +144,7 @@ INLINE lanes load_half(const uint8_t *from) {
 #elif VECTOR_BYTES == 32
   EACH r.v[i] = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 16 * i)));
 #else
-  EACH for (int j = 0; j < PER_VECTOR; ++j) {
-    uint16_t h;
-    memcpy(&h, from + 2 * (i * PER_VECTOR + j), 2);
-    uint32_t rest = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16, b;
-    if (rest >= 0x7c00) b = 0x7f800000 | (rest & 0x3ff) << 13;
-    else { float f = (float)(int32_t)rest * 0x1p-24f; if (rest >= 0x400) { b = (rest << 13) + (112u << 23); } else memcpy(&b, &f, 4); }
-    b |= sign;
-    float f;
-    memcpy(&f, &b, 4);
-    r.v[i][j] = f;
-  }
+  EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = half_at(from + 2 * (i * PER_VECTOR + j));
 #endif
   return r;
 }

@@ -127,9 +127,9 @@ INLINE void tile(const int R, const int P, const int form, const uint8_t *w, siz
   ROWS PANELS sums[r][p] = all(0);
   if (form == HALF) add_pairs(R, P, w, panel, inputs, (const float *)x, x_step / 4, sums);
   else add_products(R, P, form, 1, LANES, w, panel, form == FLOAT ? 64 : 32, inputs, (const float *)x, x_step / 4, NULL, 0, sums);
-  float found[MOST_ROWS * WIDTH * LANES];
-  ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
-  put(found, R, P, to, row, output);
+  float stored[MOST_ROWS * WIDTH * LANES];
+  ROWS PANELS store(stored + (r * P + p) * LANES, sums[r][p]);
+  put(stored, R, P, to, row, output);
 }
 
 // ---------------------------------------------------------------------- tiles of AMX, for bfloat16
@@ -149,7 +149,7 @@ static void amx_tile(const matrix *m, const uint8_t *w, int panels, int rows, co
                      int row, int output) {
   const size_t panel = panel_bytes(HALF, m->inputs);
   const int pairs = (m->inputs + 1) / 2;
-  float found[4 * 16 * LANES];
+  float stored[4 * 16 * LANES];
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -175,9 +175,9 @@ static void amx_tile(const matrix *m, const uint8_t *w, int panels, int rows, co
   }
     PART(0, 5) PART(1, 6) PART(2, 5) PART(3, 6)
   }
-#define FOUND(p) if (p < panels) _tile_stored(p, found + p * LANES, (size_t)panels * 64);
+#define FOUND(p) if (p < panels) _tile_stored(p, stored + p * LANES, (size_t)panels * 64);
   FOUND(0) FOUND(1) FOUND(2) FOUND(3)
-  put(found, rows, panels, to, row, output);
+  put(stored, rows, panels, to, row, output);
 }
 
 static void amx_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
@@ -237,14 +237,14 @@ void multiply(const layer *l, int rows, const void *prepared, float *y, const fl
     size_t column = 0;
     for (int i = 0; count > 0; column += l->parts[i++]->outputs) {
       const matrix *part = l->parts[i];
-      const int own = (part->outputs + LANES - 1) / LANES, some = own - begin < count ? own - begin : count;
+      const int part_panels = (part->outputs + LANES - 1) / LANES, some = part_panels - begin < count ? part_panels - begin : count;
       if (some > 0) {
         const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, step, part->outputs};
         const int is_amx = part->form == HALF && has_amx;
         (part->form >= Q8 ? block_panels : is_amx ? amx_panels : float_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
         count -= some, begin += some;
       }
-      begin -= own;
+      begin -= part_panels;
     }
   }
 }

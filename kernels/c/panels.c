@@ -2,21 +2,55 @@
 
 #include "linear.h"
 
-INLINE float half_at(const uint8_t *from) {
-  uint8_t room[2 * LANES] = {0};
-  float t[LANES];
-  memcpy(room, from, 2);
-  store(t, load_half(room));
-  return t[0];
+// Where an output's number of input k lies in a panel that has no blocks.
+INLINE size_t place_of_number(int form, int lane, int k) {
+  const layout l = layouts[form];
+  return (size_t)(k / l.inputs) * l.numbers + l.file_bytes * (l.inputs * lane + k % l.inputs);
+}
+
+// Where the four numbers from input 4 g of a block on lie: in which of an output's words, which are 16 apart, and how
+// far up in its bytes; and so their bits above the lower four.
+typedef struct {
+  int word, shift;
+  uint32_t mask;
+  int plane_word, plane_shift;
+  uint32_t plane_mask;  // 0: there are none
+} place;
+INLINE place place_of_four(int form, int g) {
+  if (form == Q8) return (place){.word = g, .mask = 0xffffffff};
+  if (form == Q6K) return (place){g / 2, 4 * (g % 2), 0x0f0f0f0f, g / 4, 2 * (g % 4), 0x03030303};
+  return (place){g / 2, 4 * (g % 2), 0x0f0f0f0f, 0, g, layouts[form].plane ? 0x01010101 : 0};
+}
+
+// Write an output's 32 numbers to a block, and read them.
+INLINE void put_numbers(int form, const uint8_t *q, int lane, uint8_t *block) {
+  uint32_t fours[8], *words = (uint32_t *)block + lane, *plane = (uint32_t *)(block + layouts[form].numbers) + lane;
+  memcpy(fours, q, sizeof fours);
+  for (int g = 0; g < 8; ++g) {
+    const place p = place_of_four(form, g);
+    uint32_t *const word = words + LANES * p.word, *const bits = plane + LANES * p.plane_word;
+    *word = (p.shift ? *word : 0) | (fours[g] & p.mask) << p.shift;
+    if (p.plane_mask) *bits = (p.plane_shift ? *bits : 0) | (fours[g] >> 4 & p.plane_mask) << p.plane_shift;
+  }
+}
+static void get_numbers(int form, const uint8_t *block, int lane, uint8_t *q) {
+  const uint32_t *words = (const uint32_t *)block + lane, *plane = (const uint32_t *)(block + layouts[form].numbers) + lane;
+  uint32_t fours[8];
+  for (int g = 0; g < 8; ++g) {
+    const place p = place_of_four(form, g);
+    fours[g] = words[LANES * p.word] >> p.shift & p.mask;
+    if (p.plane_mask) fours[g] |= (plane[LANES * p.plane_word] >> p.plane_shift & p.plane_mask) << 4;
+  }
+  memcpy(q, fours, sizeof fours);
 }
 
 // What 32 numbers of an output are multiplied by, half by half, and what is added, rounded as gguf does.
 static void scales_of(int form, const uint8_t *scales, const uint8_t *shared, int lane, float *d, float *m) {
-  const uint8_t *own = scales + 2 * lane;
+  const uint8_t *halves = scales + 2 * lane;
   *m = 0;
   if (form < Q4K) {
-    d[0] = d[1] = half_at(own);
-    if (has_minima(form)) *m = half_at(own + 32);
+    d[0] = d[1] = half_at(halves);
+    if (has_minima(form)) *m = half_at(halves + 32);
   } else {
     const float factor = half_at(shared + 2 * lane);
     for (int i = 0; i < 2; ++i)
@@ -31,26 +65,21 @@ void unpack(const matrix *m, int output, float *row) {
   const uint8_t *step = m->panels + output / LANES * panel_bytes(form, inputs), *shared = step;
   if (form < Q8) {
     for (int k = 0; k < inputs; ++k) {
-      const uint8_t *at = step + (size_t)(k / l.inputs) * l.numbers + l.numbers / LANES * lane;
-      uint16_t x;
+      const uint8_t *at = step + place_of_number(form, lane, k);
       if (form == FLOAT) memcpy(row + k, at, 4);
-      else if (form == FLOAT16) row[k] = half_at(at);
-      else { memcpy(&x, at + 2 * (k % 2), 2); row[k] = wide(x); }
+      else row[k] = form == FLOAT16 ? half_at(at) : wide(*(const uint16_t *)at);
     }
     return;
   }
   const int offset = form == Q8 ? 128 : form == Q4 ? 8 : form == Q5 ? 16 : form == Q6K ? 32 : 0;
   for (int b = 0; b < num_blocks(inputs); ++b, step += step_bytes(form)) {
     if (l.shared && b % 8 == 0) shared = step, step += l.shared;
-    const uint8_t *bits = step + l.numbers;
     float d[2], least;
-    scales_of(form, bits + l.plane, shared, lane, d, &least);
+    uint8_t q[32];
+    scales_of(form, step + l.numbers + l.plane, shared, lane, d, &least);
+    get_numbers(form, step, lane, q);
     for (int j = 0; j < 32 && 32 * b + j < inputs; ++j) {
-      const int g = j / 4, at = 4 * lane + j % 4;
-      int q = form == Q8 ? step[64 * g + at] : step[64 * (g / 2) + at] >> 4 * (g % 2) & 15;
-      if (form == Q6K) q |= (bits[64 * (g / 4) + at] >> 2 * (g % 4) & 3) << 4;
-      else if (l.plane) q |= (bits[at] >> g & 1) << 4;
-      const float whole = (float)(q - offset);
+      const float whole = (float)(q[j] - offset);
       row[32 * b + j] = has_minima(form) ? __builtin_fmaf(whole, d[j / 16], least) : whole * d[j / 16];
     }
   }
@@ -78,10 +107,10 @@ INLINE void numbers_of(int form, const uint8_t *block, int part, uint8_t *q) {
     }
     for (int j = 0; layouts[form].plane && j < 32; j += 8) {
       const uint64_t apart = (above >> j & 255) * 0x0101010101010101u & 0x8040201008040201;  // bit i is in byte i
-      uint64_t own;
-      memcpy(&own, q + j, 8);
-      own |= (apart + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
-      memcpy(q + j, &own, 8);
+      uint64_t eight;
+      memcpy(&eight, q + j, 8);
+      eight |= (apart + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
+      memcpy(q + j, &eight, 8);
     }
   } else if (form == Q6K) {
     const uint8_t *from = block + 64 * (part / 4) + 32 * (part % 2), *above = block + 128 + 32 * (part / 4);
@@ -111,17 +140,6 @@ static void put_scales(int form, const uint8_t *block, int part, int lane, uint8
   }
 }
 
-INLINE void put_numbers(int form, const uint8_t *q, int lane, uint8_t *step) {
-  uint32_t fours[8], *to = (uint32_t *)step + lane, *above = (uint32_t *)(step + layouts[form].numbers) + lane;
-  memcpy(fours, q, 32);
-  for (int g = 0; g < 8; ++g) {
-    if (form == Q8) to[LANES * g] = fours[g];
-    else if (g % 2 == 0) to[LANES * (g / 2)] = (fours[g] & 0x0f0f0f0f) | (fours[g + 1] & 0x0f0f0f0f) << 4;
-    if (form == Q6K) above[LANES * (g / 4)] |= (fours[g] >> 4 & 0x03030303) << 2 * (g % 4);
-    else if (layouts[form].plane) above[0] |= (fours[g] >> 4 & 0x01010101) << g;
-  }
-}
-
 INLINE void repack_panel(int form, const uint8_t *rows, int count, int inputs, uint8_t *step) {
   const size_t row_bytes = file_row_bytes(form, inputs);
   const layout l = layouts[form];
@@ -129,8 +147,7 @@ INLINE void repack_panel(int form, const uint8_t *rows, int count, int inputs, u
   if (form < Q8) {
     for (int k = 0; k < inputs; ++k)
       for (int lane = 0; lane < count; ++lane)
-        memcpy(step + (size_t)(k / l.inputs) * l.numbers + l.file_bytes * (l.inputs * lane + k % l.inputs),
-               rows + lane * row_bytes + (size_t)k * l.file_bytes, l.file_bytes);
+        memcpy(step + place_of_number(form, lane, k), rows + lane * row_bytes + (size_t)k * l.file_bytes, l.file_bytes);
     return;
   }
   uint8_t *shared = step;

@@ -3,21 +3,22 @@
 
 #include <stdlib.h>
 
-#include "forward.h"
+#include "errors.h"
+#include "mathematics.h"
 #include "threads.h"
 
 enum { PARTS = 4, COLUMNS = PARTS * LANES, MUCH = 1 << 21 };  // less is done sooner than threads wake
 #define PART for (int j = 0; j < PARTS; ++j)
 
 // --------------------------------------------------------------------------------- convolution
-// What was given `back` tokens before row `row`; NULL: nothing.
-INLINE const float *tap(const convolution *c, const passage *p, int row, int back) {
+// The numbers `back` tokens before row `row`; NULL: nothing.
+INLINE const float *tap(const convolution *c, const conv_text *p, int row, int back) {
   const int at = row - back;
   if (at >= 0) return p->x + (size_t)at * p->x_step;
   return p->before ? p->before + (size_t)(at + c->taps - 1) * c->channels : NULL;
 }
 
-static void some_channels(const convolution *c, const passage *p, int first, int end) {
+static void some_channels(const convolution *c, const conv_text *p, int first, int end) {
   const int old = c->taps - 1;
   for (int row = 0; row < p->rows; ++row)
     for (int at = first; at < end; at += LANES) {
@@ -40,7 +41,7 @@ static void some_channels(const convolution *c, const passage *p, int first, int
   }
 }
 
-void convolve(const convolution *c, const passage *texts, int count) {
+void convolve(const convolution *c, const conv_text *texts, int count) {
   enum { SHARE = 16 * LANES };  // channels that are read together: rows lie far apart
   const int parts = (c->channels + SHARE - 1) / SHARE;
   for (int unit; take(count * parts, 1, &unit) > 0;) {
@@ -64,7 +65,7 @@ static void copy_scaled(const float *x, float scale, int width, float *to) {
   for (int i = 0; i < width; i += LANES) store_some(to + i, mul(load_some(x + i, width - i), all(scale)), width - i);
 }
 
-static void prepare_row(const rule *r, const given *g, int row, float *room) {
+static void prepare_row(const rule *r, const rule_input *g, int row, float *room) {
   float *decays = room, *products = decays + r->heads, *keys = products + r->key_heads;
   float *queries = keys + (size_t)r->key_heads * r->width;
   for (int h = 0; h < r->heads; h += LANES) {
@@ -86,7 +87,7 @@ static void prepare_row(const rule *r, const given *g, int row, float *room) {
 }
 
 // Some columns of a head's state over all tokens of a text.
-static void some_columns(const rule *r, const given *g, const float *room, int head, int first) {
+static void some_columns(const rule *r, const rule_input *g, const float *room, int head, int first) {
   lanes held[r->width][PARTS];
   const int left = r->columns - first, key_head = head / (r->heads / r->key_heads);
   const size_t begin = (size_t)head * r->width * r->columns + first;
@@ -117,14 +118,14 @@ static void some_columns(const rule *r, const given *g, const float *room, int h
     PART store_some(g->after + begin + (size_t)k * r->columns + j * LANES, held[k][j], COUNT(j));
 }
 
-void step_texts(const rule *r, const given *texts, int count, float *room) {
+void step_texts(const rule *r, const rule_input *texts, int count, float *room) {
   const int groups = (r->columns + COLUMNS - 1) / COLUMNS, per_text = r->heads * groups;
   int rows = 0;
   for (int t = 0; t < count; ++t) rows += texts[t].rows;
   for (int row; take(rows, 1, &row) > 0;) {
-    int t = 0, own = row;
-    while (own >= texts[t].rows) own -= texts[t++].rows;
-    prepare_row(r, texts + t, own, room + row * row_floats(r));
+    int t = 0, text_row = row;
+    while (text_row >= texts[t].rows) text_row -= texts[t++].rows;
+    prepare_row(r, texts + t, text_row, room + row * row_floats(r));
   }
   meet();
   for (int unit; take(count * per_text, 1, &unit) > 0;) {
@@ -148,7 +149,7 @@ static void run_convolve(void *j) { convolve(((job *)j)->c, ((job *)j)->texts, (
 static void run_step(void *j) { step_texts(((job *)j)->r, ((job *)j)->texts, ((job *)j)->count, ((job *)j)->room); }
 
 // They return 0 or NO_MEMORY.
-int apply_convolution(const convolution *c, const passage *texts, int count, int threads) {
+int apply_convolution(const convolution *c, const conv_text *texts, int count, int threads) {
   size_t rows = 0;
   for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
   if (c->taps > MOST_TAPS) return NO_MEMORY;
@@ -156,7 +157,7 @@ int apply_convolution(const convolution *c, const passage *texts, int count, int
   return 0;
 }
 
-int apply_rule(const rule *r, const given *texts, int count, int threads) {
+int apply_rule(const rule *r, const rule_input *texts, int count, int threads) {
   size_t rows = 0;
   for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
   job j = {.r = r, .texts = texts, .count = count};

@@ -2,7 +2,7 @@
 //
 // Every token of a text is stepped by itself, so its bits depend on the tokens before it alone: not on how
 // many come together, nor on other texts. A state is read before and written after, and both may
-// be one place. Whoever keeps the state before, and what was given since, can step again to where it was.
+// be one place. Whoever keeps the state before, and the inputs since, can step again to where it was.
 
 #pragma once
 
@@ -20,7 +20,7 @@ typedef struct {  // the tokens of one text
   const float *x;         // [rows, channels]
   const float *before;    // [taps - 1, channels]: what came before; NULL: nothing
   float *after, *y;       // what comes before the next tokens; [rows, channels]
-} passage;
+} conv_text;
 
 // S ← decay · S + k ⊗ v β                       Mamba-2, read by q
 // S ← decay · S + k ⊗ (v − decay · Sᵀk) β        a gated delta net (`corrects`), read by q
@@ -38,11 +38,11 @@ typedef struct {
   const float *logs, *betas;               // [rows, heads]: decays are exp(logs)
   const float *before;                     // a state; NULL: 0
   float *after, *out;                      // the state behind them; [rows, heads, columns]
-} given;
+} rule_input;
 
 enum { MOST_TAPS = 8192, WIDEST_KEY = 8192 };  // which lie on a thread's stack
 
 // Within a job: all threads come here, and have to meet before they read what was written.
-void convolve(const convolution *c, const passage *texts, int count);
-void step_texts(const rule *r, const given *texts, int count, float *room);  // room_of(r, all rows) floats
+void convolve(const convolution *c, const conv_text *texts, int count);
+void step_texts(const rule *r, const rule_input *texts, int count, float *room);  // room_of(r, all rows) floats
 size_t room_of(const rule *r, size_t rows);

@@ -10,6 +10,7 @@
 #include <limits.h>
 #include <stdlib.h>
 
+#include "errors.h"
 #include "lanes.h"
 
 enum { CHUNK = 64, DOUBLES = VECTOR_BYTES / 8, AT_ONCE = 4, GROUP = AT_ONCE * DOUBLES, FEW = 1024, STEPS = 4096 };
@@ -39,9 +40,9 @@ typedef struct {
   double inverse;         // 1 / temperature
   float last;             // the last token that stays: its score and id
   int last_id;
-  uint64_t *found;  // tokens in order, as keys
-  int num_found, is_beginning;  // whether of all of them
-} row;
+  uint64_t *ranked;  // tokens in order, as keys
+  int num_ranked, is_beginning;  // whether of all of them
+} score_row;
 
 // ------------------------------------------------------------------------------------ weights
 // exp(x), x <= 0, of several vectors at once, as a CPU cannot look far ahead: sampling.py's steps.
@@ -63,7 +64,14 @@ INLINE void exp_of(dvec *x, int count) {
   EACH_OF x[j] = (dvec)((lvec)(p[j] * (dvec)scale[j]) & counts[j]);
 }
 
-INLINE void weights_at(const row *r, const float *scores, dvec *weights) {
+// Of the group of tokens from `first` on; what lies behind the last one weighs 0.
+INLINE void weights_at(const score_row *r, int first, dvec *weights) {
+  const float *scores = r->scores + first;
+  float last[GROUP];
+  if (r->vocab - first < GROUP) {
+    for (int j = 0; j < GROUP; ++j) last[j] = j < r->vocab - first ? scores[j] : -INFINITY;
+    scores = last;
+  }
   _Pragma("GCC unroll 4") for (int j = 0; j < AT_ONCE; ++j) {
     half_vec s;
     memcpy(&s, scores + j * DOUBLES, sizeof s);
@@ -72,7 +80,7 @@ INLINE void weights_at(const row *r, const float *scores, dvec *weights) {
   exp_of(weights, AT_ONCE);
 }
 
-static double weight_of(const row *r, float score) {
+static double weight_of(const score_row *r, float score) {
   dvec x = ((double)score - (double)r->largest) * r->inverse - (dvec){};
   exp_of(&x, 1);
   return x[0];
@@ -81,51 +89,43 @@ static double weight_of(const row *r, float score) {
 INLINE lvec wholes_of(dvec weights) {  // in units of 2⁻⁴⁰, to the nearest, ties to even
   return (lvec)(weights * 0x1p40 + 0x1p52) - (lvec)(0x1p52 - (dvec){});
 }
-INLINE int64_t whole_of(const row *r, float score) { return wholes_of(weight_of(r, score) - (dvec){})[0]; }
+INLINE int64_t whole_of(const score_row *r, float score) { return wholes_of(weight_of(r, score) - (dvec){})[0]; }
 
-static int64_t whole_sum(const row *r) {
+static int64_t whole_sum(const score_row *r) {
   lvec sums[AT_ONCE] = {};
   int64_t sum = 0;
-  int i = 0;
-  for (; i + GROUP <= r->vocab; i += GROUP) {
+  for (int i = 0; i < r->vocab; i += GROUP) {
     dvec weights[AT_ONCE];
-    weights_at(r, r->scores + i, weights);
+    weights_at(r, i, weights);
     _Pragma("GCC unroll 4") for (int j = 0; j < AT_ONCE; ++j) sums[j] += wholes_of(weights[j]);
   }
   for (int j = 0; j < GROUP; ++j) sum += sums[j / DOUBLES][j % DOUBLES];
-  for (; i < r->vocab; ++i) sum += whole_of(r, r->scores[i]);
   return sum;
 }
 
 // -------------------------------------------------------------------------------- the row's order
 // Reads the row. Returns 1, or what went wrong.
-static int64_t begin(row *r, const choice *how, const float *scores, int vocab) {
+static int64_t begin(score_row *r, const choice *how, const float *scores, int vocab) {
   const int num_chunks = (vocab + CHUNK - 1) / CHUNK;
-  *r = (row){.how = how, .scores = scores, .vocab = vocab, .last = -INFINITY, .last_id = INT_MAX};
+  *r = (score_row){.how = how, .scores = scores, .vocab = vocab, .last = -INFINITY, .last_id = INT_MAX};
   if (!(r->bests = malloc((size_t)num_chunks * sizeof(float)))) return NO_MEMORY;
   ilanes nothing = iall(0);
   float largest = -INFINITY;
   int at = 0;
   for (int c = 0; c < num_chunks; ++c) {
+    const int end = c * CHUNK + CHUNK < vocab ? c * CHUNK + CHUNK : vocab;
     lanes best = all(-INFINITY);
-    float rest = -INFINITY;
-    int i = c * CHUNK, end = i + CHUNK < vocab ? i + CHUNK : vocab;
-    for (; i + LANES <= end; i += LANES) {
-      lanes x = load(scores + i);
+    for (int i = c * CHUNK; i < end; i += LANES) {
+      lanes x = load_some(scores + i, end - i);
+      if (end - i < LANES) x = pick(less(numbered(0), all((float)(end - i))), x, all(-INFINITY));
       best = larger(best, x);
       nothing = either(nothing, is_nan(x));
     }
-    for (; i < end; ++i) {
-      rest = scores[i] > rest ? scores[i] : rest;
-      if (scores[i] != scores[i]) nothing = iall(-1);
-    }
-    const float most = largest16(best);
-    r->bests[c] = most > rest ? most : rest;
+    r->bests[c] = largest16(best);
     if (r->bests[c] > largest) largest = r->bests[c], at = c;
   }
   int bad = !(largest > -INFINITY && largest < INFINITY);
-  for (int i = 0; i < VECTORS; ++i)
-    for (int j = 0; j < PER_VECTOR; ++j) bad |= nothing.v[i][j];
+  EACH bad |= any(nothing.v[i]);
   if (bad) return NO_NUMBERS;
   for (r->first = at * CHUNK; scores[r->first] != largest;) ++r->first;
   r->largest = largest;
@@ -133,9 +133,9 @@ static int64_t begin(row *r, const choice *how, const float *scores, int vocab) 
   return 1;
 }
 
-static void end(row *r) {
+static void end(score_row *r) {
   free(r->bests);
-  free(r->found);
+  free(r->ranked);
 }
 
 // Scores below the largest one, in steps.
@@ -154,7 +154,7 @@ static float step_end(const steps *a, int step) {  // the smallest score that is
 }
 
 // A score that `count` tokens reach, and not many more.
-static float bound(const row *r, int count) {
+static float bound(const score_row *r, int count) {
   const int num_chunks = (r->vocab + CHUNK - 1) / CHUNK;
   float least = r->largest;
   int counts[STEPS] = {0}, step = 0;
@@ -175,7 +175,7 @@ INLINE uint64_t key_of(float score, int id) {
   bits ^= bits >> 31 ? 0 : 0x7fffffff;
   return (uint64_t)bits << 32 | (uint32_t)id;
 }
-INLINE float score_of(const row *r, uint64_t key) { return r->scores[(uint32_t)key]; }
+INLINE float score_of(const score_row *r, uint64_t key) { return r->scores[(uint32_t)key]; }
 
 static void sort(uint64_t *keys, uint64_t *spare, int count) {  // by score; ids stay as they come
   for (int shift = 32; shift < 64; shift += 8) {
@@ -189,12 +189,12 @@ static void sort(uint64_t *keys, uint64_t *spare, int count) {  // by score; ids
 }
 
 // Find the tokens with scores from `low` to below `high`, in order. Returns whether there was memory.
-static int find(row *r, float low, float high) {
+static int find(score_row *r, float low, float high) {
   int capacity = 0, count = 0;
   for (int c = 0; c * CHUNK < r->vocab; ++c) capacity += r->bests[c] >= low ? CHUNK : 0;
-  free(r->found);
-  r->num_found = 0;
-  if (!(r->found = malloc(2 * (size_t)capacity * sizeof *r->found))) return 0;
+  free(r->ranked);
+  r->num_ranked = 0;
+  if (!(r->ranked = malloc(2 * (size_t)capacity * sizeof *r->ranked))) return 0;
   for (int c = 0; c * CHUNK < r->vocab; ++c) {
     if (!(r->bests[c] >= low)) continue;
     const int stop = c * CHUNK + CHUNK < r->vocab ? c * CHUNK + CHUNK : r->vocab;
@@ -204,39 +204,38 @@ static int find(row *r, float low, float high) {
         memcpy(&x, r->scores + i, sizeof x);
         if (!any((x >= low) & (x < high))) { i += PER_VECTOR - 1; continue; }
       }
-      r->found[count] = key_of(r->scores[i], i);
+      r->ranked[count] = key_of(r->scores[i], i);
       count += r->scores[i] >= low && r->scores[i] < high;
     }
   }
-  sort(r->found, r->found + capacity, count);
-  r->num_found = count;
+  sort(r->ranked, r->ranked + capacity, count);
+  r->num_ranked = count;
   r->is_beginning = high > r->largest;
   return 1;
 }
 
 // --------------------------------------------------------------------------------------- cuts
-INLINE int64_t whole_at(const row *r, int i) { return whole_of(r, score_of(r, r->found[i])); }
+INLINE int64_t whole_at(const score_row *r, int i) { return whole_of(r, score_of(r, r->ranked[i])); }
 
-// How many of the first `count` found tokens have less than `limit` before them. `before`: what
+// How many of the first `count` ranked tokens have less than `limit` before them. `before`: what
 // weighs more than they, and then what weighs more than the others.
-static int nucleus(const row *r, int count, double limit, int64_t *before) {
+static int nucleus(const score_row *r, int count, double limit, int64_t *before) {
   int i = 0;
   for (; i < count && (double)*before < limit; ++i) *before += whole_at(r, i);
   return i;
 }
 
 // Where a nucleus of many tokens ends: scores from `low` to below `high`, and what lies before them.
-static int64_t border(const row *r, double limit, float *low, float *high) {
+static int64_t border(const score_row *r, double limit, float *low, float *high) {
   const steps a = {r->largest, (float)((STEPS - 1) / 28.5 * r->inverse)};  // exp(-28.5) is nothing
   int64_t masses[STEPS] = {0}, before = 0;
-  int i = 0, step = 0;
-  for (; i + GROUP <= r->vocab; i += GROUP) {
+  int step = 0;
+  for (int i = 0; i < r->vocab; i += GROUP) {
     dvec weights[AT_ONCE];
-    weights_at(r, r->scores + i, weights);
-    for (int j = 0; j < GROUP; ++j)
+    weights_at(r, i, weights);
+    for (int j = 0; j < GROUP && i + j < r->vocab; ++j)
       masses[step_of(&a, r->scores[i + j])] += wholes_of(weights[j / DOUBLES])[j % DOUBLES];
   }
-  for (; i < r->vocab; ++i) masses[step_of(&a, r->scores[i])] += whole_of(r, r->scores[i]);
   while (step < STEPS - 1 && (double)(before + masses[step]) < limit) before += masses[step++];
   *low = step_end(&a, step);
   *high = step ? step_end(&a, step - 1) : INFINITY;
@@ -244,14 +243,14 @@ static int64_t border(const row *r, double limit, float *low, float *high) {
 }
 
 // Find the last token that top-k and top-p let stay. Returns whether there was memory.
-static int cut(row *r) {
+static int cut(score_row *r) {
   const int k = r->how->top_k, by_k = 0 < k && k < r->vocab;
   if (!by_k && r->how->top_p >= 1) return 1;
   float low = bound(r, by_k ? k : r->vocab / (9 * CHUNK) + 1), high = INFINITY;
   if (!find(r, low, high)) return 0;
-  int count = r->num_found;
+  int count = r->num_ranked;
   if (by_k)
-    for (count = k; count < r->num_found && score_of(r, r->found[count]) == score_of(r, r->found[k - 1]);) ++count;
+    for (count = k; count < r->num_ranked && score_of(r, r->ranked[count]) == score_of(r, r->ranked[k - 1]);) ++count;
   if (r->how->top_p < 1) {
     int64_t sum = 0, before = 0;
     if (!by_k) sum = whole_sum(r);
@@ -261,17 +260,17 @@ static int cut(row *r) {
     if (!by_k && (double)before < limit && count < r->vocab) {
       before = border(r, limit, &low, &high);
       if (!find(r, low, high)) return 0;
-      stays = nucleus(r, r->num_found, limit, &before);
+      stays = nucleus(r, r->num_ranked, limit, &before);
     }
     count = stays ? stays : 1;
   }
-  r->last = score_of(r, r->found[count - 1]);
-  r->last_id = (int)(uint32_t)r->found[count - 1];
-  r->num_found = count;
+  r->last = score_of(r, r->ranked[count - 1]);
+  r->last_id = (int)(uint32_t)r->ranked[count - 1];
+  r->num_ranked = count;
   return 1;
 }
 
-INLINE int is_in(const row *r, float score, int id) {
+INLINE int is_in(const score_row *r, float score, int id) {
   return score > r->last || (score == r->last && id <= r->last_id);
 }
 
@@ -283,17 +282,12 @@ static uint64_t scrambled(uint64_t x) {
   return x ^ x >> 31;
 }
 
-INLINE uint32_t hash(uint32_t id, uint64_t key) {
-  uint32_t x = (id ^ (uint32_t)key) * 0x7FEB352Du;
-  x = ((x ^ x >> 15) + (uint32_t)(key >> 32)) * 0x846CA68Bu;
-  return (x ^ x >> 16) * 0x9E3779B1u;
-}
-
 INLINE uvec hashes(uvec ids, uint64_t key) {
   uvec x = (ids ^ (uint32_t)key) * 0x7FEB352Du;
   x = ((x ^ x >> 15) + (uint32_t)(key >> 32)) * 0x846CA68Bu;
   return (x ^ x >> 16) * 0x9E3779B1u;
 }
+INLINE double hash(int id, uint64_t key) { return hashes((uint32_t)id - (uvec){}, key)[0]; }
 
 static double minus_log(double v) {  // −log(1 − v); the steps of sampling.py's _minus_log
   const double rest = 1 - v > 0x1p-54 ? 1 - v : 0x1p-54;
@@ -307,7 +301,7 @@ static double minus_log(double v) {  // −log(1 − v); the steps of sampling.p
 
 // ----------------------------------------------------------------------------------------- race
 typedef struct {
-  const row *r;
+  const score_row *r;
   uint64_t high, low;  // keys
   double time;         // of the fastest one so far
   int token;
@@ -317,7 +311,7 @@ typedef struct {
 static void run(race *a, int id) {
   const double weight = weight_of(a->r, a->r->scores[id]);
   if (!(weight >= a->r->how->min_p && weight > 0)) return;
-  const double low = hash((uint32_t)id, a->low) + 0.5, v = hash((uint32_t)id, a->high) * 0x1p-32 + low * 0x1p-64;
+  const double low = hash(id, a->low) + 0.5, v = hash(id, a->high) * 0x1p-32 + low * 0x1p-64;
   const double time = minus_log(v) / weight;
   if (time > a->time || (time == a->time && id > a->token)) return;
   a->time = time, a->token = id;
@@ -335,12 +329,12 @@ INLINE ivec may_win(const race *a, uvec ids, const float *scores, float factor) 
   return bits * 0x1p-23f <= (s - a->r->largest) * factor + a->limit;
 }
 
-static int winner(const row *r, int64_t position) {
+static int winner(const score_row *r, int64_t position) {
   const uint64_t key = scrambled(r->how->seed ^ (uint64_t)position);
   race a = {r, scrambled(key + HIGH), scrambled(key + LOW), INFINITY, INT_MAX, INFINITY};
   run(&a, r->first);
-  if (r->found && r->is_beginning && r->num_found <= FEW) {
-    for (int i = 0; i < r->num_found; ++i) run(&a, (int)(uint32_t)r->found[i]);
+  if (r->ranked && r->is_beginning && r->num_ranked <= FEW) {
+    for (int i = 0; i < r->num_ranked; ++i) run(&a, (int)(uint32_t)r->ranked[i]);
     return a.token;
   }
   enum { VECTORS_OF_CHUNK = CHUNK / PER_VECTOR };
@@ -364,7 +358,7 @@ static int winner(const row *r, int64_t position) {
 
 // ---------------------------------------------------------------------------- what others call
 int64_t choose(const choice *how, const float *scores, int vocab, int64_t position) {
-  row r;
+  score_row r;
   int64_t token = begin(&r, how, scores, vocab);
   if (token > 0) {
     token = r.first;
@@ -376,22 +370,21 @@ int64_t choose(const choice *how, const float *scores, int vocab, int64_t positi
 
 // The tokens that stay, by id: how many, with their weights.
 int64_t survivors(const choice *how, const float *scores, int vocab, double *weights, int64_t *ids) {
-  row r;
+  score_row r;
   int64_t count = begin(&r, how, scores, vocab);
   if (count > 0) count = cut(&r) ? 0 : NO_MEMORY;
   for (int c = 0; count >= 0 && c * CHUNK < vocab; ++c) {
     if (r.bests[c] < r.last) continue;
     const int stop = c * CHUNK + CHUNK < vocab ? c * CHUNK + CHUNK : vocab;
     for (int i = c * CHUNK; i < stop; i += GROUP) {
-      dvec own_at[AT_ONCE];
-      double *own = (double *)own_at;
+      dvec group[AT_ONCE];
+      double *const each = (double *)group;
       const int left = stop - i < GROUP ? stop - i : GROUP;
-      if (left == GROUP) weights_at(&r, scores + i, own_at);
+      weights_at(&r, i, group);
       for (int j = 0; j < left; ++j) {
-        if (left < GROUP) own[j] = weight_of(&r, scores[i + j]);
-        weights[count] = own[j];
+        weights[count] = each[j];
         ids[count] = i + j;
-        count += own[j] >= how->min_p && is_in(&r, scores[i + j], i + j);
+        count += each[j] >= how->min_p && is_in(&r, scores[i + j], i + j);
       }
     }
   }
@@ -401,12 +394,12 @@ int64_t survivors(const choice *how, const float *scores, int vocab, double *wei
 
 // The first `most` of them, in order; `sum` is what all weigh, where it is not NULL and nothing is cut.
 int64_t leaders(const choice *how, const float *scores, int vocab, int most, double *weights, int64_t *ids, double *sum) {
-  row r;
+  score_row r;
   int64_t count = begin(&r, how, scores, vocab);
   if (count > 0) {
     count = cut(&r) && find(&r, bound(&r, most < vocab ? most : vocab), INFINITY) ? 0 : NO_MEMORY;
-    for (int i = 0; count >= 0 && i < r.num_found && count < most; ++i) {
-      const int id = (int)(uint32_t)r.found[i];
+    for (int i = 0; count >= 0 && i < r.num_ranked && count < most; ++i) {
+      const int id = (int)(uint32_t)r.ranked[i];
       weights[count] = weight_of(&r, scores[id]);
       ids[count] = id;
       count += weights[count] >= how->min_p && is_in(&r, scores[id], id);
@@ -419,11 +412,11 @@ int64_t leaders(const choice *how, const float *scores, int vocab, int most, dou
 
 double confidence(const float *scores, int vocab, int token) {
   static const choice plain = {.temperature = 1, .top_p = 1};
-  row r;
-  double found = 0;
-  if (begin(&r, &plain, scores, vocab) > 0) found = weight_of(&r, scores[token]) / ((double)whole_sum(&r) * 0x1p-40);
+  score_row r;
+  double share = 0;
+  if (begin(&r, &plain, scores, vocab) > 0) share = weight_of(&r, scores[token]) / ((double)whole_sum(&r) * 0x1p-40);
   end(&r);
-  return found;
+  return share;
 }
 
 int goes_on(const doubts *d, const double *sure, int count) {

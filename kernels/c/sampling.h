@@ -10,9 +10,7 @@ typedef struct {
   int32_t top_k;
 } choice;
 
-enum { NO_NUMBERS = -1, NO_MEMORY = -2, NO_PLACE = -3 };  // in place of a token; the last: a batch names what is not there
-
-// The token after `position` tokens, by scores [vocab].
+// The token after `position` tokens, by scores [vocab]; or NO_NUMBERS or NO_MEMORY.
 int64_t choose(const choice *how, const float *scores, int vocab, int64_t position);
 
 // How likely a token is by its scores alone, without any transform: what a drafter is sure of.

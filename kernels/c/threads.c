@@ -27,10 +27,10 @@ static pthread_mutex_t one_job = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int num_arrived, next_unit;
 static int num_workers, num_threads;  // those that wait for jobs; those of the job under way
 static void (*job)(void *);
-static void *job_given;
-static _Thread_local int own_number;  // of a caller: 0
+static void *job_argument;
+static _Thread_local int number_here;  // of a caller: 0
 
-int thread_number(void) { return own_number; }
+int thread_number(void) { return number_here; }
 
 static void ring(bell *b, unsigned number) {
   atomic_store(&b->number, number);
@@ -96,15 +96,15 @@ static uint64_t set_rounding(uint64_t to) {
   return old;
 }
 
-static void *work(void *given) {
-  const unsigned own = (unsigned)(uintptr_t)given;
-  own_number = (int)own;
+static void *worker(void *argument) {
+  const unsigned number = (unsigned)(uintptr_t)argument;
+  number_here = (int)number;
   set_rounding(USUAL_ROUNDING);
   for (unsigned seen = 0;;) {
     wait_for(&started, seen);
     seen = atomic_load(&started.number);
-    if (own >= seen % MOST_THREADS) continue;
-    job(job_given);
+    if (number >= seen % MOST_THREADS) continue;
+    job(job_argument);
     meet();
   }
   return NULL;
@@ -122,22 +122,22 @@ static void make_workers(int count) {
   if (!num_workers && count) pthread_atfork(NULL, NULL, forget);
   for (; num_workers < count; ++num_workers) {
     pthread_t thread;
-    if (pthread_create(&thread, NULL, work, (void *)(uintptr_t)(num_workers + 1))) return;
+    if (pthread_create(&thread, NULL, worker, (void *)(uintptr_t)(num_workers + 1))) return;
     pthread_detach(thread);
   }
 }
 
-void run_in_threads(int count, void (*run)(void *given), void *given) {
+void run_in_threads(int count, void (*run)(void *argument), void *argument) {
   pthread_mutex_lock(&one_job);
   make_workers((count < MOST_THREADS ? count : MOST_THREADS - 1) - 1);
   num_threads = count < num_workers + 1 ? count : num_workers + 1;
-  job = run, job_given = given;
+  job = run, job_argument = argument;
   const uint64_t before = set_rounding(USUAL_ROUNDING);
   if (num_threads > 1) {  // a number that was not there before, which says how many are to come
     unsigned number = atomic_load(&started.number);
     ring(&started, (number / MOST_THREADS + 1) * MOST_THREADS + (unsigned)num_threads);
   }
-  run(given);
+  run(argument);
   meet();
   set_rounding(before);
   pthread_mutex_unlock(&one_job);

@@ -2,9 +2,9 @@
 
 #pragma once
 
-// Run `run(given)` in `count` threads, the caller among them, and return when all are done. Jobs of
+// Run `run(argument)` in `count` threads, the caller among them, and return when all are done. Jobs of
 // several callers come one after the other.
-void run_in_threads(int count, void (*run)(void *given), void *given);
+void run_in_threads(int count, void (*run)(void *argument), void *argument);
 
 // Within a job: a barrier. Wait until all threads of the job are here.
 void meet(void);
