@@ -39,6 +39,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import demo
 import drafters
 import engines
+import kernels
 from cache.buffers import lazy_zeros, scrub
 from cache.prefix import PrefixCache
 from cache.states import follow_rows
@@ -47,10 +48,6 @@ from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, clock
 from drafters import Context, Drafter, Noise, branches
 from drafters.panel import Panel, Seat
-from kernels import library
-from kernels.forward import KernelForward, Report
-from kernels.start import get_ready, report_of, speed_up
-from kernels.weights import num_weights
 from messages import Cycle, Draft, Judgement, Layers, Output, Place, Request, Sampling, Verdict
 from models import loading
 from models.catalogue import with_model
@@ -297,32 +294,38 @@ class CachedModel:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, name
         self.max_length = loaded.length
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.num_weights = num_weights(self.model)
+        self.num_weights = kernels.num_weights(self.model)
         self.windows = loaded.structure.windows  # how far back each kind of layer sees; None: all
         self.has_experts = loaded.structure.has_experts
         self.fingerprint, self.pack_copy = loaded.fingerprint, loaded.pack_copy  # of GGUF files
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
-        self.fast: KernelForward | None = None  # put by `speed_up` in the place of `forward`
-        self.report: Report | None = None  # whether a token's bits depend on how it is computed
+        self.compiled: kernels.KernelForward | None = None  # set by `kernels.speed_up`
+        self.report: kernels.Report | None = (
+            None  # whether a token's bits depend on how it is computed
+        )
         self.reference: Reference | None = None  # logits of transformers' own modules, to compare
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
         """An empty cache whose rows hold `spare` tokens more than this model's own context."""
         return SlotCache(num_layers, num_rows, self.max_length + spare, self.model.device)
 
-    @torch.inference_mode()
     def forward(
-        self, rows: list[int], tokens: list[list[int]], num_logits: list[int], layers: Layers = ()
-    ) -> Output:
+        self, rows: list[int], tokens: list[list[int]], num_logits: list[int],
+        layers: Layers = (), trees: kernels.Trees = kernels.NO_TREES,
+    ) -> Output:  # fmt: skip
         """Feed tokens[b] (at least one) after what cache row rows[b] holds.
 
         Prefill feeds many tokens, plain decoding one, verifying n + 1. Returns logits of each
         text's last num_logits[b] >= 1 tokens, and hidden states of all its tokens at `layers`.
-        Where compiled code can run the model, `speed_up` puts KernelForward in its place.
+        `trees` are drafts that branch, which compiled code alone can read.
         """
+        if self.compiled:
+            return self.compiled(rows, tokens, num_logits, layers, trees)
+        assert not trees
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
-        logits, states = self.run(ids, place, max(num_logits), layers)
+        with torch.inference_mode(), kernels.exclusive():
+            logits, states = self.run(ids, place, max(num_logits), layers)
         self.cache.advance(place)
         last = [text[-n:].float() for text, n in zip(logits, num_logits, strict=True)]
         return Output(last, {layer: place.part(hidden) for layer, hidden in states.items()})
@@ -463,7 +466,7 @@ class Engine:
         """Without a controller every draft has the length that its request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids = loading.ends_of(target.model, target.tokenizer)
-        self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes, target.fast)
+        self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes, target.compiled)
         self.default_drafter, self.controller = default, controller
         self.now = clock(target.model.device)
         self.planner = Planner(controller, self.panel) if controller else FixedK()
@@ -506,7 +509,7 @@ class Engine:
         finally:
             self.close(s)
 
-    @library.alone()  # so that torch's threads leave the cores to the kernels
+    @kernels.exclusive()  # so that torch's threads leave the cores to the kernels
     def step(
         self, sequences: list[Sequence], cycles: dict[Sequence, Cycle] | None = None
     ) -> dict[Sequence, Cycle]:
@@ -591,7 +594,7 @@ class Engine:
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Options) -> CachedModel:
     """Load the model `name` and give it a KV cache. Raises StartError if it cannot be loaded."""
-    get_ready(options.quantize, options.device, options.kernels)
+    kernels.setup(options.quantize, options.device, options.kernels)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
     model.reference = Reference.of(model)  # before kernels/ take the weights
     follow_masks(model.model, model.cache.max_length)  # GPT-Neo has masks of its own
@@ -620,7 +623,7 @@ def assemble_engine(options: Options) -> Engine:
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # after the heads have read its weights
         with refusal(model, is_fast=True):
-            speed_up(model, options.quantize, check)
+            kernels.speed_up(model, options.quantize, check)
     controller = None if options.fixed_k else Controller.of(target, loaded)
     chunk, known = options.prefill_chunk, PrefixCache.of(target, options.prefix_cache_mb)
     return Engine(target, loaded, default, chunk, controller, draft, options.strict, known)
@@ -630,7 +633,7 @@ def load_engine(options: Options) -> Engine:
     """An engine that is ready to run in this thread: it was checked and has run once."""
     engine = assemble_engine(options)
     with refusal(engine.target):
-        engine.target.report = report_of(engine.target)
+        engine.target.report = kernels.report_of(engine.target)
     for model in filter(None, (engine.target, engine.draft_model)):
         check(model)
     answers.LOG.info(answers.setting(engine, options))

@@ -60,7 +60,7 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
     count = sum(len(text) - 1 for text in pieces)
     rows = []
     for name, (loss, agreed, overlap) in sums.items():
-        model, fast = models[name], models[name].fast
+        model, fast = models[name], models[name].compiled
         size = num_bytes(model.model, fast.decoder if fast.is_compiled else fast)
         rows.append({
             "weights": name,

@@ -29,8 +29,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from kernels import chain, library
-from kernels.head import KernelHead, speed_up_head
+import kernels
+from kernels import KernelHead, speed_up_head
 from messages import Draft, Model, Place, Sampling, Verdict
 from models.files import check_numbers, own_weights, read_folder, reading
 from sampling import Noise
@@ -163,11 +163,11 @@ class HeadDrafter(StateReader):
         self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
         self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
-            is_exact = is_own or not library.is_used
+            is_exact = is_own or not kernels.are_used()
             kept_as = context.quantize if is_exact else self.kept_as
             given = target.max_length, kept_as, target.model
             self._kernels = speed_up_head(head, self.kernel_of, *given)
-            known = chain.vocabulary_of(target.vocab_size, words)
+            known = kernels.vocabulary_of(target.vocab_size, words)
             self._ends = head.embed_tokens, getattr(head, self.output), known
         self._embed = head.embed_tokens
 
@@ -236,7 +236,7 @@ class HeadDrafter(StateReader):
         if any(state.can_branch for state in states):
             return None
         fed = [state.text[self._cache.lengths[state.row] + 1 :] for state in states]
-        texts = chain.texts_of(self._cache, states, fed, limits)
+        texts = kernels.texts_of(self._cache, states, fed, limits)
         if not texts or not self._can_chain:
             return None
         chained = list(texts.values())
@@ -247,7 +247,7 @@ class HeadDrafter(StateReader):
         found = self._kernels[0].draft(self._cache, chained)
         for i in texts:
             states[i].hidden[0] = []
-        return chain.in_order(texts, found, len(states))
+        return kernels.in_order(texts, found, len(states))
 
     def _forward(
         self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int
@@ -264,7 +264,7 @@ class HeadDrafter(StateReader):
             return self._kernels[layer](cache, rows, counts, *given)
         place = cache.place(rows, counts)
         embeds, hidden = (place.arrange(list(part.split(counts))) for part in given)
-        with library.alone():  # its linear layers are kernels
+        with kernels.exclusive():  # its linear layers are kernels
             output = self._run(embeds, hidden, place, layer)
         cache.advance(place)
         return place.part(output)

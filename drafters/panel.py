@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.prefix import PrefixCache
-from kernels.forward import KernelForward
+from kernels import KernelForward
 from messages import Draft, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 

@@ -16,8 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from kernels.start import speed_up
-from kernels.weights import why_not_int8
+from kernels import speed_up, why_not_int8
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
@@ -57,12 +56,12 @@ class SelfInt8Drafter(SmallModelDrafter):
         super().__init__(context, smaller_copy(context.target))
         self._target = context.target
         # A step reads fewer bytes: that part of what a pass reads (control/costs.py).
-        num_bytes = fast.num_bytes if (fast := self._draft.fast) else self.num_step_weights
+        num_bytes = fast.num_bytes if (fast := self._draft.compiled) else self.num_step_weights
         self.num_step_weights = num_bytes // context.target.model.dtype.itemsize
 
     def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> ModelState:
         """The panel sets the state's row: the target's."""
-        ours, theirs = self._draft.fast, self._target.fast
+        ours, theirs = self._draft.compiled, self._target.compiled
         if ours.is_compiled and theirs.is_compiled:  # as the target is by now
             ours.decoder.share_embedding(theirs.decoder)
         return ModelState(text=list(prompt), sampling=sampling, noise=noise)
@@ -104,6 +103,6 @@ def smaller_copy(target: Model) -> Model:
     if target.pack_copy:
         target.pack_copy(twin.model)
     speed_up(twin, None if target.pack_copy else "int8", has_own_embedding=False)
-    if twin.fast:
-        twin.fast.sharpen()
+    if twin.compiled:
+        twin.compiled.recompute_rope_tables()
     return twin

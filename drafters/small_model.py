@@ -15,8 +15,8 @@ Not covered: a draft model with another tokenizer; it is refused at start.
 from collections.abc import Sequence
 from typing import ClassVar
 
+import kernels
 from cache.prefix import PrefixCache
-from kernels import chain
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
@@ -111,12 +111,14 @@ class SmallModelDrafter(Drafter):
     ) -> list[Draft] | None:
         """The same drafts without Python between their tokens; None where that cannot be had."""
         model = self._draft
-        texts = chain.texts_of(model.cache, states, fed, limits)
-        if not (texts and model.fast and model.fast.is_compiled):
+        texts = kernels.texts_of(model.cache, states, fed, limits)
+        if not (texts and model.compiled and model.compiled.is_compiled):
             return None
-        words = chain.vocabulary_of(self._num_words(states))
-        found = chain.draft(model.fast.decoder, model.cache, list(texts.values()), words)
-        return chain.in_order(texts, found, len(states))
+        words = kernels.vocabulary_of(self._num_words(states))
+        found = kernels.draft_chain(
+            model.compiled.decoder, model.cache, list(texts.values()), words
+        )
+        return kernels.in_order(texts, found, len(states))
 
     def _num_words(self, states: list[ModelState]) -> int:
         """Among how many words drafts choose: the frequent ones, while texts keep to those.

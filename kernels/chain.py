@@ -78,7 +78,7 @@ def in_order(texts: dict[int, Text], drafts: Sequence[Draft], count: int) -> lis
     return [found.get(i, Draft()) for i in range(count)]
 
 
-def draft(
+def draft_chain(
     decoder: Decoder,
     cache: KeyCache,
     texts: Sequence[Text],

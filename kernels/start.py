@@ -20,7 +20,7 @@ from .modules import Modules, attend_in_c
 from .weights import pack, quantise_embedding, why_not_int8
 
 
-def get_ready(quantize: str | None, device: str, is_wanted: bool) -> None:
+def setup(quantize: str | None, device: str, is_wanted: bool) -> None:
     """Call this before weights are read. Raises ValueError where int8 is not possible.
 
     `is_wanted`: whether to compute in C where that is possible.
@@ -38,7 +38,7 @@ def speed_up(
     check: Callable[[Model], None] | None = None,
     has_own_embedding: bool = True,
 ) -> None:
-    """Make a CachedModel compute the same results faster.
+    """Set `compiled` of a CachedModel, if C can compute its forwards: the same results, faster.
 
     `quantize`: None, or "int8", which makes another model of a quarter of the bytes. `check`
     compares the whole model while its weights are still floats: after quantising, a rounding may
@@ -50,7 +50,7 @@ def speed_up(
     # A packed file that has no reference was compared at an earlier start.
     is_known = bool(model.fingerprint) and model.reference is None
     if found := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
-        model.fast = model.forward = KernelForward(model, found)
+        model.compiled = KernelForward(model, found)
         found.release(model.model)
         if quantize:
             if check:
@@ -72,8 +72,8 @@ def speed_up(
 
 def report_of(model: Model) -> Report:
     """Report how exact a CachedModel is."""
-    if model.fast:
-        return model.fast.report()
+    if model.compiled:
+        return model.compiled.report()
     doubt = (
         "its layers attend by code of their own, whose sums depend on the batch"
         if library.is_used
@@ -89,7 +89,7 @@ def _run_flat(model: Model) -> None:
     rows = [model.cache.open_row() for _ in range(min(2, model.cache.num_rows))]
     try:
         if own.shares(rows):
-            model.fast = model.forward = own
+            model.compiled = own
             return
     except (IndexError, RuntimeError, TypeError, ValueError):
         pass  # attention by other code of its own, or ideas of its own of a batch
@@ -97,4 +97,3 @@ def _run_flat(model: Model) -> None:
         for row in rows:
             model.cache.close_row(row)
     model.model.set_attn_implementation(usual)
-    model.forward = library.alone()(model.forward)

@@ -20,9 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.gguf import GGUF_ARCHS
 from transformers.pytorch_utils import Conv1D
 
-from kernels import library
-from kernels.experts import hold, matrices_of
-from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
+import kernels
+from kernels import LANES, Panels, matrices_of, put_experts, put_panels
 
 from . import StartError
 from .gguf_config import config_of, refuse_unread
@@ -44,7 +43,7 @@ _EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)(_exps)\.weight")
 def why_not(file: GgufFile) -> str | None:
     """Why a file's matrices cannot be computed with as they are; None if they can."""
     architecture = file.metadata["general.architecture"]
-    if not library.is_used:
+    if not kernels.are_used():
         return "the kernels are not used"
     if architecture in GGUF_ARCHS:
         return f"transformers rearranges the matrices of {architecture}"
@@ -102,7 +101,7 @@ def load_packed(
     _put(model, packed)
     for name in {name.rpartition(".")[0] for name in experts}:
         part = model.get_submodule(name)
-        hold(part, [experts[f"{name}.{matrix}"] for matrix in matrices_of(part)])
+        put_experts(part, [experts[f"{name}.{matrix}"] for matrix in matrices_of(part)])
     model.fingerprint, model.path = file.fingerprint, file.name
     return model, report
 
@@ -273,9 +272,8 @@ def _put(model: PreTrainedModel, packed: dict[str, Panels]) -> None:
         bias = getattr(module, "bias", None)
         if bias is not None:
             panels.set_bias(bias)
-        kind = PanelEmbedding if isinstance(module, nn.Embedding) else PanelLinear
         scale = getattr(module, "embed_scale", torch.ones(()))
-        become(module, kind, panels, float(scale))
+        put_panels(module, panels, float(scale))
     if is_tied:
-        become(output, PanelLinear, embedding.panels)
+        put_panels(output, embedding.panels)
         output.weight = embedding.weight

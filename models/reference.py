@@ -102,7 +102,7 @@ class Reference:
                 f"transformers' own, where roundings explain {self.tolerance:.2g}"
             )
         # Blocks that differed from their modules are to be compared at the next start, too.
-        if self.note and cached.fast and cached.fast.is_compiled:
+        if self.note and cached.compiled and cached.compiled.is_compiled:
             with suppress(OSError):  # then the next start compares again
                 self.note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.note.touch()
@@ -142,8 +142,8 @@ def check(cached: Model) -> None:
     if reference:
         PROGRESS.info("comparing the logits with those of transformers' own forward")
         reference.check(cached)
-    if cached.fast:
-        cached.fast.sharpen()
+    if cached.compiled:
+        cached.compiled.recompute_rope_tables()
 
 
 def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int, Tensor]]:
@@ -194,7 +194,7 @@ def refusal(cached: Model, is_fast: bool = False) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {in_short(error)}"
         # The module may compute with a weight that lies in panels.
-        hint = " (--no-kernels may help)" if is_fast or cached.fast else ""
+        hint = " (--no-kernels may help)" if is_fast or cached.compiled else ""
         raise StartError(
             f"{_title(cached)} cannot be run with this KV cache: {reason}{hint}"
         ) from error

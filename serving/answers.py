@@ -142,7 +142,7 @@ def sse(data: Json) -> str:
 
 def setting(engine: Engine, options: Options) -> str:
     """One line: what the target is computed with on this machine, and whether that is exact."""
-    model, fast, report = engine.target.model, engine.target.fast, engine.target.report
+    model, fast, report = engine.target.model, engine.target.compiled, engine.target.report
     kind = weights_of(engine, options)["dtype"]
     way = fast.way if fast else "transformers' modules"
     exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
@@ -159,7 +159,7 @@ def weights_of(engine: Engine, options: Options) -> Json:
     size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
     kind, num_bytes = str(target.model.dtype).removeprefix("torch."), target.num_weights * size
     if target.fingerprint:  # a file as it is
-        kind, num_bytes = "packed", target.fast.num_bytes
+        kind, num_bytes = "packed", target.compiled.num_bytes
     return {
         "parameters": target.num_weights,
         "layers": config.num_hidden_layers,
@@ -182,7 +182,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "engine": None,  # another one than this server's own
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
-        "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
+        "compiled": bool(engine.target.compiled and engine.target.compiled.is_compiled),
         "trees": engine.panel.can_branch,
         "model_card": entry and entry.card,  # where a model of the catalogue comes from
         "target": weights_of(engine, options),

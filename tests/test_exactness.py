@@ -69,7 +69,7 @@ def test_health_says_what_may_differ_on_another_cpu(family, dtype, way, tiny_fol
     target = core.load_model(str(tiny_folder(family)), core.Options(dtype=dtype))
     speed_up(target)
     monkeypatch.setattr(library, "instructions", lambda: way)
-    found = target.fast.report()
+    found = target.compiled.report()
     assert found.as_dict()["exception"] == found.exception
     assert bool(found.exception) == (dtype == "bfloat16" and way != "AVX2")
 
@@ -84,10 +84,10 @@ def test_a_slow_model_is_tried_on_fewer_rows_at_its_start(tiny_folder, seconds, 
         found = forward(rows, ids, wanted)
         return replace(found, logits=[own + (len(own) == 1) for own in found.logits])
 
-    forward = target.fast.__call__
+    forward = target.compiled.__call__
     monkeypatch.setattr(KernelForward, "__call__", lambda _, *given: wrong_alone(*given))
     monkeypatch.setattr("kernels.forward._TRIED_S", seconds)
-    assert target.fast.report().doubt == "decoding and verifying differ"
+    assert target.compiled.report().doubt == "decoding and verifying differ"
     assert fed == [6, *[1] * count]
 
 
@@ -123,7 +123,7 @@ def tiny(tiny_folder):
     def load(family="gpt_neox"):
         target = core.load_model(str(tiny_folder(family)), core.Options())
         speed_up(target)
-        assert not target.fast.is_compiled
+        assert not target.compiled.is_compiled
         return target
 
     return load
@@ -159,7 +159,7 @@ def test_an_operation_between_the_layers_that_depends_on_company_is_found(tiny, 
 def test_a_family_that_attends_by_code_of_its_own_is_served_and_not_called_exact(tmp_path):
     save_small("xglm", tmp_path)
     engine = core.load_engine(core.Options(model=str(tmp_path), drafter="ngram", fixed_k=True))
-    assert engine.target.fast is None and type(engine.target.model.lm_head) is PanelLinear
+    assert engine.target.compiled is None and type(engine.target.model.lm_head) is PanelLinear
     assert "attend by code of their own" in engine.target.report.doubt
 
 

@@ -191,7 +191,7 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monk
     told = answers.weights_of(engine, core.Options())
     if library.why_not() is None:
         assert told["dtype"] == "packed" and 0 < told["weight_bytes"] < 1.2 * told["parameters"]
-        assert engine.target.fast.is_compiled and engine.draft_model.fast.is_compiled
+        assert engine.target.compiled.is_compiled and engine.draft_model.compiled.is_compiled
         assert engine.target.report.is_exact
     drafted = accepted = 0
     for prompt in prompts.values():
@@ -245,7 +245,7 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypa
 
     monkeypatch.setattr(decoder, "Block", wrong)
     for _ in range(2):
-        assert not load(model=files["q8_0"]).target.fast.is_compiled
+        assert not load(model=files["q8_0"]).target.compiled.is_compiled
 
 
 @needs_compiler
@@ -307,7 +307,7 @@ def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_f
     others = {"blk.0.ffn_up.weight": (given, kind), "blk.1.attn_v.weight": (values, Kind.Q5_0)}
     path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, others)
     with caplog.at_level(logging.INFO, "loading"):
-        fast = load(model=path).target.fast
+        fast = load(model=path).target.compiled
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
     with pytest.raises(loading.StartError, match="weights of type IQ4_NL would be unpacked"):
         load(model=path, dtype="packed")
@@ -333,10 +333,10 @@ def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtyp
     """They are smaller than 8 bits, and their numbers are the model's own."""
     engine = load(model=files["q4_0"], dtype=dtype, drafter="self_int8")
     twin = engine.panel.drafters["self_int8"]._draft
-    decoder = twin.fast.decoder
+    decoder = twin.compiled.decoder
     panels = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {own.form for own in (*panels, decoder.output)} == {"Q4"}
-    assert engine.target.fast.decoder.output.form == {"float32": "FLOAT"}.get(dtype, "HALF")
+    assert engine.target.compiled.decoder.output.form == {"float32": "FLOAT"}.get(dtype, "HALF")
     if dtype == "float32":
         assert torch.equal(logits_of(twin), logits_of(load(model=files["q4_0"]).target))
     s = assert_lossless(engine, IDS, 40, "self_int8", num_speculative_tokens=3)
@@ -362,8 +362,8 @@ def write_gpt2(folder, path):
 def test_a_file_with_learned_positions_is_served_as_it_is(tiny_folder, tmp_path):
     path = write_gpt2(tiny_folder("gpt2"), tmp_path / "a.gguf")
     target, floats = load(model=path).target, load(model=path, dtype="float32", drafter="self_int8")
-    assert target.fast.is_compiled and target.fast.decoder.output.form == "Q8"
-    assert target.fast.decoder.output is target.fast.decoder.embedding  # tied: held once
+    assert target.compiled.is_compiled and target.compiled.decoder.output.form == "Q8"
+    assert target.compiled.decoder.output is target.compiled.decoder.embedding  # tied: held once
     found, expected = logits_of(target), logits_of(floats.target)
     assert (found - expected).abs().max() < 0.1 * expected.abs().max()
     assert not assert_lossless(floats, IDS, 24, "self_int8").seat.warnings
@@ -523,7 +523,7 @@ def test_files_that_are_filled_up_to_different_sizes_share_a_vocabulary(
 @pytest.mark.parametrize("count", [100, MANY])
 def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, count):
     """Whose keys or whose tensor table have changed, but not its vocabulary."""
-    start.get_ready(None, "cpu", True)
+    start.setup(None, "cpu", True)
     good, path = files["q8_0"].read_bytes(), tmp_path / "fuzzed.gguf"
     with GgufFile(files["q8_0"]) as file:
         tensors = file.tensors.values()
@@ -595,7 +595,7 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
     assert engine.target.name == "tiny" and engine.target.model.dtype == torch.float32
     if library.why_not() is None:
         packed = load(model="tiny", dtype="packed").target
-        assert packed.fast.decoder.output.form == "Q8"
+        assert packed.compiled.decoder.output.form == "Q8"
     assert len(downloads) == 1
 
 
@@ -714,7 +714,7 @@ def write_mixture(path, architecture, leave_out=""):
 def test_the_experts_of_a_mixture_are_served_as_they_are_in_the_file(tmp_path, architecture):
     path = write_mixture(tmp_path / "a.gguf", architecture)
     engines = [load(model=path, dtype=dtype) for dtype in ("packed", "float32")]
-    assert engines[0].target.fast.num_bytes < engines[1].target.fast.num_bytes / 2
+    assert engines[0].target.compiled.num_bytes < engines[1].target.compiled.num_bytes / 2
     found, expected = (logits_of(each.target) for each in engines)
     assert 0 < float((found - expected).abs().median()) < 0.02 * float(expected.abs().max())
     assert_lossless(engines[0], IDS, 24, "ngram", num_speculative_tokens=3)

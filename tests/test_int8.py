@@ -50,7 +50,7 @@ def test_it_is_another_model_of_integers_a_near_one_and_health_says_so(
 ):
     target, options = engine.target, core.Options(quantize="int8")
     assert not any(type(part) is nn.Linear for part in target.model.modules())
-    decoder = target.fast.decoder
+    decoder = target.compiled.decoder
     every = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
     floats = sum(weight.numel() for weight in target.model.parameters())
@@ -135,7 +135,7 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
     # The model is a random one, whose choices are near ties.
     assert s.statistics.draft_acceptance_rate > 0.5 and not s.seat.warnings
     twin, target = twins.panel.drafters["self_int8"]._draft, twins.target
-    assert twin.fast.decoder.embedding is target.fast.decoder.embedding
+    assert twin.compiled.decoder.embedding is target.compiled.decoder.embedding
     assert twin.cache is target.cache
     shared = {id(weight) for weight in target.model.parameters()}
     assert shared >= {id(weight) for weight in twin.model.parameters()}

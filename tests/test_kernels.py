@@ -49,14 +49,14 @@ def test_every_family_is_exact_in_modules_too(family, tiny_folder, tmp_path):
         save_small(family, tmp_path)
     with only_modules():
         target = load(tmp_path if family in ODD else tiny_folder(family)).target
-    assert not target.fast.is_compiled and target.report.is_exact
+    assert not target.compiled.is_compiled and target.report.is_exact
     assert all(layer._is_compiled for layer in target.cache.recurrent)
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), KINDS)
 def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_folder):
     engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
-    assert engine.target.fast.is_compiled and engine.target.report.is_exact
+    assert engine.target.compiled.is_compiled and engine.target.report.is_exact
     prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
     requests = [core.Request(prompt, 24, "ngram") for prompt in prompts]
     alone = [assert_lossless(engine, prompt, 24, "ngram").output for prompt in prompts]
@@ -71,7 +71,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
 
     Rotations stay torch's own, whose angles are less exact.
     """
-    monkeypatch.setattr("kernels.forward.sharpen", lambda *_: None)
+    monkeypatch.setattr("kernels.forward.recompute_rope_tables", lambda *_: None)
     save_small(
         "qwen3", tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
         max_position_embeddings=640, use_sliding_window=True, sliding_window=37,
@@ -81,7 +81,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
     found = []
     for compiled in (False, True):
         engine = load(tmp_path, kernels=compiled)
-        assert bool(engine.target.fast) == compiled
+        assert bool(engine.target.compiled) == compiled
         row = engine.target.cache.open_row()
         found.append(engine.target.forward([row], [text], [600]).logits[0])
     assert is_same(*found)
@@ -89,7 +89,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
 
 def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
     engine = load(tiny_folder("llama"), quantize="int8")
-    panels, block = engine.target.fast.decoder.embedding, 512 + 32  # of Q8
+    panels, block = engine.target.compiled.decoder.embedding, 512 + 32  # of Q8
     scales = panels._data.view(torch.float16)
     begin = 900 // 16 * (panels.inputs // 32) * block + 512 + 2 * (900 % 16)
     scales[begin // 2] = torch.nan
@@ -103,16 +103,16 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
 @pytest.mark.parametrize("number", [-1, 1 << 40])
 def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
     target, rows = load(tiny_folder("llama")).target, Rows()
-    target.fast.decoder.follow(target.cache)
+    target.compiled.decoder.follow(target.cache)
     rows.chain(0, 0, 3)
     rows.ids, rows.wanted = [5, 6, 7], [0, 1, 2]
     if what == "lines":  # numbers below 0 are places before the text, which no row sees
         rows.lines, number = [[0], [1], [2]], 1 << 40
-    target.fast.decoder(rows)
+    target.compiled.decoder(rows)
     given = getattr(rows, what)
     given[-1] = [number] if what == "lines" else number
     with pytest.raises(IndexError, match="that is not there"):
-        target.fast.decoder(rows)
+        target.compiled.decoder(rows)
 
 
 def test_without_a_compiler_transformers_modules_run(tiny_folder, monkeypatch):
@@ -120,7 +120,7 @@ def test_without_a_compiler_transformers_modules_run(tiny_folder, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     engine = load(tiny_folder("llama"))
-    assert engine.target.fast is None and not engine.target.report.is_exact
+    assert engine.target.compiled is None and not engine.target.report.is_exact
     with pytest.raises(ValueError, match="--quantize int8 needs the kernels in C"):
         load(tiny_folder("llama"), quantize="int8")
 
@@ -186,7 +186,7 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
 
 def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
     """torch's own tables depend on the CPU's instructions."""
-    ((kind, rope),) = demo_engine.target.fast.decoder.ropes.items()
+    ((kind, rope),) = demo_engine.target.compiled.decoder.ropes.items()
     cos, sin = rope.tables
     length, width = cos.shape
     parameters = demo_engine.target.model.config.rope_parameters
@@ -463,8 +463,8 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
     given = engine, drafter, texts, limits, sampling, Numbers() if stops else None
-    called, draft = [], chain.draft
-    monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
+    called, choice = [], chain.choice_of  # which every draft in one call asks
+    monkeypatch.setattr(chain, "choice_of", lambda *given: called.append(1) or choice(*given))
     monkeypatch.setattr(chain, "_MANY", 0)  # so that a small model, too, guesses what it will draft
     at_once, held = drafts_of(*given)
     assert called
@@ -511,7 +511,7 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
 
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     engine = load("embedded", drafter="draft_model")
-    decoder = engine.draft_model.fast.decoder
+    decoder = engine.draft_model.compiled.decoder
     decoder.output._data.view(torch.float32)[0] = torch.nan
     sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
     assert "no probabilities" in sequence.seat.warnings[0]
@@ -523,12 +523,12 @@ def test_of_two_threads_that_compute_alone_each_gets_its_number_of_threads_back(
     """Two engines in one process: the first one's end is not the other's."""
     monkeypatch.setattr(library, "is_used", True)
     threads(3)
-    one, other = library.alone(), library.alone()
+    one, other = library.exclusive(), library.exclusive()
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
         one.__enter__()
         pool.submit(other.__enter__).result()
         assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
-        with library.alone():
+        with library.exclusive():
             assert library.num_threads() == 3
         assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
         one.__exit__(None, None, None)

@@ -52,7 +52,7 @@ def load(folder, name, **changes):
     ids=str,
 )
 def test_plain_blocks_run_in_c_and_others_in_modules(family, changes, tmp_path):
-    assert load(tmp_path, family, **changes).fast.is_compiled == (family in KNOWN)
+    assert load(tmp_path, family, **changes).compiled.is_compiled == (family in KNOWN)
 
 
 @needs_compiler
@@ -72,7 +72,7 @@ def test_what_roundings_do_to_a_model_is_told_from_a_mistake(tmp_path, monkeypat
         return values + share * values.abs().max(), states
 
     monkeypatch.setattr(decoder, "_run", moved)
-    assert load(tmp_path, "llama").fast.is_compiled == (share < 1e-5)
+    assert load(tmp_path, "llama").compiled.is_compiled == (share < 1e-5)
 
 
 def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():

@@ -54,8 +54,8 @@ def ids_of(engine, text):
 
 def test_both_models_are_whole_forwards_in_c_and_exact_by_construction(engine):
     for model in (engine.target, engine.draft_model):
-        assert model.fast.is_compiled and model.fast.report().is_exact
-    forms = {p.form for b in engine.target.fast.decoder.blocks for own in b.matrices.values()
+        assert model.compiled.is_compiled and model.compiled.report().is_exact
+    forms = {p.form for b in engine.target.compiled.decoder.blocks for own in b.matrices.values()
              for p in own}  # fmt: skip
     assert forms == {"Q4K", "Q6K"}
 
@@ -107,7 +107,7 @@ def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
 
 def test_the_default_model_s_file_goes_with_its_head():
     engine = core.load_engine(core.Options(model="smollm2", dtype="packed", fixed_k=True))
-    assert engine.target.fast.decoder.blocks[0].matrices["qkv"][0].form == "Q4M"
+    assert engine.target.compiled.decoder.blocks[0].matrices["qkv"][0].form == "Q4M"
     sequence = assert_lossless(engine, ids_of(engine, TALK), 60, "eagle3")
     assert not sequence.seat.warnings
     assert sequence.statistics.num_accepted_draft_tokens > 5

@@ -104,7 +104,7 @@ def test_a_forward_that_fails_in_a_layer_leaves_no_trace(target, family, row, mo
     for opened, held in ((row, 21), (other, 30)):
         model.cache.truncate(opened, held)
     broken = model.cache.recurrent[-1]
-    names = ["passed", "note"] if model.fast.is_compiled else ["convolve", "scan"]
+    names = ["passed", "note"] if model.compiled.is_compiled else ["convolve", "scan"]
     for name in ["_run", *names] if broken._kind else ["convolve"]:
         intercept(monkeypatch, broken, name, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -139,7 +139,7 @@ def test_a_call_of_many_forwards_that_fails_is_done_again(target, family, row, m
     model.cache.truncate(row, 0)
     fed(model, row, TEXT[:20])
     monkeypatch.setattr("kernels.decoder.MOST_ROWS", 8)
-    name = "passed" if model.fast.is_compiled else "convolve"
+    name = "passed" if model.compiled.is_compiled else "convolve"
     inner, calls = getattr(layer, name), []
 
     def fail(*args, **options):
