@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from kernels import sampling as compiled
+import kernels
 from messages import Draft, Sampling
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
@@ -71,8 +71,8 @@ def survivors(
     top_k <= 0, top_p >= 1 and min_p = 0 cut nothing. The token with the largest score always stays.
     Raises ValueError if a score is NaN, or if the largest one is infinite.
     """
-    if compiled.is_there():
-        return compiled.survivors(scores, (temperature, top_k, top_p, min_p))
+    if kernels.can_choose():
+        return kernels.survivors(scores, (temperature, top_k, top_p, min_p))
     s = scores.float().numpy(force=True)
     if not isfinite(largest := float(s.max())):
         raise ValueError(NO_NUMBERS)
@@ -216,9 +216,9 @@ def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int, row:
     Scores [V] are their only row. Greedy takes the first of the largest scores. Raises ValueError
     if the scores are no numbers.
     """
-    if compiled.is_there() and (scores.is_cpu or not sampling.is_greedy):
+    if kernels.can_choose() and (scores.is_cpu or not sampling.is_greedy):
         seed = 0 if sampling.is_greedy else noise.seed  # greedy choices have no noise
-        return compiled.choose(scores, sampling.transforms, seed, position, row)
+        return kernels.choose(scores, sampling.transforms, seed, position, row)
     scores = scores.view(-1, scores.shape[-1])[row]
     if not sampling.is_greedy:
         return noise.race(*survivors(scores, *sampling.transforms), position)
@@ -233,8 +233,8 @@ def confidence(logits: Tensor, token: int) -> float:
 
     A drafter tells by it how sure it is of a drafted token.
     """
-    if compiled.is_there():
-        return compiled.confidence(logits, token)
+    if kernels.can_choose():
+        return kernels.confidence(logits, token)
     try:
         weights, _ = survivors(logits, 1.0, 0, 1.0, 0.0)
     except ValueError:
@@ -278,8 +278,8 @@ def _leaders(
     scores: Tensor, transforms: tuple[float, int, float, float], count: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Weights and ids of the `count` best survivors, best first, and the sum of all weights."""
-    if compiled.is_there():
-        return compiled.leaders(scores, transforms, count)
+    if kernels.can_choose():
+        return kernels.leaders(scores, transforms, count)
     weights, ids = survivors(scores, *transforms)
     first = np.argsort(-scores.numpy(force=True)[ids], kind="stable")[:count]
     return weights[first], ids[first], total(weights)

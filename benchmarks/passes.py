@@ -24,9 +24,9 @@ import gguf
 import torch
 
 import benchmarks as bench
+import kernels
 from benchmarks.servers import memory_gb_per_s
 from demo_models.heads import write_gguf
-from kernels import library
 from models.catalogue import place_of
 from serving.options import between
 
@@ -63,7 +63,7 @@ def measure(name: str, path: str, given: Any) -> list[dict[str, Any]]:
     text = torch.randint(model.vocab_size, (BEHIND,), generator=chance).tolist()
     model.forward([row], [text], [1])
 
-    @library.alone()
+    @kernels.exclusive()
     def verify(count: int) -> None:
         model.forward([row], [text[:count]], [count]).logits[0].argmax(-1).tolist()
         model.cache.truncate(row, BEHIND)

@@ -39,10 +39,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from kernels import library, recurrent
-from kernels.decoder import Net, Passed
-from kernels.recurrent import Rule
-from kernels.rowwise import softplus
+import kernels
+from kernels import DeltaNet, DeltaStates, Rule, softplus
 from messages import KeyCache, Model
 
 NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
@@ -59,7 +57,7 @@ class GatedDelta:
     def read(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Rule, tuple[Tensor, ...]]:
-        """The rule, and what it needs of each token: tensors [B, T, …]; see recurrent.step."""
+        """The rule, and what it needs of each token: tensors [B, T, …]; see kernels.step."""
         (num_keys, width), (heads, columns) = key.shape[2:], value.shape[2:]
         has_norm = options.get("use_qk_l2norm_in_kernel", False)
         rule = Rule(heads, num_keys, width, columns, True, has_norm, width**-0.5)
@@ -126,7 +124,7 @@ class RecurrentLayer:
 
     def __init__(self, mixer: nn.Module, cache: KeyCache, kind: Kind | None) -> None:
         """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
-        self._cache, self._kind, self._is_compiled = cache, kind, library.is_used
+        self._cache, self._kind, self._is_compiled = cache, kind, kernels.are_used()
         self._rule: Rule | None = None  # once it is known
         self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
         self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
@@ -144,18 +142,18 @@ class RecurrentLayer:
         self._ours = MethodType(ours, mixer)
         mixer.forward = self._forward
 
-    def follow(self, net: Net) -> None:
+    def follow(self, net: DeltaNet) -> None:
         """A decoder in C steps the states from now on: the module's weights may go."""
         self.net, self._rule, self._ours, self._theirs = net, net.rule, None, None
 
-    def passed(self, rows: list[int], counts: list[int]) -> Passed:
+    def passed(self, rows: list[int], counts: list[int]) -> DeltaStates:
         """What the net is to be given by these rows, for a forward of `counts` tokens of each."""
-        empty = library.room(self.net.taps - 1, self.net.channels).zero_()
+        empty = torch.zeros(self.net.taps - 1, self.net.channels, dtype=torch.float32, device="cpu")
         marks = [self._at(row, empty) for row in rows]
         states = [mark.state for mark in marks]
         return self.net.passed([mark.tail for mark in marks], states, sum(counts))
 
-    def note(self, rows: list[int], counts: list[int], passed: Passed) -> None:
+    def note(self, rows: list[int], counts: list[int], passed: DeltaStates) -> None:
         """Mark what a forward has left, and what it may have to step again."""
         parts, rule = (passed.fed, passed.mixed, passed.logs, passed.betas), self.net.rule
         keys = rule.key_heads * rule.width
@@ -194,7 +192,7 @@ class RecurrentLayer:
         place, empty = self._cache.current, x.new_zeros(weight.shape[1] - 1, x.shape[1])
         texts = place.part(x.transpose(1, 2))
         marks = [self._at(row, empty) for row in self._rows()]
-        call = recurrent.convolve if self._is_compiled else recurrent.convolve_in_python
+        call = kernels.convolve if self._is_compiled else kernels.convolve_in_python
         found = call(texts, [mark.tail for mark in marks], weight.T, bias)
         for row, mark, fed, tail in zip(self._rows(), marks, texts, found[1], strict=True):
             self._record(row, mark, fed, tail.to(x.dtype))
@@ -219,7 +217,7 @@ class RecurrentLayer:
     ) -> list[tuple[Tensor, Tensor]]:
         """The state behind some tokens of each text, and their outputs. States stay as they are."""
         assert self._rule is not None
-        call = recurrent.step if self._is_compiled else recurrent.step_in_python
+        call = kernels.step if self._is_compiled else kernels.step_in_python
         return call(self._rule, texts, states)
 
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:

@@ -25,9 +25,7 @@ from transformers.modeling_layers import MtpModel
 from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
 from drafters.mtp import MIMO, host_of
-from kernels.decoder import FULL
-from kernels.head import run_mtp_layer
-from kernels.parts import norm_of, parts_of
+from kernels import norm_of, parts_of, run_mtp_layer
 from models.files import FILE, fill, read_folder
 from models.gguf_file import is_gguf
 from models.mimo import MiMoConfig
@@ -184,7 +182,7 @@ class DFlash(Student):
         block = torch.arange(count).repeat_interleave(size)
         before = batch.every[:, None] <= places.repeat_interleave(size, 1)[..., None]
         own = (block[:, None] == block).expand(num, -1, -1)
-        masks = {FULL: additive(torch.cat([before, own], -1))}
+        masks = {"full_attention": additive(torch.cat([before, own], -1))}
         at = torch.cat([batch.every, at], 1)
         x = head.run(x, head.enter(batch.states), at, masks, [None] * self.NUM_LAYERS)
         yield from x.unflatten(1, (count, size)).unbind(2)[1:]

@@ -30,11 +30,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from kernels import library
-from kernels.decoder import FULL, MOST_ROWS, Rows, can_tabulate
-from kernels.head import look_ahead
-from kernels.weights import DTYPES, pack
-from messages import Draft, Model, Place
+from kernels import can_tabulate, speed_up_blocks
+from messages import Draft, Model
 from models.files import check_config, check_sizes, fill
 
 from .base import Chain, Context
@@ -49,7 +46,7 @@ _ONLY = {
     "final_logit_softcapping": None,
 }
 _LARGEST_BLOCK = 256
-_SLIDING = "sliding_attention"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class BlockConfig:
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
             raise ValueError(f"target_layer_ids are {ids!r}, not integers")
         layer = layer_config(content, "qwen3")
-        if unknown := {*layer.layer_types} - {FULL, _SLIDING}:
+        if unknown := {*layer.layer_types} - {_FULL, _SLIDING}:
             raise ValueError(f"layer_types has {min(unknown)!r}, which is not supported")
         if layer.sliding_window is not None and layer.sliding_window < 1:
             raise ValueError(f"sliding_window is {layer.sliding_window}: it must be at least 1")
@@ -181,11 +178,9 @@ class DFlashDrafter(HeadDrafter):
         self._embed, self._output = model.get_input_embeddings(), model.get_output_embeddings()
         self._count_weights(head, self._output)
         self._head, self._decoder = head, None
-        is_ours = context.fast and library.is_used and head.norm.weight.dtype in DTYPES
-        if is_ours and head.norm.weight.device.type == "cpu":
+        if context.fast:
             length = self._cache.max_length
-            self._decoder = look_ahead(head, length, context.quantize, self._sees)
-            pack(head, context.quantize)
+            self._decoder = speed_up_blocks(head, length, context.quantize, self._sees)
 
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         counts = [min(limit, self.drafts_at_once) for limit in max_tokens]
@@ -209,7 +204,7 @@ class DFlashDrafter(HeadDrafter):
         x = self._embed(torch.tensor(ids, device=cache.device))
         context = self._head.enter(torch.cat(hidden))
         if self._decoder:
-            x = self._compute(x, context, place)
+            x = self._decoder(cache, place, context, x)
         else:
             parts = context.split(list(map(len, hidden)))
             context = nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side="left")
@@ -217,20 +212,6 @@ class DFlashDrafter(HeadDrafter):
             x = self._head.run(x, context, place.positions, masks, cache.layers)
         cache.advance(place)
         return x
-
-    def _compute(self, x: Tensor, context: Tensor, place: Place) -> Tensor:
-        """In C: the contexts' keys and values [N, D], and then the blocks, which look ahead."""
-        decoder, size, contexts, blocks = self._decoder, self._config.block_size, Rows(), Rows()
-        decoder.follow(self._cache)
-        for slot, count, end in zip(place.slots, place.counts, place.ends, strict=True):
-            contexts.chain(slot, end - count, count - size)
-            blocks.chain(slot, end - size, size)
-            blocks.ends += [end] * size
-        contexts.ends = [position + 1 for position in contexts.positions]
-        for rows, part in zip(contexts.parts(), context.split(MOST_ROWS), strict=True):
-            decoder(rows, part, only_keys=True)
-        _, states = decoder(blocks, x.flatten(0, 1), layers=(-1,))
-        return states[-1].view_as(x).to(x.dtype)
 
     def _sees(self, kind: str) -> tuple[bool, int | None]:
         """Whether a kind of attention looks ahead in its block, and how far back it sees."""

@@ -21,7 +21,7 @@ refused at start.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kernels import chain
+import kernels
 from cache.prefix import PrefixCache
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
@@ -93,9 +93,9 @@ class DraftModelDrafter(Drafter):
             for limit, ids in zip(max_tokens, fed, strict=True)
         ]
         is_compiled = model.compiled and model.compiled.is_compiled
-        if is_compiled and chain.can_chain(cache, states, fed, limits):
-            words = chain.vocabulary_of(self._num_words(states))
-            return chain.draft(model.compiled.decoder, cache, states, fed, limits, words)
+        if is_compiled and kernels.can_chain(cache, states, fed, limits):
+            words = kernels.vocabulary_of(self._num_words(states))
+            return kernels.draft_chain(model.compiled.decoder, cache, states, fed, limits, words)
         chains = list(map(Chain, states, limits))
         while active := [i for i, each in enumerate(chains) if each.is_open]:
             rows = [states[i].row for i in active]

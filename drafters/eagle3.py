@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from kernels.head import eagle_layer
+from kernels import eagle_layer
 from messages import Model, Place
 from models.files import check_config, check_sizes, fill
 

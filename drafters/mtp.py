@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from kernels.head import mtp_layer, run_mtp_layer
+from kernels import mtp_layer, run_mtp_layer
 from messages import Model, Place
 from models.files import (
     check_numbers,

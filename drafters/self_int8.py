@@ -18,8 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from kernels.start import speed_up
-from kernels.weights import why_not_int8
+from kernels import speed_up, why_not_int8
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
@@ -107,5 +106,5 @@ def smaller_copy(target: Model) -> Model:
         target.pack_copy(twin.model)
     speed_up(twin, None if target.pack_copy else "int8", has_own_embedding=False)
     if twin.compiled:
-        twin.compiled.sharpen()
+        twin.compiled.recompute_rope_tables()
     return twin

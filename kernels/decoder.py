@@ -24,7 +24,7 @@ from .library import address, room
 from .parts import Norm, Parts, norm_of, parts_of, shape_of
 from .recurrent import Convolution, Rule
 from .structs import STRUCTS
-from .weights import DTYPES, Gone, PanelEmbedding, PanelLinear, Panels, become, panels_of
+from .weights import DTYPES, Panels, ReleasedModule, panels_of, put_panels
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 MOST_ROWS = 256  # of one call: their numbers lie in memory at once
@@ -44,7 +44,7 @@ BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
 def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
     """The weights of linear layers of one input, which compute with these panels from now on."""
     for layer in layers:
-        become(layer, PanelLinear, panels_of(layer))
+        put_panels(layer, panels_of(layer))
     if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
         for layer in layers:
             layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
@@ -52,7 +52,7 @@ def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
 
 
 @dataclass
-class Passed:
+class DeltaStates:
     """What a delta net is given by each text of a forward, and what it leaves."""
 
     tails: list[Tensor | None]  # [taps - 1, channels] each; None: nothing came before
@@ -76,8 +76,13 @@ class Passed:
         return _Passing(*map(ctypes.addressof, lists), *map(address, tensors))
 
 
+<<<<<<< HEAD
 class Net:
     """A gated delta net: what decoder.h knows of it."""
+=======
+class DeltaNet:
+    """A gated delta net: what forward.h knows of it."""
+>>>>>>> h-kernels
 
     def __init__(self, net: nn.Module) -> None:
         """Of transformers' module, which a RecurrentLayer may keep the states for."""
@@ -97,12 +102,12 @@ class Net:
 
     def passed(
         self, tails: list[Tensor | None], states: list[Tensor | None], num_rows: int
-    ) -> Passed:
+    ) -> DeltaStates:
         """Room for what a forward of so many rows leaves behind these texts."""
         rule = self.rule
         state = rule.heads, rule.width, rule.columns
         rows = (self.channels, self.channels, rule.heads, rule.heads)
-        return Passed(
+        return DeltaStates(
             tails, states,
             [room(self.taps - 1, self.channels) for _ in tails],
             [room(*state) for _ in states],
@@ -129,9 +134,9 @@ class Block:
             **norms, rope=-1, activation=_ACTIVATIONS[type(parts.activation).__name__],
             is_gated=parts.is_gated, residual_scale=scale,
         )  # fmt: skip
-        self.net: Net | None = None
+        self.net: DeltaNet | None = None
         if parts.is_recurrent:
-            self.net = Net(parts.attention)
+            self.net = DeltaNet(parts.attention)
             self.struct.net = ctypes.pointer(self.net.struct)
         else:
             self._attend(parts, window)
@@ -303,12 +308,12 @@ class Decoder:
         """Let a model of transformers, whose blocks these are, go without its weights."""
         layers, _ = layers_of(model.get_decoder())
         for i, block in enumerate(self.blocks):
-            layers[i] = Gone()
+            layers[i] = ReleasedModule()
             if block.net and block.net.layer:
                 block.net.layer.follow(block.net)
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-        become(embedding, PanelEmbedding, self.embedding, self.struct.embedding_scale)
-        become(output, PanelLinear, self.output)
+        put_panels(embedding, self.embedding, self.struct.embedding_scale)
+        put_panels(output, self.output)
 
     def share_embedding(self, other: "Decoder") -> None:
         """Read embeddings where another decoder of the same model does."""
@@ -382,7 +387,7 @@ class Decoder:
         layers: tuple[int, ...] = (),
         shift: int = 0,
         counts: Sequence[int] = (),
-        passed: Sequence[Passed] = (),
+        passed: Sequence[DeltaStates] = (),
         only_keys: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [n, V] of the rows wanted, and hidden states [N, D] behind blocks `layers`.
@@ -457,7 +462,7 @@ def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, 
 
 
 @torch.no_grad()
-def sharpen(module: nn.Module | None, ropes: dict[str, _Rope]) -> None:
+def recompute_rope_tables(module: nn.Module | None, ropes: dict[str, _Rope]) -> None:
     """Compute the tables anew in double, so that they are the same on every machine.
 
     transformers' own float32 angles are as far from these as their roundings explain; a table that

@@ -28,7 +28,7 @@ def pack_experts(module: nn.Module, quantize: str | None = None) -> None:
     """Put the weights of all experts in `module` in panels, as `pack` does those of layers."""
     for part in experts_of(module):
         if isinstance(part.down_proj, nn.Parameter) and part.down_proj.dtype in DTYPES:
-            hold(part, [_packed(part, name, quantize) for name in matrices_of(part)])
+            put_experts(part, [_packed(part, name, quantize) for name in matrices_of(part)])
         elif quantize and hasattr(part, "matrices"):
             for panels in sum(part.matrices, []):
                 panels.quantise()
@@ -39,7 +39,7 @@ def matrices_of(part: nn.Module) -> tuple[str, str]:
     return "gate_up_proj" if part.has_gate else "up_proj", "down_proj"
 
 
-def hold(part: nn.Module, matrices: list[list[Panels]]) -> None:
+def put_experts(part: nn.Module, matrices: list[list[Panels]]) -> None:
     """Have experts compute with these in the place of their parameters, one for each expert."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for name in matrices_of(part):

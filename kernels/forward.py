@@ -19,7 +19,7 @@ from torch import Tensor
 from messages import Model, Output
 
 from . import library
-from .decoder import Decoder, Rows, sharpen
+from .decoder import Decoder, Rows, recompute_rope_tables
 from .modules import Modules
 from .parts import is_same
 from .weights import Panels, panels_in
@@ -54,7 +54,7 @@ class Report:
 
 
 class KernelForward:
-    """Stands in for `forward` of the core's CachedModel."""
+    """What `CachedModel.forward` calls where whole forwards run in C: `model.compiled`."""
 
     is_compiled = True
     what = "whole forwards in C"
@@ -111,9 +111,10 @@ class KernelForward:
     def _dtype(self) -> torch.dtype:
         return self._model.model.dtype  # which transformers looks for among all weights
 
-    def sharpen(self) -> None:
+    def recompute_rope_tables(self) -> None:
         """Let rotations have the same bits on every machine, once all has been compared."""
-        sharpen(getattr(self._model.model.get_decoder(), "rotary_emb", None), self.decoder.ropes)
+        rotary = getattr(self._model.model.get_decoder(), "rotary_emb", None)
+        recompute_rope_tables(rotary, self.decoder.ropes)
 
     @property
     def can_branch(self) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from messages import Draft, KeyCache
+from messages import Draft, KeyCache, Place
 
 from . import chain, library
 from .decoder import FULL, MOST_ROWS, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
 from .experts import pack_experts
 from .parts import Parts, is_same, norm_of, parts_of
-from .weights import Gone, PanelEmbedding, PanelLinear, Panels, pack
+from .weights import DTYPES, PanelEmbedding, PanelLinear, Panels, ReleasedModule, pack
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
 
@@ -35,7 +35,7 @@ def speed_up_head(
     every = [layer_of(head, number, length) for number in range(len(head.layers))]
     found = every if all(every) else []
     if found:
-        head.layers = nn.ModuleList(Gone() for _ in found)
+        head.layers = nn.ModuleList(ReleasedModule() for _ in found)
     for layer in found if quantize else ():
         layer.decoder.quantise()
     pack(head, quantize, besides)
@@ -63,6 +63,7 @@ class KernelHead:
         self._words = words
         return True
 
+<<<<<<< HEAD
     def draft(
         self, cache: KeyCache, states: Sequence[Any], fed: list[list[int]], limits: list[int],
         hidden: Tensor,
@@ -70,6 +71,11 @@ class KernelHead:
         """Draw up to limits[i] tokens for each drafter's state: see chain.draft."""
         rest = self._words, hidden, self._shift, self._layer
         return chain.draft(self.decoder, cache, states, fed, limits, *rest)
+=======
+    def draft(self, cache: KeyCache, texts: Sequence[chain.Text]) -> list[Draft]:
+        """Draw each text's draft: see chain.py."""
+        return chain.draft_chain(self.decoder, cache, texts, self._words, self._shift, self._layer)
+>>>>>>> h-kernels
 
     def __call__(
         self, cache: KeyCache, rows: list[int], counts: list[int], embeds: Tensor, states: Tensor
@@ -179,21 +185,51 @@ def eagle_layer(head: nn.Module, number: int, length: int) -> KernelHead | None:
     )  # fmt: skip
 
 
-@torch.no_grad()
-def look_ahead(
-    head: Any, length: int, quantize: str | None, sees: Callable[[str], tuple[bool, int | None]]
-) -> Decoder:
-    """The layers of a DFlash head, of Qwen3's kind; `sees` says of a kind of attention how far.
+class BlockHead:
+    """The layers of a DFlash head in C: contexts become keys and values, blocks look ahead."""
 
-    That is, whether it looks ahead, and how many tokens it sees behind.
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def __call__(self, cache: KeyCache, place: Place, context: Tensor, blocks: Tensor) -> Tensor:
+        """Outputs [B, n, D] of blocks [B, n, D], each behind the context of its text.
+
+        `place` has, of each text, the new rows of its context and then its block; context [N, D]
+        are the new rows of all texts. Keys and values of both are written to `cache`.
+        """
+        size, read, drafted = blocks.shape[1], Rows(), Rows()
+        self.decoder.follow(cache)
+        for slot, count, end in zip(place.slots, place.counts, place.ends, strict=True):
+            read.chain(slot, end - count, count - size)
+            drafted.chain(slot, end - size, size)
+            drafted.ends += [end] * size
+        read.ends = [position + 1 for position in read.positions]
+        for rows, states in zip(read.parts(), context.split(MOST_ROWS), strict=True):
+            self.decoder(rows, states, only_keys=True)
+        _, outputs = self.decoder(drafted, blocks.flatten(0, 1), layers=(-1,))
+        return outputs[-1].view_as(blocks).to(blocks.dtype)
+
+
+@torch.no_grad()
+def speed_up_blocks(
+    head: Any, length: int, quantize: str | None, sees: Callable[[str], tuple[bool, int | None]]
+) -> BlockHead | None:
+    """The layers of a DFlash head, of Qwen3's kind, in C; None where C cannot compute them.
+
+    `sees` says of a kind of attention whether it looks ahead, and how many tokens it sees behind
+    (None: all). Texts have up to `length` tokens. The modules let go of their weights.
     """
+    weight = head.norm.weight
+    if not library.is_used or weight.dtype not in DTYPES or weight.device.type != "cpu":
+        return None
     kinds, blocks = head.config.layer.layer_types, []
     for layer, kind in zip(head.layers, kinds, strict=True):
         looks_ahead, window = sees(kind)
         blocks.append(Block(parts_of(layer), kind, window))
         blocks[-1].struct.looks_ahead = looks_ahead
-    found = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length))
+    decoder = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length))
     if quantize:
-        found.quantise()
-    head.layers = nn.ModuleList(Gone() for _ in blocks)
-    return found
+        decoder.quantise()
+    head.layers = nn.ModuleList(ReleasedModule() for _ in blocks)
+    pack(head, quantize)
+    return BlockHead(decoder)

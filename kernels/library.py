@@ -41,19 +41,19 @@ _FLAGS = (
 _LINKING = "-shared", "-pthread", "-Wl,-Bsymbolic"
 _SECONDS = 300
 _library: ctypes.CDLL | None = None
-_outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `alone`
+_outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `exclusive`
 is_used = False
 # Memory for numbers that C writes: torch's own defaults may be of another type and device.
 room = partial(torch.empty, dtype=torch.float32, device="cpu")
 
 
 def num_threads() -> int:
-    """How many threads compute a call: as many as torch has outside `alone`."""
+    """How many threads compute a call: as many as torch has outside `exclusive`."""
     return _outside.get() or torch.get_num_threads()
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def exclusive() -> Iterator[None]:
     """Within it torch computes in the calling thread, between calls of kernels.
 
     Its other threads wait busily for a while for what comes next, and would take the cores from
@@ -69,6 +69,11 @@ def alone() -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
         _outside.reset(token)
+
+
+def are_used() -> bool:
+    """Whether what is built now computes with the kernels: `setup` has decided."""
+    return is_used
 
 
 def why_not() -> str | None:

@@ -29,8 +29,8 @@ def doubts_of(chances: list[float], mean: float, least: float) -> ctypes.Structu
     return STRUCTS["doubts"](tuple(chances), mean, least)
 
 
-def is_there() -> bool:
-    """Whether it is to be used and can be compiled here."""
+def can_choose() -> bool:
+    """Whether tokens are chosen in C: that is wanted, and can be compiled here."""
     return is_wanted and _is_compiled()
 
 

@@ -20,7 +20,7 @@ from .modules import Modules, attend_in_c
 from .weights import pack, quantise_embedding, why_not_int8
 
 
-def get_ready(quantize: str | None, device: str, is_wanted: bool) -> None:
+def setup(quantize: str | None, device: str, is_wanted: bool) -> None:
     """Call this before weights are read. Raises ValueError where int8 is not possible.
 
     `is_wanted`: whether to compute in C where that is possible.
@@ -38,7 +38,7 @@ def speed_up(
     check: Callable[[Model], None] | None = None,
     has_own_embedding: bool = True,
 ) -> None:
-    """Make a CachedModel compute the same results faster.
+    """Set `compiled` of a CachedModel, if C can compute its forwards: the same results, faster.
 
     `quantize`: None, or "int8", which makes another model of a quarter of the bytes. `check`
     compares the whole model while its weights are still floats: after quantising, a rounding may

@@ -177,18 +177,23 @@ class PanelEmbedding(nn.Embedding):
         return (rows if self.factor == 1 else rows * self.factor).to(self.weight.dtype)
 
 
-class Gone(nn.Module):
+class ReleasedModule(nn.Module):
     """In the place of a module whose weights are elsewhere."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("this module's weights are in panels")
 
 
-def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: float = 1.0) -> None:
-    """Turn a module into one that computes with panels: in place, as others may share it."""
+def put_panels(module: nn.Module, panels: Panels, factor: float = 1.0) -> None:
+    """Have a linear layer or an embedding compute with these panels, in place.
+
+    Other modules may share the module, as an output layer shares its embedding: so its class is
+    changed, and no other module is put where it was. An embedding's rows are multiplied by
+    `factor`.
+    """
     weight = ShownWeight(module.weight.dtype, module.weight.device, tuple(module.weight.shape))
     module._parameters.clear()
-    module.__class__ = kind
+    module.__class__ = PanelEmbedding if isinstance(module, nn.Embedding) else PanelLinear
     module.weight, module.panels, module.factor = weight, panels, factor
 
 
@@ -203,7 +208,7 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
     for layer in set(module.modules()) - others:
         found = linear_of(layer)
         if found is not None and layer.weight.dtype in DTYPES:
-            become(layer, PanelLinear, Panels.of(*found, quantize))
+            put_panels(layer, Panels.of(*found, quantize))
         elif quantize and isinstance(layer, PanelLinear):
             layer.panels.quantise()
 
@@ -216,7 +221,7 @@ def quantise_embedding(model: nn.Module) -> None:
     if type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale"):
         scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
         panels = Panels.of(embedding.weight, None, "int8")
-        become(embedding, PanelEmbedding, panels, float(scale))
+        put_panels(embedding, panels, float(scale))
         # Something has to be left of a model that modules can ask for its type.
         anchor = embedding.weight
         embedding.anchor = nn.Parameter(torch.empty(0, dtype=anchor.dtype), requires_grad=False)

@@ -192,7 +192,11 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
         "compiled": bool(engine.target.compiled and engine.target.compiled.is_compiled),
+<<<<<<< HEAD
         "trees": engine.pool.can_branch,
+=======
+        "trees": engine.panel.can_branch,
+>>>>>>> h-kernels
         "model_card": entry and entry.card,  # where a model of the catalogue comes from
         "target": weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it

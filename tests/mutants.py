@@ -433,7 +433,7 @@ ROWS = [  # name, place, old, new and tests
      "self._accepted[tenth] / self._reached[tenth]", "confidence", "controller::a_draft_goes"),
     ("a forward that a guess spared is asked for", "control.controller:Choice.decision",
      "step_ms * record.steps", "step_ms", "controller::a_model_that_guesses_right"),
-    ("nothing is guessed in copied text", "kernels.chain:draft", "if can_guess else []",
+    ("nothing is guessed in copied text", "kernels.chain:draft_chain", "if can_guess else []",
      "if False else []", "kernels::a_draft_that_copies"),
     ("nobody shares a step", "control.controller:Choice.decision", "price.step_ms / sharers",
      "price.step_ms", "controller::what_a_step_must_bring_is_what_it_costs"),

@@ -13,7 +13,7 @@ from control.acceptance import Acceptance
 from kernels import sampling as compiled
 from sampling import Noise, choose, confidence, ranked, survivors
 
-needs_compiler = pytest.mark.skipif(not compiled.is_there(), reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(not compiled.can_choose(), reason="no C compiler here")
 CUTS = [
     (1.0, 0, 1.0, 0.0), (0.3, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (1.0, 3000, 1.0, 0.0),
     (1.3, 0, 0.95, 0.0), (1.0, 0, 0.999, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 0.3),
@@ -42,7 +42,7 @@ def rows():
 
 def with_python(monkeypatch, function, *given):
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "is_there", lambda: False)
+        patch.setattr(compiled, "can_choose", lambda: False)
         return function(*given)
 
 
@@ -106,7 +106,7 @@ def test_of_equal_times_the_lower_id_wins(monkeypatch):
 @pytest.mark.parametrize("number", [math.nan, math.inf, None], ids=str)
 def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
     if way == "python":
-        monkeypatch.setattr(compiled, "is_there", lambda: False)
+        monkeypatch.setattr(compiled, "can_choose", lambda: False)
     samplings = core.Sampling(), *(core.Sampling(1.0, *cuts) for cuts in CUTS)
     for at, sampling in itertools.product((0, vocab // 2, vocab - 1), samplings):
         row = torch.linspace(-1, 1, vocab)
@@ -116,10 +116,10 @@ def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
 
 
 @pytest.mark.parametrize("way", [pytest.param("C", marks=needs_compiler), "python"])
-def test_a_row_is_chosen_from_where_it_lies_and_only_if_it_is_there(monkeypatch, way):
+def test_a_row_is_chosen_from_where_it_lies_and_only_if_it_can_choose(monkeypatch, way):
     rows, ways = torch.eye(3, 50), [core.Sampling(), core.Sampling(temperature=1.0, top_k=1)]
     if way == "python":
-        monkeypatch.setattr(compiled, "is_there", lambda: False)
+        monkeypatch.setattr(compiled, "can_choose", lambda: False)
     for scores, way in itertools.product((rows, rows.bfloat16(), rows.T.contiguous().T), ways):
         assert [choose(scores, way, Noise(0), 0, row=i) for i in range(3)] == [0, 1, 2]
         assert choose(scores[1], way, Noise(0), 0) == 1

@@ -127,7 +127,7 @@ def test_a_head_computes_in_its_target_s_numbers(given, prompts):
     engine = load(**given)
     drafter = engine.pool.drafters["dflash"]
     form = "Q8" if "quantize" in given else "HALF"
-    matrices = drafter._decoder.blocks[0].matrices.values()
+    matrices = drafter._decoder.decoder.blocks[0].matrices.values()
     forms = {panels.form for part in matrices for panels in part}
     assert forms | {drafter._head.fc.panels.form} == {form}
     sequence = assert_lossless(engine, prompts["repetitive_colours"], 30, "dflash")

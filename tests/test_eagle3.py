@@ -161,7 +161,11 @@ def test_a_head_drafts_as_its_layout_says(
         embed = torch.randn(4096, contract.WIDTH)
         contract.holding("embed_tokens.weight", lambda _: embed)(tmp_path)
     engine = load(target_folder, tmp_path, kernels=kernels, allow_pickle=layout == "pickled")
+<<<<<<< HEAD
     assert bool(engine.pool.drafters["eagle3"]._kernels) == bool(engine.target.compiled)
+=======
+    assert bool(engine.panel.drafters["eagle3"]._kernels) == bool(engine.target.compiled)
+>>>>>>> h-kernels
     contract.check_drafts(engine, "eagle3", partial(reference_draft, head, model, embed), 4)
 
 

@@ -333,7 +333,11 @@ def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_fold
 def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtype):
     """They are smaller than 8 bits, and their numbers are the model's own."""
     engine = load(model=files["q4_0"], dtype=dtype, drafter="self_int8")
+<<<<<<< HEAD
     twin = engine.pool.drafters["self_int8"]._draft
+=======
+    twin = engine.panel.drafters["self_int8"]._draft
+>>>>>>> h-kernels
     decoder = twin.compiled.decoder
     panels = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {own.form for own in (*panels, decoder.output)} == {"Q4"}
@@ -524,7 +528,7 @@ def test_files_that_are_filled_up_to_different_sizes_share_a_vocabulary(
 @pytest.mark.parametrize("count", [100, MANY])
 def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, count):
     """Whose keys or whose tensor table have changed, but not its vocabulary."""
-    start.get_ready(None, "cpu", True)
+    start.setup(None, "cpu", True)
     good, path = files["q8_0"].read_bytes(), tmp_path / "fuzzed.gguf"
     with GgufFile(files["q8_0"]) as file:
         tensors = file.tensors.values()

@@ -390,7 +390,7 @@ def loaded(path, length, is_packed):
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_s_logits_are_those_of_the_model_that_it_was_made_of(tmp_path, name):
     """Unpacked; and as it lies in the file, where the family's matrices can be."""
-    start.get_ready(None, "cpu", True)
+    start.setup(None, "cpu", True)
     case, path = CASES[name], tmp_path / "model.gguf"
     expected = logits_of(write(path, case), case.length)
     with open_model(str(path)) as file:
@@ -488,7 +488,7 @@ def test_each_key_that_gguf_knows_is_applied_or_refused(tmp_path, architecture):
 )
 def test_what_would_be_another_model_is_refused(tmp_path, name, more, reason):
     """In one line with its name, packed or not."""
-    start.get_ready(None, "cpu", True)
+    start.setup(None, "cpu", True)
     path = tmp_path / "model.gguf"
     write(path, CASES[name], **more)
     for dtype in ("auto", "float32"):

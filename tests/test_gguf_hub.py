@@ -116,7 +116,11 @@ def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_networ
     pair = "someone/target-GGUF:q4_0", "someone/draft-gguf:Q8_0"
     monkeypatch.setitem(catalogue.PAIRS, "pair", pair)
     engine = core.load_engine(core.Options(model="pair", fixed_k=True))
+<<<<<<< HEAD
     assert engine.target.compiled.is_compiled and "draft_model" in engine.pool.drafters
+=======
+    assert engine.target.compiled.is_compiled and "draft_model" in engine.panel.drafters
+>>>>>>> h-kernels
     with pytest.raises(loading.StartError, match="must be from 2 to .* for pair$"):
         core.load_engine(core.Options(model="pair", max_model_len=1))
     put(folder, "someone/target-GGUF", "t_q4_k_m.gguf", llama, Q4_0)

@@ -25,7 +25,7 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def alone(engine, prompts):
+def exclusive(engine, prompts):
     """Plain decoding, by the way that tokens are chosen and by prompt."""
 
     def decode(prompt, way):
@@ -44,7 +44,11 @@ def test_it_is_found_by_name_and_health_says_what_it_is(engine):
     health = answers.health(engine, Worker(engine, OPTIONS), OPTIONS)
     assert health["model"] == "hybrid" and health["bitwise_lossless"] is True
     assert health["prefix_cache"] is None and len(engine.target.cache.recurrent) == 6
+<<<<<<< HEAD
     assert engine.target.compiled.is_compiled and engine.pool.drafters["mtp"]._kernels
+=======
+    assert engine.target.compiled.is_compiled and engine.panel.drafters["mtp"]._kernels
+>>>>>>> h-kernels
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -71,7 +71,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
 
     Rotations stay torch's own, whose angles are less exact.
     """
-    monkeypatch.setattr("kernels.forward.sharpen", lambda *_: None)
+    monkeypatch.setattr("kernels.forward.recompute_rope_tables", lambda *_: None)
     save_small(
         "qwen3", tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
         max_position_embeddings=640, use_sliding_window=True, sliding_window=37,
@@ -453,9 +453,15 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     engine, drafter = drafting
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
+<<<<<<< HEAD
     given = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
     called, draft = [], chain.draft
     monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
+=======
+    given = engine, drafter, texts, limits, sampling, Numbers() if stops else None
+    called, choice = [], chain.choice_of  # which every draft in one call asks
+    monkeypatch.setattr(chain, "choice_of", lambda *given: called.append(1) or choice(*given))
+>>>>>>> h-kernels
     monkeypatch.setattr(chain, "_MANY", 0)  # so that a small model, too, guesses what it will draft
     at_once, held = drafts_of(*given)
     assert called
@@ -514,12 +520,12 @@ def test_of_two_threads_that_compute_alone_each_gets_its_number_of_threads_back(
     """Two engines in one process: the first one's end is not the other's."""
     monkeypatch.setattr(library, "is_used", True)
     threads(3)
-    one, other = library.alone(), library.alone()
+    one, other = library.exclusive(), library.exclusive()
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
         one.__enter__()
         pool.submit(other.__enter__).result()
         assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
-        with library.alone():
+        with library.exclusive():
             assert library.num_threads() == 3
         assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
         one.__exit__(None, None, None)

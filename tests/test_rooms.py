@@ -9,6 +9,8 @@ from importlib.util import resolve_name
 
 from conftest import ROOT
 
+import kernels
+
 CORE = "08_speculative_decoding"
 # Each room, and the rooms that it may import: only those below it. Nobody imports the core.
 ROOMS: dict[str, set[str]] = {
@@ -51,6 +53,22 @@ def test_a_room_imports_only_the_rooms_below_it():
         room = module.split(".")[0]
         wrong = {n.split(".")[0] for n in imported(module, ast.walk(tree))} & OURS - ROOMS[room]
         assert wrong <= {room}, f"{module} imports {wrong - {room}}"
+
+
+def test_other_rooms_use_the_face_of_kernels_alone():
+    """Tests of the kernels themselves may look inside."""
+    for path in [*FILES, *(ROOT / "benchmarks").rglob("*.py")]:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module.startswith("kernels."):
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        attributes = (node for node in nodes if isinstance(node, ast.Attribute))
+        names = {ast.unparse(node) for node in attributes if isinstance(node.value, ast.Name)}
+        inside = {
+            name for name in {*names, *imported(module, nodes)} if name.startswith("kernels.")
+        }
+        assert inside <= {f"kernels.{name}" for name in kernels.__all__}, path.name
+    assert (ROOT / "kernels" / "__init__.py").read_text("utf-8").count("\n") <= 80
 
 
 def test_no_import_goes_around_in_a_circle():
