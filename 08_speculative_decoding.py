@@ -381,7 +381,10 @@ class Engine:
         self.planner = control.FixedK()
         if controller:
             self.planner = control.Planner(controller, self.pool)
-        self.now, self.totals = control.clock(target.model.device), control.Totals(self.pool.choices)
+        self.now, self.totals = (
+            control.clock(target.model.device),
+            control.Totals(self.pool.choices),
+        )
 
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""

@@ -5,7 +5,6 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -129,7 +128,7 @@ class Draft:
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
     def depth(self, node: int) -> int:
-        """How many drafted tokens lead to token `node`, with itself; 0 for the pending token, -1."""
+        """The number of drafted tokens on the path to token `node`; 0 for the pending token, -1."""
         if self.parents is None:
             return node + 1
         return 0 if node < 0 else 1 + self.depth(self.parents[node])
@@ -280,7 +279,7 @@ class Cycle:
         return [self.draft.tokens[i] for i in self.path]
 
     def along(self, rows: Tensor) -> Tensor:
-        """The rows of tokens on the text's path, of rows [m + n, …] whose last n are the draft's."""
+        """The text's part of rows [m + n, …]: the first m, and those of its path in the draft."""
         if self.draft.parents is None:
             return rows
         first = len(rows) - len(self.draft.tokens)

@@ -107,7 +107,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class Slots(Cache):
-    """Rows, the slots that they have now, and buffers [slots, heads, max_length, width] by layer."""
+    """Rows, their slots, and each layer's buffers [slots, heads, max_length, width]."""
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])

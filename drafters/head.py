@@ -191,22 +191,13 @@ class AutoregressiveDrafter(HeadDrafter):
         self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
         self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
-<<<<<<< HEAD
-            is_exact = is_target_s or not library.is_used
+            is_exact = is_target_s or not kernels.are_used()
             quantize = context.quantize if is_exact else self.weight_format
             self._kernels = speed_up_head(
                 head, self.kernel_of, target.max_length, quantize, target.model
             )
-            vocabulary = chain.vocabulary_of(target.vocab_size, words)
+            vocabulary = kernels.vocabulary_of(target.vocab_size, words)
             self._ends = head.embed_tokens, getattr(head, self.output), vocabulary
-=======
-            is_exact = is_own or not kernels.are_used()
-            kept_as = context.quantize if is_exact else self.kept_as
-            given = target.max_length, kept_as, target.model
-            self._kernels = speed_up_head(head, self.kernel_of, *given)
-            known = kernels.vocabulary_of(target.vocab_size, words)
-            self._ends = head.embed_tokens, getattr(head, self.output), known
->>>>>>> h-kernels
         self._embed = head.embed_tokens
 
     def _enter(self, hidden: Tensor) -> Tensor:
@@ -249,7 +240,7 @@ class AutoregressiveDrafter(HeadDrafter):
         """
         may_branch = any(state.can_branch for state in states)
         fed = [state.text[self._cache.lengths[state.row] + 1 :] for state in states]
-        can_chain = not may_branch and chain.can_chain(self._cache, states, fed, max_tokens)
+        can_chain = not may_branch and kernels.can_chain(self._cache, states, fed, max_tokens)
         if can_chain and self._is_compiled:
             return self._in_one_call(states, fed, max_tokens)
         texts = zip(states, max_tokens, strict=True)
@@ -268,7 +259,6 @@ class AutoregressiveDrafter(HeadDrafter):
             read.keep_unread()
         return [each.draft() for each in chains]
 
-<<<<<<< HEAD
     def _in_one_call(
         self, states: list[HeadState], fed: list[list[int]], limits: list[int]
     ) -> list[Draft]:
@@ -279,25 +269,6 @@ class AutoregressiveDrafter(HeadDrafter):
         for state in asked:
             state.hidden[0] = []
         return drafts
-=======
-    def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
-        """The same drafts without Python between their tokens; None where that cannot be had."""
-        if any(state.can_branch for state in states):
-            return None
-        fed = [state.text[self._cache.lengths[state.row] + 1 :] for state in states]
-        texts = kernels.texts_of(self._cache, states, fed, limits)
-        if not texts or not self._can_chain:
-            return None
-        chained = list(texts.values())
-        hidden = torch.cat([part for i in texts for part in states[i].hidden[0]])
-        entered = self._enter(hidden, 0).split([len(text.fed) for text in chained])
-        for text, own in zip(chained, entered, strict=True):
-            text.states = own
-        found = self._kernels[0].draft(self._cache, chained)
-        for i in texts:
-            states[i].hidden[0] = []
-        return kernels.in_order(texts, found, len(states))
->>>>>>> h-kernels
 
     def _forward(
         self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int
@@ -313,13 +284,8 @@ class AutoregressiveDrafter(HeadDrafter):
         if self._kernels:
             return self._kernels[layer](cache, rows, counts, *inputs)
         place = cache.place(rows, counts)
-<<<<<<< HEAD
         embeds, hidden = (place.arrange(list(part.split(counts))) for part in inputs)
-        with library.alone():  # its linear layers are kernels
-=======
-        embeds, hidden = (place.arrange(list(part.split(counts))) for part in given)
         with kernels.exclusive():  # its linear layers are kernels
->>>>>>> h-kernels
             output = self._run(embeds, hidden, place, layer)
         cache.advance(place)
         return place.part(output)

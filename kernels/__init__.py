@@ -1,13 +1,3 @@
-<<<<<<< HEAD
-"""Computes models in C, with equal bits by construction: a row's depend on that row alone."""
-
-from .library import alone as exclusive
-from .start import get_ready as setup
-from .start import report_of, speed_up
-from .weights import num_weights
-
-__all__ = ["exclusive", "num_weights", "report_of", "setup", "speed_up"]
-=======
 """Computes models in C, with equal bits by construction: a row's depend on that row alone.
 
 This is the room's face: all that other rooms may use. The docstrings stand where the names are
@@ -20,14 +10,14 @@ from typing import Any
 _FILES = {
     # Before a model is loaded: whether to compute in C. Afterwards: `model.compiled`, its forward.
     "start": ("setup", "speed_up", "report_of"),
-    "forward": ("KernelForward", "Report", "Trees", "NO_TREES"),
+    "forward": ("KernelForward", "Report"),
     "library": ("are_used", "exclusive"),  # exclusive: torch leaves the cores to the kernels
     # The same for drafters' heads, and a draft of several tokens in one call.
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",
         "run_mtp_layer",
     ),
-    "chain": ("draft_chain", "texts_of", "in_order", "vocabulary_of"),
+    "chain": ("draft_chain", "can_chain", "vocabulary_of"),
     # What sampling.py does, with the same bits.
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence"),
     # Matrices in the kernels' layout, of floats or of a GGUF file's bytes.
@@ -54,4 +44,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
     return value
->>>>>>> h-kernels

@@ -52,17 +52,7 @@ def can_chain(
     )
 
 
-<<<<<<< HEAD
-def draft(
-=======
-def in_order(texts: dict[int, Text], drafts: Sequence[Draft], count: int) -> list[Draft]:
-    """Of `count` states, the drafts of these texts; those that wanted no tokens have none."""
-    found = dict(zip(texts, drafts, strict=True))
-    return [found.get(i, Draft()) for i in range(count)]
-
-
 def draft_chain(
->>>>>>> h-kernels
     decoder: Decoder,
     cache: KeyCache,
     states: Sequence[Any],

@@ -76,13 +76,8 @@ class DeltaStates:
         return _Passing(*map(ctypes.addressof, lists), *map(address, tensors))
 
 
-<<<<<<< HEAD
-class Net:
-    """A gated delta net: what decoder.h knows of it."""
-=======
 class DeltaNet:
-    """A gated delta net: what forward.h knows of it."""
->>>>>>> h-kernels
+    """A gated delta net: what decoder.h knows of it."""
 
     def __init__(self, net: nn.Module) -> None:
         """Of transformers' module, which a RecurrentLayer may keep the states for."""

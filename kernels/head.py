@@ -63,19 +63,13 @@ class KernelHead:
         self._words = words
         return True
 
-<<<<<<< HEAD
     def draft(
         self, cache: KeyCache, states: Sequence[Any], fed: list[list[int]], limits: list[int],
         hidden: Tensor,
     ) -> list[Draft]:  # fmt: skip
-        """Draw up to limits[i] tokens for each drafter's state: see chain.draft."""
+        """Draw up to limits[i] tokens for each drafter's state: see chain.draft_chain."""
         rest = self._words, hidden, self._shift, self._layer
-        return chain.draft(self.decoder, cache, states, fed, limits, *rest)
-=======
-    def draft(self, cache: KeyCache, texts: Sequence[chain.Text]) -> list[Draft]:
-        """Draw each text's draft: see chain.py."""
-        return chain.draft_chain(self.decoder, cache, texts, self._words, self._shift, self._layer)
->>>>>>> h-kernels
+        return chain.draft_chain(self.decoder, cache, states, fed, limits, *rest)
 
     def __call__(
         self, cache: KeyCache, rows: list[int], counts: list[int], embeds: Tensor, states: Tensor

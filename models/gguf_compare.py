@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kernels.experts import matrices_of
+from kernels import matrices_of
 
 from . import StartError
 from .gguf_config import config_of

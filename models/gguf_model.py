@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.gguf import GGUF_ARCHS
 
-from kernels import library
-from kernels.experts import hold, matrices_of
-from kernels.weights import PanelEmbedding, PanelLinear, Panels, become
+import kernels
+from kernels import Panels, matrices_of, put_experts, put_panels
 
 from . import StartError
 from .gguf_config import config_of, refuse_unread
@@ -70,7 +69,7 @@ def _what_it_lacks(file: GgufFile) -> str | None:
 def why_not_packed(file: GgufFile) -> str | None:
     """Why a file's matrices cannot be computed with as they are; None if they can."""
     architecture = file.metadata["general.architecture"]
-    if not library.is_used:
+    if not kernels.are_used():
         return "the kernels are not used"
     if architecture in GGUF_ARCHS:
         return f"transformers rearranges the matrices of {architecture}"
@@ -211,14 +210,13 @@ def _use_panels(model: PreTrainedModel, matrices: dict[str, Panels | list[Panels
         bias = getattr(module, "bias", None)
         if bias is not None:
             panels.set_bias(bias)
-        kind = PanelEmbedding if isinstance(module, nn.Embedding) else PanelLinear
         scale = getattr(module, "embed_scale", torch.ones(()))
-        become(module, kind, panels, float(scale))
+        put_panels(module, panels, float(scale))
     names = {module: name for name, module in model.named_modules()}
     for module in mixtures:
-        hold(module, [matrices[f"{names[module]}.{part}"] for part in matrices_of(module)])
+        put_experts(module, [matrices[f"{names[module]}.{part}"] for part in matrices_of(module)])
     if is_tied:
-        become(output, PanelLinear, embedding.panels)
+        put_panels(output, embedding.panels)
         output.weight = embedding.weight
 
 

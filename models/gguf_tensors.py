@@ -26,9 +26,9 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from kernels.files import own_pages
-from kernels.weights import LANES, Panels
+from kernels import LANES, Panels
 
+from .files import own_pages
 from .gguf_file import BadFile, GgufFile, Tensor
 
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.

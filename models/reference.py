@@ -143,11 +143,7 @@ def check(cached: Model) -> None:
         PROGRESS.info("comparing the logits with those of transformers' own forward")
         reference.check(cached)
     if cached.compiled:
-<<<<<<< HEAD
-        cached.compiled.sharpen()
-=======
         cached.compiled.recompute_rope_tables()
->>>>>>> h-kernels
 
 
 def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int, Tensor]]:

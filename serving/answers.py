@@ -44,7 +44,9 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
     counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
     notes = notes + sequence.warnings
     body = body_of(sequence, sequence.output, notes, usage, counters, statistics.timings())
-    body["metrics"]["controller"] = sequence.drafting.task.decision and sequence.drafting.task.decision.as_dict()
+    body["metrics"]["controller"] = (
+        sequence.drafting.task.decision and sequence.drafting.task.decision.as_dict()
+    )
     if request.trace:
         body["trace"] = list(map(public, job.events))
     if others:
@@ -192,11 +194,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
         "compiled": bool(engine.target.compiled and engine.target.compiled.is_compiled),
-<<<<<<< HEAD
         "trees": engine.pool.can_branch,
-=======
-        "trees": engine.panel.can_branch,
->>>>>>> h-kernels
         "model_card": entry and entry.card,  # where a model of the catalogue comes from
         "target": weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it

@@ -16,10 +16,12 @@ from server import Gate, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
+from drafters import Drafter
 from kernels import start
-from messages import Verdict
+from messages import Request, Verdict
 from sampling import ACCEPT, truncated_softmax
 from serving import faults, trace
+from serving.options import Options
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
@@ -105,7 +107,7 @@ def demo_engine() -> Any:
 
     All tests share it, so no drafter may remember what it wrote for another one.
     """
-    return core.load_engine(core.Options(model="embedded", fixed_k=True, suffix_cache=0))
+    return core.load_engine(Options(model="embedded", fixed_k=True, suffix_cache=0))
 
 
 @pytest.fixture
@@ -126,9 +128,7 @@ def main(demo_engine: Any, monkeypatch: Any, capsys: Any) -> Callable[..., tuple
 @pytest.fixture(scope="session")
 def slow_engine() -> Any:
     """The embedded target as transformers' modules run it, where nothing can be compiled."""
-    return core.load_engine(
-        core.Options(model="embedded", kernels=False, fixed_k=True, suffix_cache=0)
-    )
+    return core.load_engine(Options(model="embedded", kernels=False, fixed_k=True, suffix_cache=0))
 
 
 @pytest.fixture(scope="session")
@@ -267,7 +267,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
     """One request to its end: the finished sequence and its events."""
     events = []
-    for sequence, cycle in engine.generate(core.Request(prompt, **fields)):
+    for sequence, cycle in engine.generate(Request(prompt, **fields)):
         events.append(trace.summary(cycle) | trace.event(sequence, cycle))
     return sequence, events
 
@@ -342,7 +342,7 @@ def propose_and_close(drafter: Any, states: list[Any], limits: list[int]) -> lis
 Script = Callable[[list[int], int], list[int]]
 
 
-class ScriptedDrafter(core.Drafter):
+class ScriptedDrafter(Drafter):
     """Proposes by a function of (tokens so far, limit); what it observes is kept for the test."""
 
     name = "scripted"

@@ -24,6 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from messages import Request
+from serving.options import Options
+
 DOCUMENT = ROOT / "docs" / "families.txt"
 KINDS = EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
 NUM_TOKENS = 12
@@ -168,7 +171,7 @@ def outcome_of(name: str, folder: Path) -> Outcome:
     except Exception as error:
         print(name, error, file=sys.stderr)
         return Outcome(UNBUILT)
-    options = core.Options(model=str(folder), drafter="ngram", fixed_k=True, max_running=3)
+    options = Options(model=str(folder), drafter="ngram", fixed_k=True, max_running=3)
     try:
         engine = core.load_engine(options)
     except ValueError as error:  # as a StartError is
@@ -176,7 +179,7 @@ def outcome_of(name: str, folder: Path) -> Outcome:
         return Outcome(REFUSED, re.sub("are [0-9.e-]+ away.*", "differ", " ".join(said.split())))
     remark = "" if config.model_type == name else "its text part"
     given = prompts(engine.target.tokenizer)
-    requests = [core.Request(prompt, NUM_TOKENS, "ngram") for prompt in given]
+    requests = [Request(prompt, NUM_TOKENS, "ngram") for prompt in given]
     plain = [replace(request, drafter=None) for request in requests]
     alone = [text for request in requests for text in served_texts(engine, [request])]
     served = [alone, served_texts(engine, requests), served_texts(engine, plain)]

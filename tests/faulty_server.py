@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from control import Statistics
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
 from serving import http
@@ -98,7 +99,7 @@ def main(arguments: list[str]) -> int:
         for name in DRAFTER_FAULTS:
             engine.pool.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
             engine.pool.choices[name] = (name,)
-            engine.totals.by_drafter[name] = core.Statistics()
+            engine.totals.by_drafter[name] = Statistics()
         return engine
 
     def load_faulty(options: Any) -> Any:

@@ -19,13 +19,14 @@ from test_drafters import (  # noqa: F401
 from test_prefix import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
 
 from kernels import chain
+from messages import Request
 
 
 def test_the_head_is_accepted_changes_no_token_and_gives_its_rows_back(
     demo_engine, prompts, name, way
 ):
     """Were it not accepted, the tests here would see rejected drafts only."""
-    requests, rates = [core.Request(p, 24, name, 4, **way) for p in prompts.values()][:6], []
+    requests, rates = [Request(p, 24, name, 4, **way) for p in prompts.values()][:6], []
     for request, sequence in zip(requests, together(demo_engine, requests), strict=True):
         target, ends = demo_engine.target, demo_engine.eos_ids
         assert sequence.output == core.plain_decode(target, request.prompt, 24, ends, **way)

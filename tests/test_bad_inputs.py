@@ -40,6 +40,8 @@ from transformers import AutoTokenizer
 from messages import RequestError
 from models import prompts as reading
 from models.prompts import chat_prompt, tokenize
+from serving.options import Options
+from serving.service import Service
 
 ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
@@ -50,8 +52,8 @@ each_route = pytest.mark.parametrize("route", ROUTES)
 def client(chat_folder):
     """Of a tiny model that all three routes can serve."""
     model = {"model": str(chat_folder("llama")), "drafter": "ngram", "max_tokens": DEFAULT_LIMIT}
-    options = core.Options(**model)
-    app = core.create_app(core.Service(core.load_engine(options), options))
+    options = Options(**model)
+    app = core.create_app(Service(core.load_engine(options), options))
     yield app.test_client()
     app.extensions["worker"].drain(LIMIT_S)
 

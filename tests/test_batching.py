@@ -12,7 +12,10 @@ import speculative_decoding as core
 from conftest import WAYS, ScriptedDrafter, failing, finish, run, scripted_engine
 from server import at_once, until
 
+from control import Statistics
+from messages import Request
 from serving import faults, trace
+from serving.options import Options
 from serving.worker import Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
@@ -43,7 +46,7 @@ def is_idle(engine):
 
 
 def request_at_random(chance, prompts):
-    return core.Request(
+    return Request(
         (chance.choice(list(prompts.values())) * 8)[: chance.randint(1, 120)],
         max_tokens=chance.randint(1, 20),
         drafter=chance.choice([*DRAFTERS, "poisoned"]),
@@ -60,8 +63,8 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_en
     Alone they decode plainly: neither company nor drafts change a token.
     """
     chance, num_requests = random.Random(20), 20
-    worker = Worker(engine, core.Options(max_running=8, max_queued=num_requests))
-    before = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
+    worker = Worker(engine, Options(max_running=8, max_queued=num_requests))
+    before = sum(engine.totals.by_drafter.values(), Statistics()).completion_tokens
     requests = [request_at_random(chance, prompts) for _ in range(num_requests)]
     jobs = [job for request in requests for job in worker.submit(request)]
 
@@ -81,7 +84,7 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_en
         *_, (alone, _) = demo_engine.generate(replace(job.request, drafter=None))
         assert job.sequence.output == alone.output
         assert job.sequence.text.text == alone.text.text
-    after = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
+    after = sum(engine.totals.by_drafter.values(), Statistics()).completion_tokens
     assert after - before == sum(len(job.sequence.output) for job in jobs if job.sequence)
 
 
@@ -100,9 +103,9 @@ def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(engine, de
 
 def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
     """While 200 tokens are read in chunks of 24 the running request gets a token every cycle."""
-    running = engine.open(core.Request(prompts["code_class"], 60, None))
+    running = engine.open(Request(prompts["code_class"], 60, None))
     engine.step([running])
-    late = [engine.open(core.Request([7] * 200, 4, "mtp")) for _ in range(2)]
+    late = [engine.open(Request([7] * 200, 4, "mtp")) for _ in range(2)]
     cycles = 0
     while not late[0].num_steps:
         cycles_of = engine.step([running, *late])
@@ -119,7 +122,7 @@ def test_a_step_that_fails_behind_its_last_token_loses_none(
 ):
     """Nor a log-probability: what has been accepted is not taken again."""
     requests = [
-        core.Request(prompt, 12, "ngram", logprobs=2, **WAYS["sampled"])
+        Request(prompt, 12, "ngram", logprobs=2, **WAYS["sampled"])
         for prompt in list(prompts.values())[:num_requests]
     ]
 
@@ -139,7 +142,7 @@ def test_a_step_that_fails_behind_its_last_token_loses_none(
 
 def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, prompts, monkeypatch):
     """Where not even another try of each by itself can be made."""
-    worker, step, errors = Worker(engine, core.Options()), faults.step, [RuntimeError("no memory")]
+    worker, step, errors = Worker(engine, Options()), faults.step, [RuntimeError("no memory")]
 
     def faulty(engine, sequences):
         if len(sequences) == 2 and errors:
@@ -147,11 +150,11 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
         return step(engine, sequences)
 
     monkeypatch.setattr(faults, "step", faulty)
-    jobs = [worker.submit(core.Request(prompts["hard_prose"], 200))[0] for _ in range(2)]
+    jobs = [worker.submit(Request(prompts["hard_prose"], 200))[0] for _ in range(2)]
     for job in jobs:
         with pytest.raises(RuntimeError, match="no memory"):
             list(job)
-    (job,) = worker.submit(core.Request(prompts["hard_prose"], 5))
+    (job,) = worker.submit(Request(prompts["hard_prose"], 5))
     assert len(list(chain.from_iterable(job))) == 5
     worker.drain(60)
     assert is_idle(engine)
@@ -169,8 +172,8 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
         return step(*given)
 
     monkeypatch.setattr("serving.faults.step", waits)
-    worker = Worker(demo_engine, core.Options())
-    waiting += worker.submit(core.Request([1, 2, 3], 9, **asked))
+    worker = Worker(demo_engine, Options())
+    waiting += worker.submit(Request([1, 2, 3], 9, **asked))
     waiting[0].wait()
     worker.drain(60)
     assert len(made) == expected and len(waiting[0].sequence.output) == 9
@@ -180,7 +183,7 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
 @pytest.mark.parametrize("tells", ["put", "end", "cancel"])
 def test_an_event_the_end_and_leaving_wake_who_iterates(monkeypatch, tells):
     monkeypatch.setattr("serving.worker.POLL_S", 3600)
-    job, seen = Job(core.Request([1], 9), 7200), []
+    job, seen = Job(Request([1], 9), 7200), []
     reader = threading.Thread(target=lambda: seen.append(next(iter(job), None)), daemon=True)
     reader.start()
     told = {"put": partial(job.put, "an event")}.get(tells) or getattr(job, tells)
@@ -224,11 +227,11 @@ def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
 ):
     """A chunk is read, then the others' forward fails: the chunk's hidden states came already."""
     engine = core.Engine(demo_engine.target, demo_engine.pool.drafters, prefill_chunk=16)
-    running = engine.open(core.Request(prompts["easy_json"], 12))
+    running = engine.open(Request(prompts["easy_json"], 12))
     while not running.num_steps:
         faults.step(engine, [running])
     text = (prompts["code_class"] * 3)[:60]
-    late = engine.open(core.Request(text, 12, "mtp"))
+    late = engine.open(Request(text, 12, "mtp"))
     failing(engine, monkeypatch, lambda i, _: i == 1)
     finish(engine, [running, late])
     assert engine.totals.num_faults == 1 and late.warnings == []

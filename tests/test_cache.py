@@ -10,10 +10,11 @@ from conftest import FAMILIES, HYBRIDS, only_modules
 from test_modules import KNOWN
 
 from kernels.start import speed_up
+from serving.options import Options
 
 
 def tiny_model(folder, num_rows=4, way="plain"):
-    options = core.Options(max_running=num_rows, kernels=way != "plain")
+    options = Options(max_running=num_rows, kernels=way != "plain")
     target = core.load_model(str(folder), options)
     with only_modules() if way == "modules" else nullcontext():
         speed_up(target)

@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM
 import demo as terminal
 from messages import RequestError
 from models import loading
+from serving import http
 from serving.http import Guard
-from serving.options import KEY_VARIABLE, parse_arguments
+from serving.options import KEY_VARIABLE, Options, parse_arguments
 from serving.parsing import parse_request
 
 load_engine = core.load_engine
@@ -122,7 +123,7 @@ def test_a_demo_of_a_slow_model_has_fewer_tokens_and_prompts_and_says_so(
     token_s, max_tokens, expected
 ):
     prompts = {name: ("", []) for name in "abcdefgh"}
-    given = core.Options(max_tokens=max_tokens)
+    given = Options(max_tokens=max_tokens)
     options, chosen, repeats, said = terminal.fitting(token_s, given, prompts)
     assert (options.max_tokens, len(chosen), repeats) == expected[:3]
     assert chosen.keys() <= prompts.keys() and expected[3] in said
@@ -157,7 +158,7 @@ def test_a_result_is_printed_as_it_is_done_and_an_interrupted_demo_keeps_it(
 
 
 def test_a_chat_model_is_sent_messages_unless_raw(chat_folder, monkeypatch, capsys):
-    engine = load_engine(core.Options(model=str(chat_folder("llama")), fixed_k=True))
+    engine = load_engine(Options(model=str(chat_folder("llama")), fixed_k=True))
     monkeypatch.setattr(core, "load_engine", lambda options: engine)
 
     def said(*arguments, status=0):
@@ -230,13 +231,13 @@ def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypat
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
     for name in ("embedded", "demo_models/target"):
-        draft = core.Options(model=name).model_of("draft_model")
+        draft = Options(model=name).model_of("draft_model")
         assert draft == str(ROOT / "demo_models" / "draft")
-    assert core.Options(model="hybrid").model_of("draft_model") is None
+    assert Options(model="hybrid").model_of("draft_model") is None
 
 
 def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):
-    options = core.Options(model=str(tiny_folder("llama")), drafter="none")
+    options = Options(model=str(tiny_folder("llama")), drafter="none")
     engine = core.load_engine(options)
     for fields, drafter in (({}, None), ({"drafter": "ngram"}, "ngram")):
         request, *_ = parse_request({"prompt": "x"} | fields, engine, options.for_requests)
@@ -395,7 +396,7 @@ def test_a_damaged_model_is_one_line(sharded, capsys, name, content, message):
 @pytest.mark.parametrize(("positions", "length"), [(..., 2048), (10**30, loading.LONGEST_DEFAULT)])
 def test_a_context_may_be_left_out_or_be_huge(sharded, positions, length):
     configured(sharded, max_position_embeddings=positions)
-    assert loading.load_pretrained(str(sharded), core.Options()).length == length
+    assert loading.load_pretrained(str(sharded), Options()).length == length
 
 
 @pytest.mark.parametrize(
@@ -408,12 +409,12 @@ def test_a_context_may_be_left_out_or_be_huge(sharded, positions, length):
     ids=repr,
 )
 def test_too_little_memory_is_one_line(main, monkeypatch, error):
-    monkeypatch.setattr(core.http, "serve", Mock(side_effect=error))
+    monkeypatch.setattr(http, "serve", Mock(side_effect=error))
     assert_one_line(TOO_LITTLE_MEMORY, *main("--port", "5000"))
 
 
 def test_a_fault_of_the_program_has_a_traceback(main, monkeypatch):
-    monkeypatch.setattr(core.http, "serve", Mock(side_effect=RuntimeError("a fault")))
+    monkeypatch.setattr(http, "serve", Mock(side_effect=RuntimeError("a fault")))
     with pytest.raises(RuntimeError, match="a fault"):
         main("--port", "5000")
 

@@ -16,12 +16,13 @@ import pytest
 import speculative_decoding as core
 from conftest import WAYS, ScriptedDrafter, run, together
 
+from control import Statistics
 from control.acceptance import Acceptance
-from control.controller import PROBE_BUDGET, Ask, Controller
+from control.controller import PROBE_BUDGET, Candidate, Controller
 from control.costs import Costs
 from control.rest import Rest
-from drafters.pool import DraftedText, DrafterPool, Task
-from messages import Doubts, Verdict
+from messages import Doubts, Request, Verdict
+from serving.options import Options
 from serving.worker import warm_up
 
 K = 8
@@ -69,7 +70,7 @@ def settle(own, asks, batch):
 
 def ask(own, records, batch=1, limit=K):
     """The decision for one of `batch` requests, all with such records."""
-    return settle(own, [Ask(records, limit, 1000) for _ in range(batch)], batch)[0]
+    return settle(own, [Candidate(records, limit, 1000) for _ in range(batch)], batch)[0]
 
 
 def script_of(token):
@@ -94,7 +95,7 @@ def engine_of(demo_engine, shares, **scripts):
     Each follows its script; who has none is the embedded one of that name.
     """
     loaded = scripted(**scripts)
-    loaded |= {n: demo_engine.panel.drafters[n] for n in shares if n not in scripts}
+    loaded |= {n: demo_engine.pool.drafters[n] for n in shares if n not in scripts}
     controller = Controller(100, shares)
     costs = controller.costs
     costs.observe_pass = costs.observe_draft = lambda *_: None
@@ -121,18 +122,18 @@ def before(thing, method, do):
 @pytest.mark.parametrize("size", [1, 8])
 def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, size):
     """By the clock, alone and with one choice for all: drafters of all kinds, limits and rules."""
-    target, loaded = demo_engine.target, demo_engine.panel.drafters
+    target, loaded = demo_engine.target, demo_engine.pool.drafters
     engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
     drafters = ["auto", "suffix", "mtp", "auto", "ngram", "draft_model", "auto", None]
     ways = [*WAYS.values()] * 4
     requests = [
-        core.Request(text, 24, name, 1 + 2 * i, **ways[i])
+        Request(text, 24, name, 1 + 2 * i, **ways[i])
         for i, (text, name) in enumerate(zip(prompts.values(), drafters, strict=False))
     ]
     done = [s for i in range(0, 8, size) for s in together(engine, requests[i : i + size])]
     for s, own in zip(done, ways, strict=True):
         assert s.output == plain(s.request.prompt, 24, **own)
-        assert s.seat.warnings == [] and bool(s.seat.decision) == bool(s.request.drafter)
+        assert s.warnings == [] and bool(s.drafting.task.decision) == bool(s.request.drafter)
 
 
 # ------------------------------------------------------------------- what is known of a drafter
@@ -225,9 +226,9 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(
     """The controller's rule is asked after each token; but where rejection judges, the length of a
     draft would tell later cycles of tokens that were never judged."""
     sampling = core.Sampling(temperature=0.8, verification=rule)
-    request = core.Request(prompts["hard_docs"], 40, "mtp", 5, sampling=sampling)
+    request = Request(prompts["hard_docs"], 40, "mtp", 5, sampling=sampling)
     engine, least = engine_of(demo_engine, {"mtp": 1}), set()
-    plan, propose = engine.controller.plan, engine.panel.propose
+    plan, propose = engine.controller.plan, engine.pool.propose
     engine.controller.plan = lambda *asks: [d._replace(least_chance=0.25) for d in plan(*asks)]
 
     def proposed(seats, plan):
@@ -237,7 +238,7 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(
             seats[0].goes_on = Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5)  # .8 is sure enough
         return propose(seats, plan)
 
-    engine.panel.propose = proposed
+    engine.pool.propose = proposed
     monkeypatch.setattr("kernels.chain.can_chain", lambda *_: False)  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
@@ -291,7 +292,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     for _ in range(200):
         record.observe(K, 0)
     for _ in range(1000):
-        (decision,) = own.plan([Ask({"own": record}, K, 1000)], 1)
+        (decision,) = own.plan([Candidate({"own": record}, K, 1000)], 1)
         asked.append(decision.num_tokens)
         record.observe(decision.num_tokens, 0)
     assert max(asked) == 1
@@ -299,7 +300,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     spent = sum(asked) * (decision.break_even - decision.alpha)
     assert 0.5 < spent / (PROBE_BUDGET * 1000) <= 1.01
     for _ in range(200):  # now the text has become easy
-        (decision,) = own.plan([Ask({"own": record}, K, 1000)], 1)
+        (decision,) = own.plan([Candidate({"own": record}, K, 1000)], 1)
         record.observe(decision.num_tokens, decision.num_tokens)
     assert decision.num_tokens >= 5 and not decision.is_probe
 
@@ -317,7 +318,7 @@ def test_a_probe_pays_for_what_is_not_done_anyway_and_newcomers_get_none():
     """A step that neighbours take costs it nothing. A newcomers' choice is kept for many cycles, so
     what was saved for probes waits for the next choice for all."""
     own, records = controller(c=0.5, batch=4), [settled(0.9)] * 3 + [settled(0.0, since=1)]
-    asks = [Ask({"own": record}, K, 1000) for record in records]
+    asks = [Candidate({"own": record}, K, 1000) for record in records]
     own._saved["own"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
     for cycles in (0, 1):
         probes = [decision.is_probe for decision in own.plan(asks, 4, cycles)]
@@ -393,7 +394,7 @@ def live(own, num_cycles, slowness=()):
     """
     num_drafts, record = 0, own.record("own", "greedy")
     for cycle in range(num_cycles):
-        count = own.plan([Ask({"own": record}, 5, 100)], 1)[0].num_tokens
+        count = own.plan([Candidate({"own": record}, 5, 100)], 1)[0].num_tokens
         times = slowness[cycle] if cycle < len(slowness) else 1.0
         if count:
             own.costs.observe_draft("own", [count], record.unread, times * count)
@@ -444,7 +445,7 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(own, seed):
         return tokens / ms
 
     every = [[("", 0), *((n, k) for n in record for k in (1, 2, 3))] for record in records]
-    found = [d[:2] for d in settle(own, [Ask(record, 3, 1000) for record in records], 3)]
+    found = [d[:2] for d in settle(own, [Candidate(record, 3, 1000) for record in records], 3)]
     for choices in itertools.product(*every):
         if len({name for name, count in choices if count and name in models}) < 2:
             assert rate(found) >= 0.99 * rate(choices)
@@ -455,9 +456,9 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(own):
     measure(own.costs, 2, own=1.0, other=1.0)
     likes_own = {"own": settled(0.9), "other": settled(0.2)}
     likes_other = {"own": settled(0.2), "other": settled(0.9)}
-    decisions = settle(own, [Ask(likes_own, 5, 1000), Ask(likes_other, 5, 1000)], 2)
+    decisions = settle(own, [Candidate(likes_own, 5, 1000), Candidate(likes_other, 5, 1000)], 2)
     assert len({d.drafter for d in decisions if d.num_tokens}) == 1
-    only = [Ask({name: settled(0.9)}, 5, 1000) for name in ("own", "other")]
+    only = [Candidate({name: settled(0.9)}, 5, 1000) for name in ("own", "other")]
     assert [d.drafter for d in settle(own, only, 2)] == ["own", "other"]
 
 
@@ -470,7 +471,7 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
     engine = engine_of(demo_engine, shares, steady=script_of(5))
     ngram = engine.pool.drafters["ngram"]
     for prompt, expected in (([1, 2, 3, 4], "steady"), ([1, 2, 1, 2, 1, 2], "ngram")):
-        s = engine.open(core.Request(prompt, 8, "auto"))
+        s = engine.open(Request(prompt, 8, "auto"))
         engine.step([s])
         s.drafting.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
         s.drafting.missed.clear()
@@ -485,9 +486,9 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
 def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompts, temperature):
     """Each cycle's own tokens against the guess; a silent model always drafts."""
     engine = engine_of(demo_engine, {"silent": 0, "ngram": 0}, silent=lambda tokens, n: [])
-    plan, ngram = engine.controller.plan, demo_engine.panel.drafters["ngram"]
+    plan, ngram = engine.controller.plan, demo_engine.pool.drafters["ngram"]
     engine.controller.plan = lambda asks, batch, cycles: plan(
-        [Ask({"silent": ask.records["silent"]}, ask.limit, 1) for ask in asks], batch
+        [Candidate({"silent": ask.records["silent"]}, ask.limit, 1) for ask in asks], batch
     )
     prompt, sampling = prompts["repetitive_sentence"], core.Sampling(temperature=temperature)
     sequence, _ = run(engine, prompt, max_tokens=30, drafter="auto", sampling=sampling, seed=1)
@@ -497,7 +498,7 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
         guess = ngram.open(tokens, sampling, None).continuation(1)
         expected.observe(len(guess), int(guess == [token]), 1)
         tokens.append(token)
-    seen, silent = (sequence.seat.records[name] for name in ("ngram", "silent"))
+    seen, silent = (sequence.drafting.records[name] for name in ("ngram", "silent"))
     assert vars(seen.accepted) == vars(expected.accepted)
     assert seen.cycles == expected.cycles > 20 and seen.coverage == expected.coverage
     assert (seen.num_read, silent.num_read) == (0, len(sequence.tokens) - 1) and not silent.cycles
@@ -589,7 +590,7 @@ def test_a_choice_serves_on_when_one_ends_and_where_one_joins_many(
     engine, made = engine_of(demo_engine, {"own": 1}, own=script_of(1)), []
     before(engine.controller, "plan", lambda asks, *given: made.append((len(asks), *given)))
     engine.controller.rest(size, None).serves = lambda batch: 8
-    requests = [core.Request(prompts["code_class"], n, "own", 2) for n in (40, 40, 40, 3)]
+    requests = [Request(prompts["code_class"], n, "own", 2) for n in (40, 40, 40, 3)]
     batch = [engine.open(request) for request in requests[:size]]
     for cycle in range(10):
         if cycle == 4:
@@ -607,13 +608,15 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     engine, known = engine_of(demo_engine, {"own": 1}, own=script_of(1)), []
     engine.controller.rest(1, None).begin = Mock(side_effect=[False, False, True, True, False])
     sampling = core.Sampling(temperature=0.5, verification=rule)
-    request = core.Request(prompts["code_class"], 30, "own", 2, sampling=sampling)
+    request = Request(prompts["code_class"], 30, "own", 2, sampling=sampling)
     first, second = (engine.open(replace(request, fixed_k=fixed)) for fixed in (False, True))
     for _ in range(4):
         cycle = engine.step([first, second])
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
-    assert second.statistics.drafted_at == [3, 3] and second.seat.decision is None
-    assert first.seat.decision.is_rest and str(first.seat.decision).endswith("plain ones")
+    assert second.statistics.drafted_at == [3, 3] and second.drafting.task.decision is None
+    assert first.drafting.task.decision.is_rest and str(first.drafting.task.decision).endswith(
+        "plain ones"
+    )
 
     def note(asks, *_):
         known.extend((own.unread, own.since) for one in asks for own in one.records.values())
@@ -644,11 +647,11 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
 
     def drafts(is_told_at_once):
         engine, turns = core.Engine(demo_engine.target, loaded, "auto"), itertools.count()
-        propose, observe, made = engine.panel.propose, engine.panel.observe, []
+        propose, observe, made = engine.pool.propose, engine.pool.observe, []
 
         def in_turn(seats, plan):
             name = list(loaded)[next(turns) // 5 % 4]
-            guesses = [engine.panel.guess(seats[0], n, 3) for n in ("ngram", "suffix")]
+            guesses = [engine.pool.guess(seats[0], n, 3) for n in ("ngram", "suffix")]
             (draft,) = propose(seats, [(name, plan[0][1])])
             made.append((name, draft.tokens, guesses))
             return [draft]
@@ -676,7 +679,7 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
     """Neither their caches nor their random numbers keep anything of the draft that failed."""
     drafter, guilty = demo_engine.pool.drafters[name], prompts["hard_story"]
     sampling = core.Sampling(temperature=0.9)
-    healthy = core.Request(prompts["code_class"], 24, name, sampling=sampling, seed=2)
+    healthy = Request(prompts["code_class"], 24, name, sampling=sampling, seed=2)
     *_, (alone, _) = demo_engine.generate(healthy)
     sample = drafter._sample
 
@@ -687,7 +690,7 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
 
     monkeypatch.setattr(drafter, "_sample", faulty)
     monkeypatch.setattr("kernels.chain.can_chain", lambda *_: False)  # which asks nobody else
-    others = [core.Request(text, 24, name, seed=1) for text in (guilty, prompts["easy_json"])]
+    others = [Request(text, 24, name, seed=1) for text in (guilty, prompts["easy_json"])]
     sequences = together(demo_engine, [healthy, *others])
     assert [bool(s.warnings) for s in sequences] == [False, True, False]
     assert sequences[0].output == alone.output
@@ -695,10 +698,10 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
 
 
 def seated(drafters):
-    """A panel of these drafters, and a seat at which all of them read along."""
-    panel, seat = Panel(drafters, 100), Seat([1, 2], core.Sampling())
-    panel.open(seat, drafters, [1, 2], core.Noise(0))
-    return panel, seat
+    """A pool of these drafters, and a text that all of them read along."""
+    pool, text = DrafterPool(drafters, 100), DraftedText(Request([1, 2]), core.Noise(0))
+    pool.open(text, drafters)
+    return pool, text
 
 
 @pytest.mark.parametrize(
@@ -759,9 +762,9 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
     controller = Controller(100, {"scripted": 20, "poisoned": 20})
     engine = core.Engine(demo_engine.target, drafters, controller=controller)
     warm_up(engine)
-    assert asked == [core.Request.num_speculative_tokens]
+    assert asked == [Request.num_speculative_tokens]
     totals = engine.totals
-    assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == core.Statistics()
+    assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == Statistics()
     assert not (controller.costs.passes or engine.pool.failures or totals.recent)
     assert not engine.planner.decisions and not engine.target.cache.rows
 
@@ -771,7 +774,7 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
 
 
 def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
-    warmed, options = [], core.Options(model="embedded", kernels=False)
+    warmed, options = [], Options(model="embedded", kernels=False)
     monkeypatch.setattr(core, "warm_up", warmed.append)
     monkeypatch.setattr(core, "assemble_engine", lambda given: demo_engine)
     monkeypatch.setattr(core, "report_of", lambda model: model.report)

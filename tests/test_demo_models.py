@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from demo_models import hybrid as made
 from demo_models import recipe, synthetic
 from models.prompts import chat_ids
+from serving.options import Options
 
 MODELS = ROOT / "demo_models"
 
@@ -47,11 +48,11 @@ def test_the_documented_checksums_are_those_of_the_files():
 def test_the_draft_model_that_comes_along_is_whole_and_small():
     """It stands beside smollm2, and writes text by itself."""
     file = MODELS / "smollm2_draft" / "draft.gguf"
-    assert core.Options(model="smollm2").model_of("draft_model") == str(file)
+    assert Options(model="smollm2").model_of("draft_model") == str(file)
     for dtype, own in {"float32": "auto", "packed": "packed"}.items():
-        assert core.Options(model="smollm2", dtype=dtype).for_draft.dtype == own
+        assert Options(model="smollm2", dtype=dtype).for_draft.dtype == own
     assert file.stat().st_size < 14e6
-    engine = core.load_engine(core.Options(model=str(file), drafter="none"))
+    engine = core.load_engine(Options(model=str(file), drafter="none"))
     assert engine.target.vocab_size == 49_152
     ids = chat_ids("Why do leaves fall in autumn?", engine.target.tokenizer, 1000)
     assert len(set(run(engine, ids, max_tokens=24)[0].output)) > 12
@@ -104,6 +105,6 @@ def test_target_hybrid_and_their_mtp_layers_are_made_and_serve(tmp_path):
         if name == "hybrid":
             assert trained("hybrid", tmp_path, "--target", target)["step"] > 0
         trained("mtp", head, "--target", model)
-        engine = core.load_engine(core.Options(model=model, mtp=str(head / "mtp"), drafter="mtp"))
+        engine = core.load_engine(Options(model=model, mtp=str(head / "mtp"), drafter="mtp"))
         assert "mtp" in engine.pool.drafters
         assert len(engine.target.cache.recurrent) == 3 * (name == "hybrid")

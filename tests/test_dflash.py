@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from demo_models.heads import save_dflash
 from drafters.dflash import BlockConfig, DFlashHead
+from serving.options import Options
 
 __all__ = ["target_folder"]  # a fixture
 HEAD = ROOT / "demo_models" / "target_dflash"
@@ -75,7 +76,7 @@ def load(model=None, head=None, **fields):
     """An engine for the embedded target, or another one, with the embedded head or another one."""
     model = str(model or "embedded")
     fields = {"model": model, "fixed_k": True, "drafter": "dflash"} | fields
-    return core.load_engine(core.Options(dflash=head and str(head), **fields))
+    return core.load_engine(Options(dflash=head and str(head), **fields))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["packed", "plain"])
@@ -174,9 +175,9 @@ def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, reason)
 
 
 def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts):
-    assert "dflash" not in core.load_engine(core.Options(model="embedded")).panel.drafters
+    assert "dflash" not in core.load_engine(Options(model="embedded")).panel.drafters
     with pytest.raises(ValueError, match="give --dflash"):
-        core.load_engine(core.Options(model=str(target_folder), drafter="dflash"))
+        core.load_engine(Options(model=str(target_folder), drafter="dflash"))
     engine = load(head=HEAD, drafter="auto", fixed_k=False)
     assert {"dflash", "mtp", "ngram"} < set(engine.pool.choices["auto"])
     assert engine.controller.costs.at_once == {"dflash": 7}

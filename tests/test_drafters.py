@@ -29,11 +29,13 @@ from conftest import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
+from drafters import Drafter
 from drafters.draft_model import num_frequent
 from drafters.ngram import NgramIndex
 from drafters.timed import TimedDrafter
 from kernels import library
-from messages import Draft, RequestError
+from messages import Draft, Request, RequestError
+from serving.options import Options
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 
@@ -50,7 +52,7 @@ def name(request):
 def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name, sampling):
     drafter, k, compared = demo_engine.pool.drafters[name], 4, 0
     for prompt in ("repetitive_counting", "code_class", "hard_story"):
-        s = demo_engine.open(core.Request(prompts[prompt], 20, name, k, sampling=sampling))
+        s = demo_engine.open(Request(prompts[prompt], 20, name, k, sampling=sampling))
         while s.finish_reason is None:
             limit, tokens = min(k, s.remaining - 1), list(s.tokens)
             cycle = demo_engine.step([s])[s]
@@ -82,7 +84,7 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     ],
 )
 def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
-    drafter, noise = demo_engine.panel.drafters[name], core.Noise(7)
+    drafter, noise = demo_engine.pool.drafters[name], core.Noise(7)
     given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
     text = prompts["hard_story"]
     states = [fresh_state(demo_engine, drafter, text, given, noise) for _ in range(2)]
@@ -280,7 +282,7 @@ def test_c_is_handed_no_buffer_of_another_type_or_size():
 # ------------------------------------------------------------------------ a drafter's limit of time
 
 
-class Blocking(core.Drafter):
+class Blocking(Drafter):
     """Waits outside of Python until it may go on."""
 
     name = "blocking"
@@ -489,7 +491,7 @@ def test_an_error_in_somebody_s_drafter_says_where_and_what_to_return(
 ):
     file, text = tmp_path / "mine.py", MISTAKES
     if method:
-        given = ", ".join(inspect.signature(getattr(core.Drafter, method)).parameters)
+        given = ", ".join(inspect.signature(getattr(Drafter, method)).parameters)
         text += f"    def {method}({given}):\n        return {result}\n"
     file.write_text(text if method else text.replace("Draft([1])", result), "utf-8")
     own = drafters.load(f"{file}:Mine", context(demo_engine.target))
@@ -514,7 +516,7 @@ def renamed(folder):
 def test_what_does_not_fit_a_target_is_refused(demo_engine, tiny_folder):
     renamed(tiny_folder("llama:8"))
     short, other = (
-        core.load_model(str(tiny_folder(name)), core.Options()) for name in ("llama:2", "llama:8")
+        core.load_model(str(tiny_folder(name)), Options()) for name in ("llama:2", "llama:8")
     )
     for wanted, given, message in (
         ("draft_model", context(demo_engine.target, other), "only one of them has .* as id 300"),
@@ -534,9 +536,9 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
         model.resize_token_embeddings(rows, mean_resizing=False)
         model.save_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(tiny_folder(name)).save_pretrained(tmp_path / name)
-        models.append(core.load_model(str(tmp_path / name), core.Options()))
+        models.append(core.load_model(str(tmp_path / name), Options()))
     engine = core.Engine(models[0], {"draft_model": drafters.load("draft_model", context(*models))})
-    request = core.Request([5, 6, 7, 5, 6], 20, "draft_model")
+    request = Request([5, 6, 7, 5, 6], 20, "draft_model")
     warm = core.Sampling(temperature=1.3, verification="rejection")
     greedy, sampled = together(engine, [request, replace(request, sampling=warm)])
     assert greedy.output == core.plain_decode(engine.target, request.prompt, 20, engine.eos_ids)

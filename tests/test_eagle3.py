@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from demo_models import train
 from demo_models.heads import save_eagle3
 from drafters.eagle3 import Eagle3Drafter, Eagle3Head, HeadConfig
+from serving.options import Options
 
 NUM_LAYERS, DRAFT_VOCAB = 6, 500
 SWITCHES = {
@@ -124,7 +125,7 @@ def head_folder(tmp_path_factory):
 
 def load(target_folder, head_folder, **fields):
     fields = {"fixed_k": True, "drafter": "eagle3"} | fields
-    options = core.Options(model=str(target_folder), eagle3=str(head_folder), **fields)
+    options = Options(model=str(target_folder), eagle3=str(head_folder), **fields)
     return core.load_engine(options)
 
 
@@ -161,11 +162,7 @@ def test_a_head_drafts_as_its_layout_says(
         embed = torch.randn(4096, contract.WIDTH)
         contract.holding("embed_tokens.weight", lambda _: embed)(tmp_path)
     engine = load(target_folder, tmp_path, kernels=kernels, allow_pickle=layout == "pickled")
-<<<<<<< HEAD
     assert bool(engine.pool.drafters["eagle3"]._kernels) == bool(engine.target.compiled)
-=======
-    assert bool(engine.panel.drafters["eagle3"]._kernels) == bool(engine.target.compiled)
->>>>>>> h-kernels
     contract.check_drafts(engine, "eagle3", partial(reference_draft, head, model, embed), 4)
 
 
@@ -227,10 +224,10 @@ def test_rotations_stay_in_float32(target_folder, tmp_path):
 
 
 def test_a_head_is_there_where_it_is_given(head_folder, target_folder, prompts):
-    engine = core.load_engine(core.Options(model=str(target_folder)))
+    engine = core.load_engine(Options(model=str(target_folder)))
     assert "eagle3" not in engine.pool.drafters
     with pytest.raises(ValueError, match="give --eagle3"):
-        core.load_engine(core.Options(model=str(target_folder), drafter="eagle3"))
+        core.load_engine(Options(model=str(target_folder), drafter="eagle3"))
     engine = load(TARGET, head_folder, drafter="auto", fixed_k=False)
     names = {"mtp", "eagle3", "ngram", "suffix", "draft_model"}
     assert set(engine.pool.choices["auto"]) == names

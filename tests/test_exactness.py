@@ -24,6 +24,7 @@ from kernels.forward import KernelForward
 from kernels.rowwise import RowWise
 from kernels.start import speed_up
 from kernels.weights import PanelLinear
+from serving.options import Options
 
 ODD = {  # widths that no vector divides
     "llama": {
@@ -56,7 +57,7 @@ def test_what_is_said_to_be_exact_is(model, dtype, count, threads, tmp_path):
         length = {"n_positions" if model == "gpt2" else "max_position_embeddings": LONGEST + 20}
         save_small(model, tmp_path, **ODD.get(model, {}), **length)
         model = str(tmp_path)
-    options = core.Options(model=model, dtype=dtype, drafter="ngram", max_running=8, fixed_k=True)
+    options = Options(model=model, dtype=dtype, drafter="ngram", max_running=8, fixed_k=True)
     target = core.load_engine(options).target
     assert target.report.is_exact, target.report
     assert_same_bits(target, 6, Random(1))
@@ -66,7 +67,7 @@ def test_what_is_said_to_be_exact_is(model, dtype, count, threads, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_health_says_what_may_differ_on_another_cpu(family, dtype, way, tiny_folder, monkeypatch):
-    target = core.load_model(str(tiny_folder(family)), core.Options(dtype=dtype))
+    target = core.load_model(str(tiny_folder(family)), Options(dtype=dtype))
     speed_up(target)
     monkeypatch.setattr(library, "instructions", lambda: way)
     found = target.compiled.report()
@@ -76,7 +77,7 @@ def test_health_says_what_may_differ_on_another_cpu(family, dtype, way, tiny_fol
 
 @pytest.mark.parametrize(("seconds", "count"), [(60.0, 6), (-1.0, 1)])
 def test_a_slow_model_is_tried_on_fewer_rows_at_its_start(tiny_folder, seconds, count, monkeypatch):
-    target, fed = core.load_model(str(tiny_folder("llama")), core.Options()), list[int]()
+    target, fed = core.load_model(str(tiny_folder("llama")), Options()), list[int]()
     speed_up(target)
 
     def wrong_alone(rows, ids, wanted):
@@ -121,7 +122,7 @@ def tiny(tiny_folder):
     """Load a tiny model in transformers' modules, with sums in C."""
 
     def load(family="gpt_neox"):
-        target = core.load_model(str(tiny_folder(family)), core.Options())
+        target = core.load_model(str(tiny_folder(family)), Options())
         speed_up(target)
         assert not target.compiled.is_compiled
         return target
@@ -158,7 +159,7 @@ def test_an_operation_between_the_layers_that_depends_on_company_is_found(tiny, 
 
 def test_a_family_that_attends_by_code_of_its_own_is_served_and_not_called_exact(tmp_path):
     save_small("xglm", tmp_path)
-    engine = core.load_engine(core.Options(model=str(tmp_path), drafter="ngram", fixed_k=True))
+    engine = core.load_engine(Options(model=str(tmp_path), drafter="ngram", fixed_k=True))
     assert engine.target.compiled is None and type(engine.target.model.lm_head) is PanelLinear
     assert "attend by code of their own" in engine.target.report.doubt
 

@@ -30,6 +30,10 @@ from server import (
     wait_until_idle,
 )
 
+from messages import Request
+from serving.options import Options
+from serving.service import Service
+
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 IDS = [5, 6, 7, 8, 5, 6, 7]
 
@@ -92,7 +96,7 @@ def test_a_drafter_s_fault_never_changes_a_token(port, fault, way):
 def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, guessed):
     engine = scripted_engine(demo_engine, lambda tokens, k: tokens[-k:])
     engine.pool.drafters["scripted"].guess = lambda *_: guessed
-    sequence = engine.open(core.Request(IDS, 4, "scripted"))
+    sequence = engine.open(Request(IDS, 4, "scripted"))
     assert engine.pool.guess(sequence.seat, "scripted", 3) == ([], 0)
     assert "scripted" in sequence.warnings[0]
     engine.close(sequence)
@@ -132,7 +136,7 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
         failed.append(weakref.ref(s))
         raise ValueError("this one fails")
 
-    app = core.create_app(core.Service(demo_engine, core.Options()))
+    app = core.create_app(Service(demo_engine, Options()))
     client = app.test_client()
     logging.disable(logging.CRITICAL)  # pytest keeps it all
     gc.disable()

@@ -41,6 +41,7 @@ from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import load_model, open_model
 from models.gguf_tensors import unpacked
 from serving import answers, log, parsing
+from serving.options import Options
 
 Q4_0, Q8_0 = Kind.Q4_0, Kind.Q8_0
 
@@ -151,7 +152,7 @@ def files(tiny_folder, tmp_path_factory):
 
 def load(fixed_k=True, **fields):
     named = {key: str(value) for key, value in fields.items()}
-    return core.load_engine(core.Options(fixed_k=fixed_k, **named))
+    return core.load_engine(Options(fixed_k=fixed_k, **named))
 
 
 IDS = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
@@ -189,7 +190,7 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monk
     monkeypatch.setattr(loading, "open_model", lambda path: opened.append(path) or open_model(path))
     engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
     assert opened == [str(files["q4_0"]), str(files["q8_0"])]  # each header is parsed once
-    told = answers.weights_of(engine, core.Options())
+    told = answers.weights_of(engine, Options())
     if library.why_not() is None:
         assert told["dtype"] == "packed" and 0 < told["weight_bytes"] < 1.2 * told["parameters"]
         assert engine.target.compiled.is_compiled and engine.draft_model.compiled.is_compiled
@@ -285,7 +286,7 @@ def test_a_file_is_compared_once_and_the_latest_comparisons_are_remembered(
     load(model=files["q8_0"])
     (kept,) = (tmp_path / "compared").iterdir()
     assert kept.name != "old"
-    assert core.load_model(str(files["q8_0"]), core.Options()).reference is None
+    assert core.load_model(str(files["q8_0"]), Options()).reference is None
 
 
 def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
@@ -322,7 +323,7 @@ def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_fold
     with pytest.raises(loading.StartError, match="--dtype packed is for GGUF files"):
         load(model=tiny_folder("llama"), dtype="packed")
     with pytest.raises(loading.StartError, match="cannot be served as it is: the kernels are not"):
-        core.load_engine(core.Options(model=str(files["q8_0"]), dtype="packed", kernels=False))
+        core.load_engine(Options(model=str(files["q8_0"]), dtype="packed", kernels=False))
     if library.why_not() is None:
         with pytest.raises(ValueError, match="self_int8 does not go with packed weights"):
             load(model=files["q8_0"], drafter="self_int8")
@@ -333,11 +334,7 @@ def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_fold
 def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtype):
     """They are smaller than 8 bits, and their numbers are the model's own."""
     engine = load(model=files["q4_0"], dtype=dtype, drafter="self_int8")
-<<<<<<< HEAD
     twin = engine.pool.drafters["self_int8"]._draft
-=======
-    twin = engine.panel.drafters["self_int8"]._draft
->>>>>>> h-kernels
     decoder = twin.compiled.decoder
     panels = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {own.form for own in (*panels, decoder.output)} == {"Q4"}
@@ -543,7 +540,7 @@ def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, count):
         path.write_bytes(good[:begin] + mutated(good[begin:end], mutations) + good[end:])
         for dtype in ("auto", "float32"):
             try:
-                loading.load_pretrained(str(path), core.Options(dtype=dtype))
+                loading.load_pretrained(str(path), Options(dtype=dtype))
             except loading.StartError as error:
                 assert "fuzzed.gguf" in str(error) and is_short_line(str(error))
 

@@ -29,6 +29,7 @@ from models.gguf_file import BadFile
 from models.gguf_model import load_model, open_model, why_not_packed
 from models.loading import check_weights, load_pretrained
 from models.rope import fix_rotations
+from serving.options import Options
 
 VOCAB, LAYERS, LENGTH = 4096, 4, 64
 SMALL = {
@@ -417,7 +418,7 @@ def test_what_is_served_is_what_the_original_writes(tmp_path, name):
     case, path = CASES[name], tmp_path / "model.gguf"
     model = write(path, case)
     for dtype in ("auto", "float32"):
-        options = core.Options(
+        options = Options(
             model=str(path), dtype=dtype, max_model_len=case.length, drafter="ngram", fixed_k=True
         )
         engine = core.load_engine(options)
@@ -493,7 +494,7 @@ def test_what_would_be_another_model_is_refused(tmp_path, name, more, reason):
     write(path, CASES[name], **more)
     for dtype in ("auto", "float32"):
         with pytest.raises(StartError, match=reason) as error:
-            load_pretrained(str(path), core.Options(dtype=dtype))
+            load_pretrained(str(path), Options(dtype=dtype))
         assert "model.gguf" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -539,7 +540,7 @@ def test_a_family_whose_keys_are_not_known_is_refused(tmp_path, family):
         header(path, family, KEYS), (), [(name, np.zeros(1, np.float32), "F32") for name in "abcd"]
     )
     with pytest.raises(StartError, match=f"kind '{family}' are not read from GGUF files"):
-        load_pretrained(str(path), core.Options())
+        load_pretrained(str(path), Options())
 
 
 FAULTS = {  # a fault of the first reading, and what the second one finds
@@ -568,7 +569,7 @@ def test_a_header_that_was_read_wrongly_is_seen_before_the_model_is_served(
 
     monkeypatch.setattr(loading, "config_of", misread)
     with pytest.raises(StartError, match=f"{what}.* of the loaded model is not what the file's"):
-        load_pretrained(str(path), core.Options(dtype="float32"))
+        load_pretrained(str(path), Options(dtype="float32"))
 
 
 def test_a_text_ends_where_the_file_says(tmp_path):
@@ -578,5 +579,5 @@ def test_a_text_ends_where_the_file_says(tmp_path):
     writer.add_eot_token_id(7)
     weights = tensors_of(original(case), case)
     finish(writer, (), [(name, own.copy(), "F32") for name, own in weights.items()])
-    loaded = load_pretrained(str(path), core.Options())
+    loaded = load_pretrained(str(path), Options())
     assert loading.ends_of(loaded.model, loaded.tokenizer) == {0, 7}

@@ -15,6 +15,7 @@ from test_kernels import needs_compiler
 
 from models import catalogue, gguf_hub, loading
 from models.gguf_file import BadFile
+from serving.options import Options
 
 FILES = ["README.md", "a-fp16.gguf", "a-q4_k_m.gguf", "a-q8_0-00001-of-00002.gguf",
          "a-q8_0-00002-of-00002.gguf", "mmproj-a-q4_k_m.gguf"]  # fmt: skip
@@ -115,14 +116,10 @@ def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_networ
     put(folder, "someone/draft-gguf", "d-q8_0.gguf", llama, Q8_0)
     pair = "someone/target-GGUF:q4_0", "someone/draft-gguf:Q8_0"
     monkeypatch.setitem(catalogue.PAIRS, "pair", pair)
-    engine = core.load_engine(core.Options(model="pair", fixed_k=True))
-<<<<<<< HEAD
+    engine = core.load_engine(Options(model="pair", fixed_k=True))
     assert engine.target.compiled.is_compiled and "draft_model" in engine.pool.drafters
-=======
-    assert engine.target.compiled.is_compiled and "draft_model" in engine.panel.drafters
->>>>>>> h-kernels
     with pytest.raises(loading.StartError, match="must be from 2 to .* for pair$"):
-        core.load_engine(core.Options(model="pair", max_model_len=1))
+        core.load_engine(Options(model="pair", max_model_len=1))
     put(folder, "someone/target-GGUF", "t_q4_k_m.gguf", llama, Q4_0)
     with pytest.raises(BadFile, match=r"has no q2_k file \(it has q4_0, q4_k_m\)"):
         gguf_hub.fetch("someone/target-GGUF:q2_k")
@@ -136,12 +133,12 @@ def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_networ
     assert gguf_hub.fetch(pair[0]).endswith("t-q4_0-00001-of-00003.gguf")
     assert gguf_hub.fetch("someone/draft-gguf").endswith("d-q8_0.gguf")  # the hub is not there
     with pytest.raises(loading.StartError, match="cannot ask the hub for someone/new-GGUF"):
-        core.load_engine(core.Options(model="someone/new-GGUF"))
+        core.load_engine(Options(model="someone/new-GGUF"))
 
 
 def test_a_named_draft_comes_before_that_of_the_pair():
     def draft(**options):
-        return core.Options(**options).model_of("draft_model")
+        return Options(**options).model_of("draft_model")
 
     assert draft(model="qwen2.5-coder").endswith("0.5B-Instruct-GGUF:q4_k_m")
     assert draft(model="qwen2.5-coder", draft_model="other") == "other"

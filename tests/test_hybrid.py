@@ -9,11 +9,14 @@ import pytest
 import speculative_decoding as core
 from conftest import ROOT, WAYS, run, together
 
+from control import Statistics
 from kernels import recurrent
+from messages import Request
 from serving import answers
+from serving.options import Options
 from serving.worker import Worker
 
-OPTIONS = core.Options(
+OPTIONS = Options(
     model="hybrid", draft_model=str(ROOT / "demo_models/draft"), fixed_k=True, suffix_cache=0,
 )  # fmt: skip
 DRAFTERS = ("mtp", "ngram", "suffix", "draft_model")
@@ -44,21 +47,17 @@ def test_it_is_found_by_name_and_health_says_what_it_is(engine):
     health = answers.health(engine, Worker(engine, OPTIONS), OPTIONS)
     assert health["model"] == "hybrid" and health["bitwise_lossless"] is True
     assert health["prefix_cache"] is None and len(engine.target.cache.recurrent) == 6
-<<<<<<< HEAD
     assert engine.target.compiled.is_compiled and engine.pool.drafters["mtp"]._kernels
-=======
-    assert engine.target.compiled.is_compiled and engine.panel.drafters["mtp"]._kernels
->>>>>>> h-kernels
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_writes_the_text_of_plain_decoding(engine, prompts, alone, drafter, way):
     """Together, in one batch."""
-    requests = [core.Request(p, 90, drafter, 5, **WAYS[way]) for p in three(prompts)]
+    requests = [Request(p, 90, drafter, 5, **WAYS[way]) for p in three(prompts)]
     sequences = together(engine, requests)
     assert [s.output for s in sequences] == alone[way]
-    total = sum((s.statistics for s in sequences), core.Statistics())
+    total = sum((s.statistics for s in sequences), Statistics())
     assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
     assert not any(s.warnings for s in sequences)
 

@@ -20,16 +20,19 @@ from kernels import chain, library, start
 from kernels.decoder import decoder_of
 from kernels.experts import experts_of
 from kernels.weights import PanelEmbedding, PanelLinear
+from messages import Request
 from models import loading
 from models.structure import examine
 from serving import answers, faults
+from serving.options import Options
+from serving.worker import Worker
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
 
 
 def load(model, **options):
-    return core.load_engine(core.Options(model=str(model), fixed_k=True, **options))
+    return core.load_engine(Options(model=str(model), fixed_k=True, **options))
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +51,14 @@ def twins(tiny_folder):
 def test_it_is_another_model_of_integers_a_near_one_and_health_says_so(
     engine, reference, tiny_folder
 ):
-    target, options = engine.target, core.Options(quantize="int8")
+    target, options = engine.target, Options(quantize="int8")
     assert not any(type(part) is nn.Linear for part in target.model.modules())
     decoder = target.compiled.decoder
     every = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
     floats = sum(weight.numel() for weight in target.model.parameters())
     assert floats < 0.01 * target.num_weights  # norms
-    worker = core.Worker(engine, core.Options())
+    worker = Worker(engine, Options())
     health = answers.health(engine, worker, options)
     worker.drain(1)
     assert health["quantization"] == "int8" and health["bitwise_lossless"] is True
@@ -92,7 +95,7 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
 
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
-        core.assemble_engine(core.Options(model=model, quantize="int8", draft_model=""))
+        core.assemble_engine(Options(model=model, quantize="int8", draft_model=""))
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
@@ -144,7 +147,7 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
 def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
     """Both want the output layer of the embedded target, which is shared."""
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
-    engine, prompt = core.load_engine(core.Options(model="embedded")), prompts["code_class"]
+    engine, prompt = core.load_engine(Options(model="embedded")), prompts["code_class"]
     assert {"mtp", "self_int8"} < set(engine.pool.choices["auto"])
     assert_lossless(engine, prompt, 40, "auto")
     engine.planner = FixedK()  # the clock may say that it does not pay on a model so small
@@ -163,7 +166,7 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
 def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
     tiny_folder, monkeypatch, given, is_there
 ):
-    options = core.Options(model=str(tiny_folder("llama")), **given)
+    options = Options(model=str(tiny_folder("llama")), **given)
     assert "self_int8" not in core.assemble_engine(options).panel.drafters  # it is too small
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
     assert ("self_int8" in core.assemble_engine(options).panel.drafters) is is_there
@@ -199,7 +202,7 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     )  # fmt: skip
     rng = Random(family)
     requests = [
-        core.Request(
+        Request(
             [rng.randrange(1, 4000) for _ in range(rng.choice([3, 20, 50, 90]))],
             rng.choice([8, 40, 200]), "self_int8", rng.choice([1, 3, 8, 16]),
             sampling=core.Sampling(temperature=rng.choice([0.0, 0.9])), seed=i,
@@ -229,7 +232,7 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     ],
 )
 def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, given, message):
-    options = core.Options(model=str(tiny_folder(family)), drafter="self_int8", **given)
+    options = Options(model=str(tiny_folder(family)), drafter="self_int8", **given)
     with pytest.raises(ValueError, match=message):
         core.assemble_engine(options)
 

@@ -24,8 +24,9 @@ from kernels import chain, library
 from kernels.decoder import Rows
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
-from messages import Doubts
+from messages import Doubts, Request
 from models import gguf_tensors
+from serving.options import Options
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 pytestmark = needs_compiler
@@ -35,7 +36,7 @@ KINDS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16"
 
 def load(folder, **changes):
     options = {"drafter": "ngram", "fixed_k": True} | changes
-    return core.load_engine(core.Options(model=str(folder), **options))
+    return core.load_engine(Options(model=str(folder), **options))
 
 
 # Values narrower than keys; products with experts, with a router and of few terms.
@@ -58,7 +59,7 @@ def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_
     engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
     assert engine.target.compiled.is_compiled and engine.target.report.is_exact
     prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
-    requests = [core.Request(prompt, 24, "ngram") for prompt in prompts]
+    requests = [Request(prompt, 24, "ngram") for prompt in prompts]
     alone = [assert_lossless(engine, prompt, 24, "ngram").output for prompt in prompts]
     assert [s.output for s in together(engine, requests)] == alone
 
@@ -199,7 +200,7 @@ def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
 
 
 def test_a_short_context_has_short_tables(prompts):
-    engine = core.load_engine(core.Options(model="embedded", drafter="mtp", max_model_len=6))
+    engine = core.load_engine(Options(model="embedded", drafter="mtp", max_model_len=6))
     assert engine.pool.drafters["mtp"]._kernels
 
 
@@ -428,7 +429,7 @@ def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
 
 def drafts_of(engine, own, texts, limits, sampling, goes_on):
     """Of all texts at once: what was drafted, and what the drafter's cache then holds of each."""
-    sequences = [engine.open(core.Request(text, 8, None)) for text in texts]
+    sequences = [engine.open(Request(text, 8, None)) for text in texts]
     engine.step(sequences)
     begin = partial(fresh_state, engine, own) if own.needs_hidden else own.open
     states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
@@ -453,15 +454,9 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     engine, drafter = drafting
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
-<<<<<<< HEAD
     given = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
-    called, draft = [], chain.draft
-    monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
-=======
-    given = engine, drafter, texts, limits, sampling, Numbers() if stops else None
-    called, choice = [], chain.choice_of  # which every draft in one call asks
-    monkeypatch.setattr(chain, "choice_of", lambda *given: called.append(1) or choice(*given))
->>>>>>> h-kernels
+    called, draft = [], chain.draft_chain
+    monkeypatch.setattr(chain, "draft_chain", lambda *given: called.append(1) or draft(*given))
     monkeypatch.setattr(chain, "_MANY", 0)  # so that a small model, too, guesses what it will draft
     at_once, held = drafts_of(*given)
     assert called
@@ -500,9 +495,7 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
     assert guessing[1][0].num_forwards < 12
     assert [draft.num_forwards for draft in guessing[2]] == [4] * 8  # so many have no room
     monkeypatch.setattr(chain, "_MANY", 0)
-    *_, (sequence, _) = engine.generate(
-        core.Request(texts[0], 48, "draft_model", sampling=sampling)
-    )
+    *_, (sequence, _) = engine.generate(Request(texts[0], 48, "draft_model", sampling=sampling))
     assert sequence.drafting.records["draft_model"].steps < 0.9
 
 

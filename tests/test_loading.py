@@ -26,6 +26,7 @@ from models import catalogue, loading, reference, structure
 from models.files import read_folder, why_not_loaded
 from models.loading import StartError
 from models.structure import FULL, UnsupportedModel, examine, window_of
+from serving.options import Options
 
 LONG = 300  # tokens of a neighbour: more than any window or original context here
 
@@ -42,7 +43,7 @@ def folder(tmp_path):
 
 
 def load(folder, drafter="ngram", **options):
-    return core.load_engine(core.Options(model=str(folder), drafter=drafter, **options))
+    return core.load_engine(Options(model=str(folder), drafter=drafter, **options))
 
 
 def tokens(count):
@@ -167,7 +168,7 @@ def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
     else:
         save_file(weights, file, metadata={"format": "pt"})
     for mmap in (False, True):
-        options = core.Options(str(path), dtype=dtype, allow_pickle=pickled, mmap=mmap)
+        options = Options(str(path), dtype=dtype, allow_pickle=pickled, mmap=mmap)
         model = loading.load_pretrained(str(path), options).model
         assert is_mapped(path) == mmap and model.dtype == kind
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -314,7 +315,7 @@ def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_one_token_may_choose_another_expert(folder, name):
     """A rounding does that to a mixture; where there are no experts it is a fault."""
-    target = core.load_model(str(folder(name)), core.Options())
+    target = core.load_model(str(folder(name)), Options())
     expected = core.Reference.of(target)
     with torch.inference_mode():
         expected.logits[0][100] += 1
@@ -419,7 +420,7 @@ def test_the_embedded_draft_model_is_compared(monkeypatch):
     seen = []
     monkeypatch.setattr(core.Reference, "check", lambda self, cached: seen.append(cached.name))
     monkeypatch.setattr(core, "warm_up", lambda engine: None)
-    core.load_engine(core.Options(model="embedded"))
+    core.load_engine(Options(model="embedded"))
     assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]
 
 
@@ -429,19 +430,19 @@ def test_what_came_with_a_target_may_be_missing(
 ):
     """The server goes on without it, unless the command line names it, such as an empty folder."""
     folder, places = str(tiny_folder("llama")), {drafter: "/nowhere/at/all"}
-    monkeypatch.setattr(core.Options, "model_of", lambda _, name: places.get(name))
-    engine = core.assemble_engine(core.Options(model=folder))
+    monkeypatch.setattr(Options, "model_of", lambda _, name: places.get(name))
+    engine = core.assemble_engine(Options(model=folder))
     assert "ngram" in engine.pool.drafters and drafter not in engine.pool.drafters
     (line,) = [message for message in caplog.messages if drafter in message]
     assert line.startswith(f"going on without {drafter}: ") and "\n" not in line
     monkeypatch.undo()
     with pytest.raises(ValueError, match=str(tmp_path)):
-        core.assemble_engine(core.Options(model=folder, **{drafter: str(tmp_path)}))
+        core.assemble_engine(Options(model=folder, **{drafter: str(tmp_path)}))
 
 
 @pytest.mark.parametrize("part", ["mtp", "eagle3"])
 def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
-    entry, options = catalogue.CATALOGUE["smollm2"], core.Options(model="smollm2")
+    entry, options = catalogue.CATALOGUE["smollm2"], Options(model="smollm2")
     folder = options.model_of(part)
     assert folder == getattr(entry, part) and part not in options.for_drafters["named"]
     content, weights = read_folder(folder, allow_pickle=False)

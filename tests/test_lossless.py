@@ -7,6 +7,7 @@ from conftest import TARGET, run, scripted_engine
 
 import demo
 import drafters
+from serving.options import Options
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 NAMES = tuple(demo.read_prompts())
@@ -31,7 +32,7 @@ def test_plain_decoding_equals_transformers_generate(demo_reference, prompts, pl
 
 def test_a_perfect_drafter_is_accepted_entirely(demo_engine, prompts, way):
     """The target drafts for itself: every token of every draft is accepted."""
-    itself = core.load_model(TARGET, core.Options())
+    itself = core.load_model(TARGET, Options())
     context = drafters.Context(demo_engine.target, core.sample, itself)
     loaded = {"draft_model": drafters.load("draft_model", context)}
     engine = core.Engine(demo_engine.target, loaded)

@@ -12,6 +12,8 @@ import pytest
 import speculative_decoding as core
 from conftest import run
 
+from drafters import Context
+
 SAMPLINGS = {
     "greedy": core.Sampling(),
     "sampled": core.Sampling(temperature=0.8),
@@ -21,7 +23,7 @@ SAMPLINGS = {
 
 def test_a_newcomer_calls_it_in_five_lines(demo_engine, prompts):
     target, prompt = demo_engine.target, prompts["easy_json"]
-    drafter = core.drafters.load("ngram", core.Context(target, core.sample))
+    drafter = core.drafters.load("ngram", Context(target, core.sample))
     text = core.speculate(target, drafter, prompt, 40, demo_engine.eos_ids)
     assert text == core.plain_decode(target, prompt, 40, demo_engine.eos_ids)
 
@@ -42,7 +44,7 @@ def assert_one_text(engine, prompts, drafter, name, sampling):
 @pytest.mark.parametrize("way", SAMPLINGS)
 def test_it_writes_what_plain_decoding_and_the_engine_write(demo_engine, prompts, way):
     """With each drafter; and the target runs less often than it writes tokens."""
-    check, loaded = partial(assert_one_text, demo_engine, prompts), demo_engine.panel.drafters
+    check, loaded = partial(assert_one_text, demo_engine, prompts), demo_engine.pool.drafters
     assert any([check(drafter, name, SAMPLINGS[way]) for name, drafter in loaded.items()])
     assert core.speculate(demo_engine.target, loaded["ngram"], [5, 6], 0, set()) == []
 
@@ -50,9 +52,9 @@ def test_it_writes_what_plain_decoding_and_the_engine_write(demo_engine, prompts
 @pytest.mark.parametrize("way", SAMPLINGS)
 def test_a_tree_gives_the_text_of_a_chain(demo_engine, prompts, monkeypatch, way):
     """The head's own drafts branch here; in the engine they are merged with those of others."""
-    if not demo_engine.panel.can_branch:
+    if not demo_engine.pool.can_branch:
         pytest.skip("no C compiler here")
-    mtp, is_moved = demo_engine.panel.drafters["mtp"], []
+    mtp, is_moved = demo_engine.pool.drafters["mtp"], []
     open_state, keep = mtp.open, demo_engine.target.cache.keep
 
     def open_branching(*given):

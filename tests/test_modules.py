@@ -13,6 +13,8 @@ from torch import nn
 from kernels import decoder
 from kernels.modules import attention_forward
 from kernels.weights import pack
+from messages import Request
+from serving.options import Options
 
 KNOWN = {
     "llama", "qwen3", "mistral", "qwen2", "granite",
@@ -41,7 +43,7 @@ SCALED = {  # queries beyond the context that it was first trained on
 def load(folder, name, **changes):
     """A small model of a family, which is compared with transformers' modules."""
     save_small(name, folder, **changes)
-    options = core.Options(model=str(folder), drafter="ngram", max_running=2)
+    options = Options(model=str(folder), drafter="ngram", max_running=2)
     return core.load_engine(options).target
 
 
@@ -91,7 +93,7 @@ def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
 def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_folder, way):
     """In a batch of unequal texts, all of them longer than the family's windows."""
     engine = core.load_engine(
-        core.Options(
+        Options(
             model=str(tiny_folder(family)), draft_model=str(tiny_folder("llama:1")), kernels=False,
             max_running=4, fixed_k=True,
         )
@@ -99,9 +101,9 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
     report = engine.target.report
     assert not report.is_exact and "transformers' modules" in report.doubt
     requests = [
-        core.Request([5, 6, 7] * 6, 20, "ngram", **way),
-        core.Request([*range(20, 60)], 16, "draft_model", **way),
-        core.Request([9, 8] * 10, 20, None, **way),
+        Request([5, 6, 7] * 6, 20, "ngram", **way),
+        Request([*range(20, 60)], 16, "draft_model", **way),
+        Request([9, 8] * 10, 20, None, **way),
     ]
     for request, s in zip(requests, together(engine, requests), strict=True):
         assert s.output == core.plain_decode(

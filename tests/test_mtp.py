@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from messages import Verdict
+from serving.options import Options
 
 DEPTH = 4
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -147,7 +148,7 @@ def served(request, tmp_path_factory):
     equations = Equations(*checkpoint(family, folder, num_layers))
     contract.in_several_files(folder)
     options = {"drafter": "mtp", "fixed_k": True, "kernels": way == "fast"}
-    engine = core.load_engine(core.Options(model=str(folder), **options))
+    engine = core.load_engine(Options(model=str(folder), **options))
     engine.eos_ids = set()
     return engine, equations, num_layers
 
@@ -190,7 +191,7 @@ def test_a_layer_whose_weights_are_no_numbers_is_refused(tmp_path):
         lambda w: w.update({n: w[n] * torch.nan for n in w if "mtp" in n and "q_proj" in n})
     )(tmp_path)
     with pytest.raises(ValueError, match=r"q_proj\.weight has numbers that are NaN"):
-        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
+        core.load_engine(Options(model=str(tmp_path), drafter="mtp"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
@@ -205,6 +206,6 @@ def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     config = (tmp_path / "config.json").read_text("utf-8")
     (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
     with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
-        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
+        core.load_engine(Options(model=str(tmp_path), drafter="mtp"))
     assert "\n" not in str(error.value)
-    assert "ngram" in core.load_engine(core.Options(model=str(tmp_path))).panel.drafters
+    assert "ngram" in core.load_engine(Options(model=str(tmp_path))).panel.drafters

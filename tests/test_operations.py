@@ -41,6 +41,8 @@ from server import (
 
 from kernels import library
 from page import FILES
+from serving.options import Options
+from serving.service import Service
 
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
 LONG = {"prompt": list(range(100, 1100)), "max_tokens": 4}
@@ -304,7 +306,7 @@ def test_what_was_written_or_read_is_in_no_line(server):
 
 def test_prompts_and_outputs_are_logged_where_that_was_asked_for(demo_engine, caplog):
     caplog.set_level("INFO", "serving.requests")
-    app = core.create_app(core.Service(demo_engine, core.Options(log_prompts=True)))
+    app = core.create_app(Service(demo_engine, Options(log_prompts=True)))
     fields = {"prompt": SECRET, "max_tokens": 12}
     with app.test_client() as client, client.post("/generate", json=fields) as answer:
         written = answer.json["text"]

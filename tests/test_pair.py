@@ -22,6 +22,7 @@ from benchmarks.servers import FORGETFUL, OURS, started
 from models import gguf_hub
 from models.catalogue import PAIRS
 from models.prompts import chat_ids
+from serving.options import Options
 
 pytestmark = pytest.mark.network
 CODE = (
@@ -45,7 +46,7 @@ def pair():
 def engine(pair):
     """The pair, served as it is, its drafts of a fixed length."""
     target, draft = pair
-    return core.load_engine(core.Options(model=target, draft_model=draft, fixed_k=True))
+    return core.load_engine(Options(model=target, draft_model=draft, fixed_k=True))
 
 
 def ids_of(engine, text):
@@ -97,7 +98,7 @@ def test_a_draft_of_the_family_is_mostly_right_on_code(engine):
 def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
     """A draft in four bits, and the target in bfloat16 or in eight bits."""
     target, draft = pair
-    options = core.Options(
+    options = Options(
         model=target, draft_model=draft, fixed_k=True, dtype="bfloat16", quantize=quantize
     )
     engine = core.load_engine(options)
@@ -106,7 +107,7 @@ def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
 
 
 def test_the_default_model_s_file_goes_with_its_head():
-    engine = core.load_engine(core.Options(model="smollm2", dtype="packed", fixed_k=True))
+    engine = core.load_engine(Options(model="smollm2", dtype="packed", fixed_k=True))
     assert engine.target.compiled.decoder.blocks[0].matrices["qkv"][0].form == "Q4M"
     sequence = assert_lossless(engine, ids_of(engine, TALK), 60, "eagle3")
     assert not sequence.warnings

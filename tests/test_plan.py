@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import speculative_decoding as core
 from conftest import ROOT
 from server import generate, health, serving
 
@@ -23,6 +22,7 @@ from control.costs import Costs
 from control.statistics import Statistics
 from drafters.vllm_proposer import VARIABLE, Proposer
 from engines import plan
+from messages import Request
 from serving.options import Options, parse_arguments
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -221,7 +221,7 @@ def test_a_plan_measures_each_drafter_at_the_k_that_it_recommends(main, demo_eng
     texts, best, total = terminal.read_prompts().values(), found["drafters"][0], Statistics()
     for text in texts:
         ids = demo_engine.target.tokenizer(text)["input_ids"]
-        request = core.Request(ids, 24, best["drafter"], best["k"], fixed_k=True, is_alone=True)
+        request = Request(ids, 24, best["drafter"], best["k"], fixed_k=True, is_alone=True)
         *_, (sequence, _) = demo_engine.generate(request)
         total += sequence.statistics
     tokens = 1 + total.num_accepted_draft_tokens / total.target_passes

@@ -9,7 +9,9 @@ import torch
 from conftest import WAYS, finish, run, together
 
 from cache.prefix import PrefixCache
+from messages import Output, Request
 from serving import answers, metrics
+from serving.options import Options
 from serving.worker import Worker
 
 SHARED = torch.randint(4096, (560,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -117,7 +119,7 @@ def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
         engine = core.Engine(target, drafters, prefixes=PrefixCache.of(target, 64))
         run(engine, prompt[: 2 * SIZE + 1], max_tokens=1, drafter=first)
         asked = ((other, beside), (prompt, second), (prompt[::-1], beside))
-        batch = together(engine, [core.Request(text, 4, drafter) for text, drafter in asked])
+        batch = together(engine, [Request(text, 4, drafter) for text, drafter in asked])
         assert not any(s.failure for s in batch)
         s, events = run(engine, prompt, max_tokens=12, drafter=name)
         assert s.output == apart.output and not s.warnings, (first, second, beside)
@@ -166,7 +168,7 @@ def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(engine):
 def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
     def broken(*given, **fields):
         output = right(*given, **fields)
-        return core.Output([logits * torch.nan for logits in output.logits], output.hidden)
+        return Output([logits * torch.nan for logits in output.logits], output.hidden)
 
     right = engine.target.forward
     with monkeypatch.context() as patch:
@@ -177,10 +179,10 @@ def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
 
 
 def test_requests_that_run_together_share_what_the_first_one_read(engine):
-    one = engine.open(core.Request(FIRST, 8))
+    one = engine.open(Request(FIRST, 8))
     while not one.num_steps:
         engine.step([one])
-    other = engine.open(core.Request(SECOND, 8))
+    other = engine.open(Request(SECOND, 8))
     assert other.drafting.num_cached == MOST
     for s in finish(engine, [one, other]):
         assert s.output == core.plain_decode(engine.target, s.request.prompt, 8, engine.eos_ids)
@@ -189,8 +191,8 @@ def test_requests_that_run_together_share_what_the_first_one_read(engine):
 def test_health_metrics_and_answers_tell(engine):
     for prompt in (FIRST, SECOND):
         sequence, _ = run(engine, prompt, max_tokens=2)
-    worker = Worker(engine, core.Options())
-    told = answers.health(engine, worker, core.Options())["prefix_cache"]
+    worker = Worker(engine, Options())
+    told = answers.health(engine, worker, Options())["prefix_cache"]
     assert told["hit_tokens"] == sequence.drafting.num_cached > 0
     assert told["queried_tokens"] == len(FIRST) + len(SECOND)
     assert metrics.figures_of(engine).values["prefix_cache_hits"] == told["hit_tokens"]
@@ -206,7 +208,7 @@ def test_what_is_measured_reads_its_prompt(engine):
 
 
 def test_it_can_be_turned_off(tiny_folder):
-    options = core.Options(model=str(tiny_folder("llama")), drafter="ngram", prefix_cache_mb=0)
+    options = Options(model=str(tiny_folder("llama")), drafter="ngram", prefix_cache_mb=0)
     engine = core.load_engine(options)
     assert engine.pool.prefixes is None
     assert answers.health(engine, Worker(engine, options), options)["prefix_cache"] is None

@@ -18,6 +18,7 @@ from test_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from demo_models import answers, heads, recipe, train
+from serving.options import Options
 
 KINDS = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_model"}
 K = 4
@@ -25,7 +26,7 @@ K = 4
 
 def load(model, fixed_k=True, **folders):
     named = {name: str(folder) for name, folder in folders.items()}
-    return core.load_engine(core.Options(model=str(model), fixed_k=fixed_k, **named))
+    return core.load_engine(Options(model=str(model), fixed_k=fixed_k, **named))
 
 
 @pytest.fixture(scope="module")
@@ -209,5 +210,5 @@ def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tm
         name, size = change
         holding(name, lambda _: torch.zeros(size))(tmp_path / "head")
     with pytest.raises(ValueError, match=problem) as refused:
-        core.assemble_engine(core.Options(model=folder, mtp=str(tmp_path / "head")))
+        core.assemble_engine(Options(model=folder, mtp=str(tmp_path / "head")))
     assert "\n" not in str(refused.value)

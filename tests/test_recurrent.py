@@ -15,7 +15,9 @@ from test_eagle3 import new_head
 
 from cache.states import RecurrentLayer
 from kernels.start import speed_up
+from messages import Request
 from serving import faults
+from serving.options import Options
 
 PYTHON = " in Python"
 FEW = ["qwen3_5_text", "lfm2", "granitemoehybrid", "lfm2 in Python", "granitemoehybrid in Python"]
@@ -31,7 +33,7 @@ def target(tiny_folder):
 
     @cache
     def load(family):
-        model = core.load_model(str(tiny_folder(family.removesuffix(PYTHON))), core.Options())
+        model = core.load_model(str(tiny_folder(family.removesuffix(PYTHON))), Options())
         for layer in model.cache.recurrent:
             layer._is_compiled = not family.endswith(PYTHON)
         speed_up(model)
@@ -190,7 +192,7 @@ def test_speculation_writes_the_text_of_plain_decoding(target, family):
         return [*text[len(state) : len(state) + right], *[9] * limit][:limit]
 
     engine = core.Engine(model, {"scripted": ScriptedDrafter(script)}, "scripted", prefill_chunk=64)
-    waiting = [engine.open(core.Request(p, 30, "scripted", 5)) for p in prompts]
+    waiting = [engine.open(Request(p, 30, "scripted", 5)) for p in prompts]
     sequences, running = list(waiting), []
     while waiting or running:
         running += waiting[:1]
@@ -209,7 +211,7 @@ def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_p
     """Its own blocks attend; it reads states of recurrent layers and of others."""
     new_head(tmp_path, layer_ids=(1, 2, 3))
     options = {"drafter": "eagle3", "eagle3": str(tmp_path), "fixed_k": True}
-    engine = core.load_engine(core.Options(model=str(tiny_folder(family)), **options))
+    engine = core.load_engine(Options(model=str(tiny_folder(family)), **options))
     engine.eos_ids = set()
     for prompt in (TEXT[:3], TEXT[3:150]):
         s = assert_lossless(engine, prompt, 24, "eagle3")
@@ -226,7 +228,7 @@ def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_p
 def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):
     options = {k: str(tiny_folder(v)) if v == "lfm2" else v for k, v in options.items()}
     with pytest.raises(ValueError, match=message):
-        core.assemble_engine(core.Options(model=str(tiny_folder(family)), **options))
+        core.assemble_engine(Options(model=str(tiny_folder(family)), **options))
 
 
 def test_closed_texts_give_their_memory_back(target):

@@ -20,6 +20,8 @@ import speculative_decoding as core
 import torch
 from conftest import credulous, probabilities, run, scripted_engine
 
+from control import Statistics
+from messages import Request
 from serving import answers, comparison, trace
 from text import TextStream
 
@@ -140,7 +142,7 @@ def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
     """max_tokens ends the text amid a character; what the tokenizer writes for it is text, too."""
     tokenizer = demo_engine.target.tokenizer
     first = tokenizer("🙂")["input_ids"][0]
-    request = core.Request([5], max_tokens=1, stop=("\ufffd",))
+    request = Request([5], max_tokens=1, stop=("\ufffd",))
     sequence = core.Sequence(request, 0, tokenizer)
     assert sequence.append([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
     assert sequence.finish_reason == "stop" and sequence.text.text == ""
@@ -245,7 +247,7 @@ def test_a_trace_says_what_decided_about_each_token(
 
 def run_both_ways(engine, prompt, **fields):
     """Two finished jobs, as the answers take them: a request's, and the same by plain decoding."""
-    request = core.Request(prompt, max_tokens=24, **fields)
+    request = Request(prompt, max_tokens=24, **fields)
     jobs = []
     for each in (request, dataclasses.replace(request, drafter=None, trace=True)):
         events = []
@@ -307,7 +309,7 @@ def test_what_only_a_busy_machine_explains_is_called_disturbed(
 
 
 def test_figures_divide_what_their_formulas_say():
-    one = core.Statistics()
+    one = Statistics()
     one.record(0, ["bonus"])
     one.record_times([0, 0, 0.050, 0.060], is_prefill=True)
     for drafted, kinds in [
@@ -333,7 +335,7 @@ def test_figures_divide_what_their_formulas_say():
 
 def test_the_prediction_is_the_formula_of_the_field():
     """(1 - α^(K+1)) / (1 - α) / (K·c + t_verify) for full drafts of K = 4."""
-    ours, plain = core.Statistics(), core.Statistics()
+    ours, plain = Statistics(), Statistics()
     for accepted in (4, 2, 0, 1):
         kinds = ["accepted"] * accepted + ["bonus" if accepted == 4 else "recovered"]
         ours.record(4, kinds)
@@ -343,7 +345,7 @@ def test_the_prediction_is_the_formula_of_the_field():
     assert ours.costs(plain) == {"alpha": alpha, "c": c, "t_verify": t_verify}
     expected = (1 - alpha**5) / (1 - alpha) / (4 * c + t_verify)
     assert ours.predicted_speedup(plain) == pytest.approx(expected, abs=1e-3)
-    assert core.Statistics().predicted_speedup(plain) is None
+    assert Statistics().predicted_speedup(plain) is None
 
 
 @pytest.mark.parametrize(

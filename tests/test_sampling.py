@@ -19,7 +19,9 @@ from transformers.generation import logits_process
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
 from drafters.draft_model import DraftModelDrafter
 from kernels import library
+from messages import Request
 from sampling import DRAW, Noise, penalise, truncated_softmax
+from serving.options import Options
 
 ODDS = 1e-6
 Sampling = core.Sampling
@@ -218,7 +220,7 @@ def many():
     """The embedded models with a short cache of many rows: samples come in batches."""
     given = {"max_running": BATCH, "max_model_len": 32, "fixed_k": True}
     given["drafter"] = None if library.why_not() else "self_int8"
-    return core.load_engine(core.Options(model="embedded", **given))
+    return core.load_engine(Options(model="embedded", **given))
 
 
 @pytest.fixture(scope="module")
@@ -229,13 +231,13 @@ def prompt(many):
 @pytest.fixture(scope="module")
 def plain_samples(many, prompt):
     """First tokens by plain decoding, by sampling."""
-    requests = {n: core.Request(prompt, 12, None, sampling=SAMPLINGS[n], seed=7) for n in COUNTED}
+    requests = {n: Request(prompt, 12, None, sampling=SAMPLINGS[n], seed=7) for n in COUNTED}
     return {name: first_tokens(many, requests[name], 2 * NUM_SAMPLES) for name in COUNTED}
 
 
 def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMPLES):
     sampling = replace(SAMPLINGS[name], verification="rejection")
-    request = core.Request(prompt, 12, drafter, K, sampling=sampling, seed=7 * 10**6)
+    request = Request(prompt, 12, drafter, K, sampling=sampling, seed=7 * 10**6)
     ours = first_tokens(engine, request, num_samples)
     return min(test.p_value for test in compare(ours, theirs).values())
 

@@ -27,6 +27,8 @@ from server import (
 )
 from test_openai import client_of
 
+from serving.options import Options
+from serving.service import Service
 from serving.worker import Worker
 
 SAMPLED = {"prompt": "def read(path):", "max_tokens": 24, "temperature": 0.9, "top_k": 50}
@@ -245,12 +247,12 @@ def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
 
 def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder, monkeypatch):
     """With a single place in the queue it is served; if the first half fails, all are over."""
-    options = core.Options(model=str(tiny_folder("llama")), max_queued=1)
+    options = Options(model=str(tiny_folder("llama")), max_queued=1)
     engine = core.load_engine(options)
     worker, taken = Worker(engine, options), []
     submit = worker.submit
     worker.submit = lambda *requests: taken.extend(submit(*requests)) or taken[-len(requests) :]
-    client = core.create_app(core.Service(engine, options, worker)).test_client()
+    client = core.create_app(Service(engine, options, worker)).test_client()
     fields = {"prompt": COLOURS, "max_tokens": 4, "compare": True}
     for _ in range(3):
         assert client.post("/generate", json=fields).status_code == 200

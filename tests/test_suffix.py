@@ -11,7 +11,7 @@ from conftest import WAYS, run
 
 from drafters import suffix
 from drafters.suffix import PastOutputs, SuffixDrafter, SuffixIndex
-from messages import Verdict
+from messages import Request, Verdict
 from serving.comparison import runs_to_compare
 from serving.options import REMEMBERED, parse_arguments
 
@@ -180,7 +180,7 @@ def test_an_exposed_server_keeps_no_outputs_unless_told_to():
 def test_a_comparison_is_helped_neither_by_what_others_asked_nor_by_its_own_first_run(
     engine, prompts
 ):
-    request = core.Request(prompts["code_class"], 24, "suffix")
+    request = Request(prompts["code_class"], 24, "suffix")
     passes = []
     for wanted in (request, *runs_to_compare(request)[::2]):
         *_, (s, _) = engine.generate(wanted)

@@ -22,7 +22,7 @@ from test_kernels import KINDS, TEXT, load, needs_compiler
 from benchmarks.fixed_clock import FixedClock
 from drafters.base import ModelState
 from drafters.tree import TreeBuilder, longest, merged
-from messages import Draft
+from messages import Cycle, Draft, Request
 from sampling import Noise
 
 pytestmark = needs_compiler
@@ -92,7 +92,7 @@ def test_trees_and_chains_share_a_pass(tiny_folder, way):
     shared = core.Engine(engine.target, engine.pool.drafters | trees)
     names = [*trees, "ngram", None]
     requests = [
-        core.Request(prompt, COUNT, name, 6, logprobs=2, **way)
+        Request(prompt, COUNT, name, 6, logprobs=2, **way)
         for prompt, name in zip(prompts, names, strict=True)
     ]
     for found, (_, plain) in zip(together(shared, requests), pairs, strict=True):
@@ -127,7 +127,7 @@ def test_several_drafters_make_one_tree(several, prompts, way):
     branched = 0
     for name in ("code_class", "hard_story", "easy_json"):
         plain, _ = run(engine, prompts[name], max_tokens=COUNT, **way)
-        s = engine.open(core.Request(prompts[name], COUNT, "tree", 7, **way))
+        s = engine.open(Request(prompts[name], COUNT, "tree", 7, **way))
         while s.finish_reason is None:
             limit, tokens = min(7, s.remaining - 1), list(s.tokens)
             cycle = engine.step([s])[s]
@@ -224,7 +224,7 @@ def test_a_way_goes_on_behind_what_the_target_refused():
     kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
     assert (judged, way) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
     logits = torch.arange(8.0)
-    cycle = core.Cycle(1, tree, tree.onward(way), judged, 3, 9, 4, [], logits, logits)
+    cycle = Cycle(1, tree, tree.onward(way), judged, 3, 9, 4, [], logits, logits)
     assert (cycle.proposals, cycle.way, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
     assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
     assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]
