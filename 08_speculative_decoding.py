@@ -378,13 +378,9 @@ class Engine:
         self.pool = drafters.DrafterPool(
             loaded, target.vocab_size, default, is_strict, prefixes, can_branch
         )
-        self.planner = control.FixedK()
-        if controller:
-            self.planner = control.Planner(controller, self.pool)
-        self.now, self.totals = (
-            control.clock(target.model.device),
-            control.Totals(self.pool.choices),
-        )
+        self.planner = control.Planner(controller, self.pool) if controller else control.FixedK()
+        self.totals = control.Totals(self.pool.choices)
+        self.now = control.clock(target.model.device)
 
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""

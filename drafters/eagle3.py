@@ -29,8 +29,9 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from cache import Place
 from kernels import eagle_layer
-from messages import Model, Place
+from messages import Model
 from models.files import check_config, check_sizes, fill
 
 from .base import Context

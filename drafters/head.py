@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 import kernels
+from cache import Place
 from kernels import KernelHead, speed_up_head
-from messages import Draft, Model, Place, Sampling, Verdict
+from messages import Draft, Model, Sampling, Verdict
 from models.files import check_numbers, own_weights, read_folder, reading
 from sampling import Noise
 

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
+from cache import Place
 from kernels import mtp_layer, run_mtp_layer
-from messages import Model, Place
+from messages import Model
 from models.files import (
     check_numbers,
     check_sizes,

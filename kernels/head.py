@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from messages import Draft, KeyCache, Place
+from messages import Draft, KeyCache
 
 from . import chain, library
 from .decoder import FULL, MOST_ROWS, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
@@ -185,7 +185,7 @@ class BlockHead:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 
-    def __call__(self, cache: KeyCache, place: Place, context: Tensor, blocks: Tensor) -> Tensor:
+    def __call__(self, cache: KeyCache, place: Any, context: Tensor, blocks: Tensor) -> Tensor:
         """Outputs [B, n, D] of blocks [B, n, D], each behind the context of its text.
 
         `place` has, of each text, the new rows of its context and then its block; context [N, D]

@@ -21,6 +21,7 @@ from control.acceptance import Acceptance
 from control.controller import PROBE_BUDGET, Candidate, Controller
 from control.costs import Costs
 from control.rest import Rest
+from drafters.pool import DraftedText, DrafterPool
 from messages import Doubts, Request, Verdict
 from serving.options import Options
 from serving.worker import warm_up
