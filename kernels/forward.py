@@ -20,10 +20,12 @@ from torch import Tensor
 from messages import Model, Output
 
 from . import library
-from .decoder import Decoder, Rows, recompute_rope_tables
+from .decoder import Decoder, Rows
 from .modules import Modules
 from .parts import is_same
-from .weights import Panels, panels_in
+from .patches import panels_in
+from .reading import recompute_rope_tables
+from .weights import Panels
 
 Trees = Mapping[int, list[int]]
 NO_TREES: Trees = MappingProxyType({})
