@@ -32,7 +32,6 @@ branches of a draft, and prefixes: a state cannot be cut into blocks.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -135,11 +134,7 @@ class RecurrentLayer:
         own: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": self.convolve}
         if kind:
             own[kind.name] = self.scan
-        ours = FunctionType(
-            plain.__code__, plain.__globals__ | own, None, plain.__defaults__, plain.__closure__
-        )
-        ours.__kwdefaults__ = plain.__kwdefaults__
-        self._ours = MethodType(ours, mixer)
+        self._ours = kernels.with_globals(mixer, plain, own)
         mixer.forward = self._forward
 
     def follow(self, net: DeltaNet) -> None:

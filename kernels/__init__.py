@@ -21,11 +21,13 @@ _FILES = {
     # What sampling.py does, with the same bits.
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence"),
     # Matrices in the kernels' layout, of floats or of a GGUF file's bytes.
-    "weights": ("Panels", "LANES", "put_panels", "num_weights", "why_not_int8"),
+    "weights": ("Panels", "LANES", "why_not_int8"),
+    "patches": ("put_panels", "num_weights", "with_globals"),
     "experts": ("matrices_of", "put_experts"),
     # What recurrent layers do to their states.
     "recurrent": ("Rule", "convolve", "convolve_in_python", "step", "step_in_python"),
-    "decoder": ("DeltaNet", "DeltaStates", "can_tabulate"),
+    "decoder": ("DeltaNet", "DeltaStates"),
+    "reading": ("can_tabulate",),
     "rowwise": ("softplus",),
     # What transformers' modules consist of.
     "parts": ("norm_of", "parts_of"),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from .weights import DTYPES, Panels, ShownWeight
+from .patches import ShownWeight
+from .weights import DTYPES, Panels
 
 NAME = "kernels"  # of ours, to transformers
 

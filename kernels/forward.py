@@ -19,10 +19,12 @@ from torch import Tensor
 from messages import Model, Output
 
 from . import library
-from .decoder import Decoder, Rows, recompute_rope_tables
+from .decoder import Decoder, Rows
 from .modules import Modules
 from .parts import is_same
-from .weights import Panels, panels_in
+from .patches import panels_in
+from .reading import recompute_rope_tables
+from .weights import Panels
 
 _TRIED_S = 0.15  # for which rows are computed one by one at a start
 _ROUNDED = (

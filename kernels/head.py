@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from messages import Draft, KeyCache
 
 from . import chain, library
-from .decoder import FULL, MOST_ROWS, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
+from .decoder import MOST_ROWS, Block, Decoder, Rows, norm_struct
 from .experts import pack_experts
 from .parts import Parts, is_same, norm_of, parts_of
-from .weights import DTYPES, PanelEmbedding, PanelLinear, Panels, ReleasedModule, pack
+from .patches import PanelEmbedding, PanelLinear, ReleasedModule, pack
+from .reading import FULL, can_tabulate, ropes_of
+from .weights import DTYPES, Panels
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
 

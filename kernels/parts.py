@@ -27,7 +27,7 @@ _PROJECTIONS = (
     (("qkv_proj",), "o_proj"),
     (("c_attn",), "c_proj"),
 )
-# Of a gated delta net, beside its out_proj; the first makes queries, keys and values (delta.py).
+# Of a gated delta net, beside its out_proj; the first makes queries, keys and values.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _DELTA = {*DELTA_PROJECTIONS, "out_proj", "conv1d", "norm"}
 # Linear layers before the activation, the one behind it, the activation.

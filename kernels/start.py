@@ -13,11 +13,12 @@ import torch
 from messages import Model
 
 from . import library, sampling
-from .decoder import decoder_of
 from .experts import pack_experts
 from .forward import KernelForward, ModuleForward, Report
 from .modules import Modules, attend_in_c
-from .weights import pack, quantise_embedding, why_not_int8
+from .patches import pack, quantise_embedding
+from .reading import decoder_of, release
+from .weights import why_not_int8
 
 
 def setup(quantize: str | None, device: str, is_wanted: bool) -> None:
@@ -51,7 +52,7 @@ def speed_up(
     is_known = bool(model.fingerprint) and model.reference is None
     if found := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
         model.compiled = KernelForward(model, found)
-        found.release(model.model)
+        release(found, model.model)
         if quantize:
             if check:
                 check(model)

@@ -11,15 +11,12 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import library
-from .parts import linear_of
 from .structs import STRUCTS
 
 LANES = 16  # outputs of a panel
@@ -142,117 +139,11 @@ def _room(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class ShownWeight:
-    """What a module shows for a weight that is in panels: others ask for its type and size.
-
-    It is no tensor, so that a module which computes with the weight itself fails for all to see.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    shape: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"its code computes with a weight itself (.{name}), which is packed")
-
-
-class PanelLinear(nn.Module):
-    """What a linear layer becomes: its weight lies in panels."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs], in the type that the layer had."""
-        return self.panels(x.detach()).to(self.weight.dtype)
-
-
-class PanelEmbedding(nn.Embedding):
-    """What an embedding becomes."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [..., inputs], in the type that the embedding had."""
-        rows = self.panels.rows(ids)
-        return (rows if self.factor == 1 else rows * self.factor).to(self.weight.dtype)
-
-
-class ReleasedModule(nn.Module):
-    """In the place of a module whose weights are elsewhere."""
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("this module's weights are in panels")
-
-
-def put_panels(module: nn.Module, panels: Panels, factor: float = 1.0) -> None:
-    """Have a linear layer or an embedding compute with these panels, in place.
-
-    Other modules may share the module, as an output layer shares its embedding: so its class is
-    changed, and no other module is put where it was. An embedding's rows are multiplied by
-    `factor`.
-    """
-    weight = ShownWeight(module.weight.dtype, module.weight.device, tuple(module.weight.shape))
-    module._parameters.clear()
-    module.__class__ = PanelEmbedding if isinstance(module, nn.Embedding) else PanelLinear
-    module.weight, module.panels, module.factor = weight, panels, factor
-
-
-@torch.no_grad()
-def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | None = None) -> None:
-    """Put the weights of all linear layers in `module` in panels, in place.
-
-    The originals are freed. Panels that are there already are quantised, too. Layers that are in
-    `besides` as well are left to whoever packs that.
-    """
-    others = set(besides.modules()) if besides else set()
-    for layer in set(module.modules()) - others:
-        found = linear_of(layer)
-        if found is not None and layer.weight.dtype in DTYPES:
-            put_panels(layer, Panels.of(*found, quantize))
-        elif quantize and isinstance(layer, PanelLinear):
-            layer.panels.quantise()
-
-
-@torch.no_grad()
-def quantise_embedding(model: nn.Module) -> None:
-    """Turn the embedding of a model of transformers into 8-bit blocks, in place."""
-    embedding = model.get_input_embeddings()
-    # Gemma's embeddings have a scale for all words, and do nothing else of their own.
-    if type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale"):
-        scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
-        panels = Panels.of(embedding.weight, None, "int8")
-        put_panels(embedding, panels, float(scale))
-        # Something has to be left of a model that modules can ask for its type.
-        anchor = embedding.weight
-        embedding.anchor = nn.Parameter(torch.empty(0, dtype=anchor.dtype), requires_grad=False)
-
-
 def why_not_int8(device: str) -> str | None:
     """Why there is no int8 on this device, in a clause; None if there is."""
     if device != "cpu":
         return f"runs on a CPU only, not on {device}"
     return None if library.is_used else "needs the kernels in C, which are not there"
-
-
-def panels_of(layer: nn.Module) -> Panels:
-    """The weight of a linear layer or an embedding in panels: its own, or new ones."""
-    found = getattr(layer, "panels", None)
-    if found is None:
-        found = Panels.of(*(linear_of(layer) or (layer.weight, None)))
-    return found
-
-
-def panels_in(model: nn.Module) -> set[Panels]:
-    """Those of all modules, each once."""
-    experts = (getattr(part, "matrices", ()) for part in model.modules())
-    found = {own for matrices in experts for side in matrices for own in side}
-    return found | {getattr(part, "panels", None) for part in model.modules()} - {None}
-
-
-def num_weights(model: nn.Module) -> int:
-    """How many weights a model has, packed or not."""
-    count = sum(panels.outputs * panels.inputs for panels in panels_in(model))
-    return count + sum(weight.numel() for weight in model.parameters())
 
 
 def _rounded(weight: Tensor) -> Iterator[np.ndarray]:

@@ -21,9 +21,9 @@ from torch import nn
 
 from kernels import library
 from kernels.forward import KernelForward
+from kernels.patches import PanelLinear
 from kernels.rowwise import RowWise
 from kernels.start import speed_up
-from kernels.weights import PanelLinear
 from serving.options import Options
 
 ODD = {  # widths that no vector divides

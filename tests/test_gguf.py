@@ -33,7 +33,7 @@ from test_kernels import needs_compiler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from demo_models.heads import write_gguf as finish
-from kernels import decoder, library, start
+from kernels import library, reading, start
 from kernels.weights import Panels
 from models import catalogue, gguf_tensors, loading, reference
 from models.gguf_config import config_of
@@ -236,7 +236,7 @@ def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
 def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch, tmp_path):
     """The modules then run by themselves, with the same panels, at the next start, too."""
     monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
-    made = decoder.Block
+    made = reading.Block
 
     def wrong(*args):
         """With values where keys belong."""
@@ -245,7 +245,7 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypa
         block.struct.qkv = Panels.side_by_side([panels[0], panels[2], panels[1]])
         return block
 
-    monkeypatch.setattr(decoder, "Block", wrong)
+    monkeypatch.setattr(reading, "Block", wrong)
     for _ in range(2):
         assert not load(model=files["q8_0"]).target.compiled.is_compiled
 

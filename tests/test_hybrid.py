@@ -9,8 +9,8 @@ import pytest
 import speculative_decoding as core
 from conftest import ROOT, WAYS, run, together
 
+import kernels
 from control import Statistics
-from kernels import recurrent
 from messages import Request
 from serving import answers
 from serving.options import Options
@@ -28,7 +28,7 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def exclusive(engine, prompts):
+def alone(engine, prompts):
     """Plain decoding, by the way that tokens are chosen and by prompt."""
 
     def decode(prompt, way):
@@ -66,13 +66,13 @@ def test_every_drafter_writes_the_text_of_plain_decoding(engine, prompts, alone,
 def test_a_trace_tells_how_far_the_states_go_back(prompts, drafter, monkeypatch):
     """And what it says that is stepped again is: the rule in Python counts its steps."""
     engine = core.load_engine(replace(OPTIONS, kernels=False))
-    steps, step = [], recurrent.step_in_python
+    steps, step = [], kernels.step_in_python
 
     def counted(rule, texts, states):
         steps.extend(len(logs) for *_, logs, _ in texts)
         return step(rule, texts, states)
 
-    monkeypatch.setattr(recurrent, "step_in_python", counted)
+    monkeypatch.setattr(kernels, "step_in_python", counted)
     _, events = run(engine, three(prompts)[0], max_tokens=60, drafter=drafter)
     read, begin = 0, 0
     for event in events:

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks import quality
 from control.planner import FixedK
 from kernels import chain, library, start
-from kernels.decoder import decoder_of
 from kernels.experts import experts_of
-from kernels.weights import PanelEmbedding, PanelLinear
+from kernels.patches import PanelEmbedding, PanelLinear
+from kernels.reading import decoder_of, release
 from messages import Request
 from models import loading
 from models.structure import examine
@@ -244,7 +244,7 @@ def test_weights_take_at_most_a_byte_and_a_quarter_each(tiny_folder):
     num_weights = sum(weight.numel() for weight in model.parameters())
     freed = weakref.ref(model.get_input_embeddings().weight)
     found = decoder_of(model, 128, examine(model, 128).windows)
-    found.release(model)
+    release(found, model)
     found.quantise()
     gc.collect()
     assert freed() is None  # the packed output layer shares nothing with it any more

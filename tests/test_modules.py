@@ -10,9 +10,9 @@ from families import save_small
 from test_kernels import needs_compiler
 from torch import nn
 
-from kernels import decoder
+from kernels import reading
 from kernels.modules import attention_forward
-from kernels.weights import pack
+from kernels.patches import pack
 from messages import Request
 from serving.options import Options
 
@@ -67,13 +67,13 @@ def test_code_that_computes_with_a_packed_weight_itself_says_so():
 @needs_compiler
 @pytest.mark.parametrize("share", [1e-6, 1e-3])
 def test_what_roundings_do_to_a_model_is_told_from_a_mistake(tmp_path, monkeypatch, share):
-    run = decoder._run
+    run = reading._run
 
     def moved(*given):
         values, states = run(*given)
         return values + share * values.abs().max(), states
 
-    monkeypatch.setattr(decoder, "_run", moved)
+    monkeypatch.setattr(reading, "_run", moved)
     assert load(tmp_path, "llama").compiled.is_compiled == (share < 1e-5)
 
 
