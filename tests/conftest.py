@@ -19,8 +19,8 @@ import demo
 from drafters import Drafter
 from kernels import start
 from messages import Request, Verdict
-from sampling import ACCEPT, truncated_softmax
-from serving import faults, trace
+from sampling import Noise, truncated_softmax
+from serving import retry, trace
 from serving.options import Options
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
@@ -216,7 +216,7 @@ class Numbers:
         *self.accepting, self.drawing = numbers
 
     def uniform(self, position: int, use: int) -> float:
-        return self.accepting[position] if use == ACCEPT else self.drawing
+        return self.accepting[position] if use == Noise.ACCEPT else self.drawing
 
 
 def credulous(draft: Any, own: Callable[[int, int], int]) -> tuple[list[Any], list[int]]:
@@ -275,7 +275,7 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
 def finish(engine: Any, sequences: list[Any]) -> list[Any]:
     """Step all of them to their ends, and give back what they hold."""
     while running := [s for s in sequences if not s.finish_reason]:
-        faults.step(engine, running)
+        retry.step(engine, running)
     for sequence in sequences:
         engine.close(sequence)
     return sequences

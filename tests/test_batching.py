@@ -14,7 +14,7 @@ from server import at_once, until
 
 from control import Statistics
 from messages import Request
-from serving import faults, trace
+from serving import retry, trace
 from serving.options import Options
 from serving.worker import Job, Worker
 
@@ -129,7 +129,7 @@ def test_a_step_that_fails_behind_its_last_token_loses_none(
     def answers():
         sequences = [demo_engine.open(request) for request in requests]
         while running := [s for s in sequences if not s.finish_reason]:
-            for s, cycle in faults.step(demo_engine, running).items():
+            for s, cycle in retry.step(demo_engine, running).items():
                 trace.event(s, cycle)
         for s in sequences:
             demo_engine.close(s)
@@ -142,14 +142,14 @@ def test_a_step_that_fails_behind_its_last_token_loses_none(
 
 def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, prompts, monkeypatch):
     """Where not even another try of each by itself can be made."""
-    worker, step, errors = Worker(engine, Options()), faults.step, [RuntimeError("no memory")]
+    worker, step, errors = Worker(engine, Options()), retry.step, [RuntimeError("no memory")]
 
     def faulty(engine, sequences):
         if len(sequences) == 2 and errors:
             raise errors.pop()
         return step(engine, sequences)
 
-    monkeypatch.setattr(faults, "step", faulty)
+    monkeypatch.setattr(retry, "step", faulty)
     jobs = [worker.submit(Request(prompts["hard_prose"], 200))[0] for _ in range(2)]
     for job in jobs:
         with pytest.raises(RuntimeError, match="no memory"):
@@ -164,14 +164,14 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
     ("asked", "expected"), [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)]
 )
 def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, expected):
-    made, waiting, event, step = [], [], trace.event, faults.step
+    made, waiting, event, step = [], [], trace.event, retry.step
     monkeypatch.setattr("serving.trace.event", lambda *given: made.append(1) or event(*given))
 
     def waits(*given):
         until(lambda: waiting and not waiting[0]._is_read)
         return step(*given)
 
-    monkeypatch.setattr("serving.faults.step", waits)
+    monkeypatch.setattr("serving.retry.step", waits)
     worker = Worker(demo_engine, Options())
     waiting += worker.submit(Request([1, 2, 3], 9, **asked))
     waiting[0].wait()
@@ -229,7 +229,7 @@ def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
     engine = core.Engine(demo_engine.target, demo_engine.pool.drafters, prefill_chunk=16)
     running = engine.open(Request(prompts["easy_json"], 12))
     while not running.num_steps:
-        faults.step(engine, [running])
+        retry.step(engine, [running])
     text = (prompts["code_class"] * 3)[:60]
     late = engine.open(Request(text, 12, "mtp"))
     failing(engine, monkeypatch, lambda i, _: i == 1)

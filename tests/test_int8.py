@@ -23,7 +23,7 @@ from kernels.reading import decoder_of, release
 from messages import Request
 from models import loading
 from models.structure import examine
-from serving import answers, faults
+from serving import answers, retry
 from serving.options import Options
 from serving.worker import Worker
 
@@ -213,7 +213,7 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     while waiting or running:
         while waiting and len(running) < 4:
             running.append(engine.open(waiting.pop(0)))
-        faults.step(engine, running)
+        retry.step(engine, running)
         for s in [s for s in running if s.finish_reason]:
             assert not any("failed" in warning for warning in s.warnings)
             engine.close(s)

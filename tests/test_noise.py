@@ -12,7 +12,7 @@ import speculative_decoding as core
 import torch
 
 from benchmarks.lossless import chi_squared
-from sampling import ACCEPT, DRAW, Noise, survivors
+from sampling import Noise, survivors
 
 ODDS, NUM = 1e-6, 2000
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
@@ -62,22 +62,22 @@ def test_noise_of_any_two_tokens_is_independent():
 def test_uniform_numbers_are_uniform_and_their_uses_independent():
     counts = np.zeros((4, 4))
     for i in range(NUM):
-        counts[tuple(int(Noise(9).uniform(i, use) * 4) for use in (DRAW, ACCEPT))] += 1
+        counts[tuple(int(Noise(9).uniform(i, use) * 4) for use in (Noise.DRAW, Noise.ACCEPT))] += 1
     assert p_value_of_cells(counts) > ODDS
-    numbers = [Noise(0).uniform(i, DRAW) for i in range(100)]
+    numbers = [Noise(0).uniform(i, Noise.DRAW) for i in range(100)]
     assert all(0 <= u < 1 for u in numbers)
     assert sum((u * 2**24) % 1 != 0 for u in numbers) > 90  # more bits than float32 has
 
 
 def test_every_bit_of_a_seed_counts():
     seeds = [0, -1, 2**64 - 1, *(1 << bit for bit in range(64)), -(1 << 63)]
-    assert len({Noise(seed).uniform(0, DRAW) for seed in seeds}) == len(seeds)
+    assert len({Noise(seed).uniform(0, Noise.DRAW) for seed in seeds}) == len(seeds)
 
 
 def test_noise_is_the_same_on_every_machine():
     """Numbers that were written down: integers made them, so no library's rounding is in them."""
     noise, ids = Noise(2**40 + 3), np.array([0, 1, 5, 4095, 151_935])
-    uniform = [noise.uniform(i, DRAW) for i in (0, 1, 10**6)]
+    uniform = [noise.uniform(i, Noise.DRAW) for i in (0, 1, 10**6)]
     assert uniform == [0.8430334697799026, 0.950916731721287, 0.906802072233214]
     expected = [0.12432617056943548, 0.031718621876562374, 0.8893015230928047]
     expected += [1.9026856951852928, 0.01415323391600717]

@@ -16,7 +16,7 @@ from test_eagle3 import new_head
 from cache.states import RecurrentLayer
 from kernels.start import speed_up
 from messages import Request
-from serving import faults
+from serving import retry
 from serving.options import Options
 
 PYTHON = " in Python"
@@ -197,7 +197,7 @@ def test_speculation_writes_the_text_of_plain_decoding(target, family):
     while waiting or running:
         running += waiting[:1]
         del waiting[:1]
-        faults.step(engine, running)
+        retry.step(engine, running)
         running = [s for s in running if s.finish_reason is None]
     for s, plain in zip(sequences, alone, strict=True):
         engine.close(s)

@@ -20,7 +20,7 @@ from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compar
 from drafters.draft_model import DraftModelDrafter
 from kernels import library
 from messages import Request
-from sampling import DRAW, Noise, penalise, truncated_softmax
+from sampling import Noise, penalise, truncated_softmax
 from serving.options import Options
 
 ODDS = 1e-6
@@ -152,7 +152,7 @@ def test_verify_keeps_the_target_distribution(case):
     told, counts = None if case == "one-hot q" else q, torch.zeros(3, 4)
     for seed in range(4000):
         noise = Noise(seed)
-        tokens = [core.draw(row, noise.uniform(i, DRAW)) for i, row in enumerate(q)]
+        tokens = [core.draw(row, noise.uniform(i, Noise.DRAW)) for i, row in enumerate(q)]
         judged = core.verify_by_rejection(core.Draft(tokens, told), p, noise, 0)
         for i, j in enumerate(j for j in judged if j.kind != "rejected"):
             counts[i, j.id] += 1
