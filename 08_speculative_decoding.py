@@ -26,7 +26,7 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import models.shortage  # isort: skip  # noqa: F401  (before torch, which takes seconds)
@@ -39,7 +39,7 @@ import control
 import drafters
 import kernels
 import messages
-from messages import Draft, Judgement, Sampling, Verdict
+from messages import Draft, Judgement, Sampling
 from sampling import Noise, choose, draw, penalise, truncated_softmax
 from text import TextStream
 
@@ -80,12 +80,7 @@ def choices(
     scores [n + 1, V] are the penalised logits after the pending and each drafted token. The noise
     depends on the seed and the position alone, so no draft changes a choice.
     """
-
-    def choice_after(i: int) -> int:
-        position = num_tokens + draft.depth(i)  # where the choice will stand in the text
-        return choose(scores, sampling, noise, position, row=i + 1)
-
-    return choice_after
+    return lambda i: choose(scores, sampling, noise, num_tokens + draft.depth(i), row=i + 1)
 
 
 def speculate(
@@ -126,7 +121,8 @@ def speculate(
             read = [*range(first), *(first + i for i in accepted)]
             states = [output.hidden[layer][0][read] for layer in layers]
             hidden = torch.cat(states, -1) if states else None
-            drafter.observe(state, Verdict(len(draft.tokens), len(accepted), emitted, hidden))
+            verdict = messages.Verdict(len(draft.tokens), len(accepted), emitted, hidden)
+            drafter.observe(state, verdict)
         return tokens[len(prompt) :]
     finally:
         drafter.close(state)
@@ -154,22 +150,9 @@ def plain_decode(
 class SlotCache(cache.Slots):
     """A KV cache in which each row has its own length; truncating a row lowers its length.
 
-    One pass: `place` its tokens, run the model with this cache, `advance`. A row is a request's
-    handle. cache/slots.py has the buffers, and opens and closes rows.
+    A pass writes its tokens' keys and values behind those of its rows, and the rows grow by them.
+    cache/slots.py does that, opens rows for requests, and closes them.
     """
-
-    def place(self, rows: list[int], counts: list[int]) -> cache.Place:
-        """Place counts[b] >= 1 tokens after those of rows[b]. Raises ValueError if too many."""
-        ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
-        if (end := max(ends)) > self.max_length:
-            raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
-        slots = [self.slot(row) for row in rows]
-        return self.begin(cache.Place(slots, counts, ends, end, self.device))
-
-    def advance(self, place: cache.Place) -> None:
-        """Count the placed tokens as cached, after the pass that wrote them."""
-        for slot, count in zip(place.slots, place.counts, strict=True):
-            self.lengths[self.rows[slot]] += count
 
     def truncate(self, row: int, length: int) -> None:
         """Forget row's tokens from `length` on. O(1): old keys are masked, then overwritten."""
@@ -215,13 +198,9 @@ class CachedModel:
         return SlotCache(num_layers, num_rows, self.max_length + spare, self.model.device)
 
     def forward(
-        self,
-        rows: list[int],
-        tokens: list[list[int]],
-        num_logits: list[int],
-        layers: tuple[int, ...] = (),
-        parents: list[list[int] | None] | None = None,
-    ) -> messages.Output:
+        self, rows: list[int], tokens: list[list[int]], num_logits: list[int],
+        layers: tuple[int, ...] = (), parents: list[list[int] | None] | None = None,
+    ) -> messages.Output:  # fmt: skip
         """Feed tokens[b] (at least one) after what cache row rows[b] holds.
 
         Prefill feeds many tokens, plain decoding one, verifying n + 1. Returns logits of each
@@ -361,16 +340,11 @@ class Engine:
     """Runs cycles over any number of sequences, each with its own K and drafters, or with none."""
 
     def __init__(
-        self,
-        target: CachedModel,
-        loaded: dict[str, drafters.Drafter],
-        default: str | None = None,
-        prefill_chunk: int = 256,
-        controller: control.Controller | None = None,
-        draft_model: CachedModel | None = None,
-        is_strict: bool = False,
+        self, target: CachedModel, loaded: dict[str, drafters.Drafter], default: str | None = None,
+        prefill_chunk: int = 256, controller: control.Controller | None = None,
+        draft_model: CachedModel | None = None, is_strict: bool = False,
         prefixes: cache.PrefixCache | None = None,
-    ):
+    ) -> None:  # fmt: skip
         """Without a controller every draft has the length that its request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids, self.default_drafter, self.controller = target.eos_ids, default, controller
@@ -384,16 +358,10 @@ class Engine:
 
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""
-        request.check_prompt(self.target.max_length, self.target.vocab_size)
-        room = self.target.max_length - len(request.prompt)
-        wanted = request.drafter if request.num_speculative_tokens else None
-        names = self.pool.choices[wanted] if wanted else ()
-        admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
+        admitted, warnings = request.admitted(self.target.max_length, self.target.vocab_size)
         s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
-        if room < request.max_tokens:
-            what = f"max_tokens was lowered from {request.max_tokens} to {room}"
-            s.warnings.append(f"{what}: the context holds {self.target.max_length} tokens")
-        self.pool.open(s.drafting, names)
+        s.warnings += warnings
+        self.pool.open(s.drafting)
         self.planner.open(s)
         return s
 
@@ -519,55 +487,16 @@ def load_model(name: str, options: Any) -> CachedModel:
     kernels.setup(options.quantize, options.device, options.kernels)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
     model.reference = reference.Reference.of(model)  # before kernels/ take the weights
-    gpt_neo.follow_masks(model.model, model.cache.max_length)  # GPT-Neo has masks of its own
+    gpt_neo.follow_masks(model.model, model.max_length)  # GPT-Neo has masks of its own
     cache.follow_rows(model)  # recurrent layers have a state for each row
     return model
 
 
-def load_draft(options: Any) -> CachedModel | None:
-    """The draft model, or None. Raises StartError only for a model that --draft-model names."""
-    try:
-        name = options.model_of("draft_model")
-        return load_model(name, options.for_draft) if name else None
-    except models.StartError as error:
-        if options.draft_model:
-            raise
-        drafters.LOG.warning("going on without draft_model: %s", error)
-        return None
-
-
-def assemble_engine(options: Any) -> Engine:
-    """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
-    from models import loading, reference
-
-    loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
-    target = load_model(options.model, options)
-    draft = load_draft(options)
-    context = drafters.Context(target, sample, draft, **options.for_drafters)
-    loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
-    for model in filter(None, (target, draft)):  # after the heads have read its weights
-        with reference.refusal(model, is_fast=True):
-            kernels.speed_up(model, options.quantize, reference.check)
-    controller = None if options.fixed_k else control.Controller.of(target, loaded)
-    prefixes = cache.PrefixCache.of(target, options.prefix_cache_mb)
-    return Engine(
-        target, loaded, default, options.prefill_chunk, controller, draft, options.strict, prefixes
-    )
-
-
 def load_engine(options: Any) -> Engine:
-    """An engine that is ready to run in this thread: it was checked and has run once."""
-    from models import reference
-    from serving import answers, worker
+    """The target with all drafters that fit it, checked and run once; see serving/assembly.py."""
+    from serving import assembly
 
-    engine = assemble_engine(options)
-    with reference.refusal(engine.target):
-        engine.target.report = kernels.report_of(engine.target)
-    for model in filter(None, (engine.target, engine.draft_model)):
-        reference.check(model)
-    answers.LOG.info(answers.setting(engine, options))
-    worker.warm_up(engine)
-    return engine
+    return assembly.load_engine(options, load_model, Engine, sample)
 
 
 # --------------------------------------------------------------------------------- Flask app
@@ -595,43 +524,23 @@ def create_app(service: Any) -> Flask:
     return app
 
 
-def load_app(options: Any) -> Flask:
-    """The application. The worker's thread loads and runs the models; no other thread does."""
-    from models.catalogue import with_model
-    from serving.service import Service
-    from serving.worker import Worker
-
-    if options.engine:
-        from engines.app import connect
-
-        return create_app(connect(options))
-
-    def load(worker: Worker) -> tuple[Engine, Flask]:
-        chosen = with_model(options)
-        engine = load_engine(chosen)
-        return engine, create_app(Service(engine, chosen, worker))
-
-    return Worker(None, options, load).app
-
-
 # ------------------------------------------------------------------------------ command line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0; 1: outputs differ; 2: not carried out; 130: interrupted."""
     import demo
+    import engines
     from models.catalogue import with_model
     from serving import http, options
 
     def act() -> int:
         wanted, chosen = options.parse_arguments(arguments)
         if wanted.port:
-            return http.serve(lambda: load_app(chosen), wanted.port, chosen)
+            load = partial(engines.load_app, chosen, load_engine, create_app)
+            return http.serve(load, wanted.port, chosen)
         engine = load_engine(chosen := with_model(chosen))
-        if wanted.plan:
-            from engines.plan import show_plan
-
-            return show_plan(engine, chosen, wanted)
-        if wanted.demo:
-            return demo.show_demo(engine, chosen, plain_decode, wanted)
+        if wanted.plan or wanted.demo:
+            show = engines.show_plan if wanted.plan else demo.show_demo
+            return show(engine, chosen, wanted, plain_decode)
         return demo.show_prompt(engine, chosen, wanted)
 
     return demo.exit_status(act)

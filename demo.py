@@ -270,7 +270,7 @@ def chosen_prompts(engine: Engine, options: Options, names: list[str] | None) ->
     }
 
 
-def show_demo(engine: Engine, options: Options, plain_decode: Decode, given: Namespace) -> int:
+def show_demo(engine: Engine, options: Options, given: Namespace, plain_decode: Decode) -> int:
     """Run the demo, and print each prompt's result as it is done.
 
     Interrupted, it goes on to the totals of what was done. Returns 1 if a drafter's text was not

@@ -4,7 +4,7 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -92,6 +92,20 @@ class Request:
             )
         if not all(0 <= token <= largest for token in self.prompt):
             raise ValueError(f"the prompt has a token id outside 0 to {largest}")
+
+    def admitted(self, context: int, vocab_size: int) -> tuple["Request", list[str]]:
+        """The request as it can be served, and warnings. Raises ValueError for a bad prompt.
+
+        Fewer tokens where the context of so many has no room for more; no drafter where none may
+        be drafted.
+        """
+        self.check_prompt(context, vocab_size)
+        room, warnings = context - len(self.prompt), list[str]()
+        if room < self.max_tokens:
+            what = f"max_tokens was lowered from {self.max_tokens} to {room}"
+            warnings = [f"{what}: the context holds {context} tokens"]
+        drafter = self.drafter if self.num_speculative_tokens else None
+        return replace(self, max_tokens=min(self.max_tokens, room), drafter=drafter), warnings
 
     @property
     def drafting(self) -> Sampling:

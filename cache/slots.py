@@ -107,7 +107,10 @@ class SlotLayer(CacheLayerMixin):
 
 
 class Slots(Cache):
-    """Rows, their slots, and each layer's buffers [slots, heads, max_length, width]."""
+    """Rows, their slots, and each layer's buffers [slots, heads, max_length, width].
+
+    One pass: `place` its tokens, run the model with this cache, `advance`.
+    """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
@@ -147,12 +150,21 @@ class Slots(Cache):
         self.lengths[row] = self._written[slot] = 0
         self._free.append(row)
 
-    def begin(self, place: Place) -> Place:
-        """Let the pass that comes write at this place. It may fail halfway."""
-        for slot, end in zip(place.slots, place.ends, strict=True):
-            self._written[slot] = max(self._written[slot], end)
-        self.current = place
-        return place
+    def place(self, rows: list[int], counts: list[int]) -> Place:
+        """Place counts[b] >= 1 tokens after those of rows[b]. Raises ValueError if too many."""
+        ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
+        if (end := max(ends)) > self.max_length:
+            raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
+        slots = [self.slot(row) for row in rows]
+        for slot, last in zip(slots, ends, strict=True):  # now: the pass may fail halfway
+            self._written[slot] = max(self._written[slot], last)
+        self.current = Place(slots, counts, ends, end, self.device)
+        return self.current
+
+    def advance(self, place: Place) -> None:
+        """Count the placed tokens as cached, after the pass that wrote them."""
+        for slot, count in zip(place.slots, place.counts, strict=True):
+            self.lengths[self.rows[slot]] += count
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of each layer that has any, each [slots, heads, max_length, width]."""

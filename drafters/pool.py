@@ -8,7 +8,7 @@ After such a fault its request goes on without that drafter, and the answer stay
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -118,10 +118,10 @@ class DrafterPool:
         is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
         return (call if is_ours else settings_kept()(call))(*arguments)
 
-    def open(self, text: DraftedText, names: Iterable[str]) -> None:
-        """Let these drafters read along with a new request."""
+    def open(self, text: DraftedText) -> None:
+        """Let the drafters that a new request names read along."""
         request, failed = text.request, dict[str, Exception]()
-        for name in names:
+        for name in self.choices[request.drafter] if request.drafter else ():
             try:
                 state = self._call(name, "open", request.prompt, request.drafting, text.noise)
                 text.states[name] = state

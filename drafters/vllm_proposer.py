@@ -74,8 +74,8 @@ class Proposer:
         if text is None or tokens[: len(known)] != known:
             if text is not None:
                 self._pool.close(text)
-            text = DraftedText(Request(tokens), Noise(0))
-            self._pool.open(text, [self._name])
+            text = DraftedText(Request(tokens, drafter=self._name), Noise(0))
+            self._pool.open(text)
         elif new:
             num_drafted = len(text.draft.tokens) if text.draft else 0
             self._pool.observe(text, Verdict(num_drafted, len(new) - 1, new), {})

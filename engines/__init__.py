@@ -5,3 +5,43 @@
 app.py puts them behind the routes, and plan.py says how to start one. docs/engines.md says what
 such an engine can and cannot do.
 """
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from flask import Flask
+
+from messages import Engine
+from models.catalogue import with_model
+from serving.options import Options
+from serving.service import Service
+from serving.worker import Worker
+
+
+def load_app(
+    options: Options, load_engine: Callable[[Options], Engine], create_app: Callable[[Any], Flask]
+) -> Flask:
+    """The application, of this server's engine or of another one behind it.
+
+    `load_engine` and `create_app` are the core's. The worker's thread loads and runs the models; no
+    other thread does.
+    """
+    if options.engine:
+        from .app import connect
+
+        return create_app(connect(options))
+
+    def load(worker: Worker) -> tuple[Engine, Flask]:
+        chosen = with_model(options)
+        engine = load_engine(chosen)
+        return engine, create_app(Service(engine, chosen, worker))
+
+    return Worker(None, options, load).app
+
+
+def show_plan(engine: Engine, options: Options, given: Namespace, *_: Any) -> int:
+    """Print how another engine would serve these models; returns the exit status."""
+    from . import plan
+
+    return plan.show_plan(engine, options, given)

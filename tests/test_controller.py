@@ -700,8 +700,9 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
 
 def seated(drafters):
     """A pool of these drafters, and a text that all of them read along."""
-    pool, text = DrafterPool(drafters, 100), DraftedText(Request([1, 2]), core.Noise(0))
-    pool.open(text, drafters)
+    text = DraftedText(Request([1, 2], drafter="auto"), core.Noise(0))
+    pool = DrafterPool(drafters, 100)
+    pool.open(text)
     return pool, text
 
 
