@@ -20,7 +20,7 @@ from drafters import Drafter
 from kernels import start
 from messages import Request, Verdict
 from sampling import Noise, truncated_softmax
-from serving import retry, trace
+from serving import assembly, retry, trace
 from serving.options import Options
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
@@ -262,6 +262,11 @@ WAYS: dict[str, dict[str, Any]] = {
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How tokens are chosen: what holds for greedy text holds for the text of a seed, too."""
     return WAYS[request.param]
+
+
+def assemble(options):
+    """An engine of the core's classes that was neither checked nor run yet."""
+    return assembly.assemble_engine(options, core.load_model, core.Engine, core.sample)
 
 
 def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:

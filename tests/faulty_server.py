@@ -15,7 +15,7 @@ from typing import Any
 from control import Statistics
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
-from serving import http
+from serving import assembly, http
 
 core = importlib.import_module("08_speculative_decoding")
 
@@ -92,10 +92,10 @@ TARGET_FAULTS: dict[str, Callable[[], None]] = {
 
 
 def main(arguments: list[str]) -> int:
-    assemble, load = core.assemble_engine, core.load_engine
+    assemble, load = assembly.assemble_engine, core.load_engine
 
-    def assemble_faulty(options: Any) -> Any:
-        engine = assemble(options)
+    def assemble_faulty(options: Any, *parts: Any) -> Any:
+        engine = assemble(options, *parts)
         for name in DRAFTER_FAULTS:
             engine.pool.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
             engine.pool.choices[name] = (name,)
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
             super().__init__(*arguments)
             signal.signal(signal.SIGUSR1, lambda *_: self.call(raises(SystemExit(3))))
 
-    core.assemble_engine, core.load_engine = assemble_faulty, load_faulty
+    assembly.assemble_engine, core.load_engine = assemble_faulty, load_faulty
     http.Server = MortalServer
     return core.main(arguments)
 

@@ -23,6 +23,7 @@ from control.costs import Costs
 from control.rest import Rest
 from drafters.pool import DraftedText, DrafterPool
 from messages import Doubts, Request, Verdict
+from serving import assembly
 from serving.options import Options
 from serving.worker import warm_up
 
@@ -777,9 +778,9 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
 
 def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
     warmed, options = [], Options(model="embedded", kernels=False)
-    monkeypatch.setattr(core, "warm_up", warmed.append)
-    monkeypatch.setattr(core, "assemble_engine", lambda given: demo_engine)
-    monkeypatch.setattr(core, "report_of", lambda model: model.report)
+    monkeypatch.setattr(assembly, "warm_up", warmed.append)
+    monkeypatch.setattr(assembly, "assemble_engine", lambda *_: demo_engine)
+    monkeypatch.setattr("kernels.report_of", lambda model: model.report, raising=False)
     assert [core.load_engine(options)] == warmed == [demo_engine]
 
 

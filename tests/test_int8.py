@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import assert_lossless, run, together
+from conftest import assemble, assert_lossless, run, together
 from families import save_small
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
@@ -95,7 +95,7 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
 
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
-        core.assemble_engine(Options(model=model, quantize="int8", draft_model=""))
+        assemble(Options(model=model, quantize="int8", draft_model=""))
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
@@ -167,9 +167,9 @@ def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
     tiny_folder, monkeypatch, given, is_there
 ):
     options = Options(model=str(tiny_folder("llama")), **given)
-    assert "self_int8" not in core.assemble_engine(options).panel.drafters  # it is too small
+    assert "self_int8" not in assemble(options).pool.drafters  # it is too small
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
-    assert ("self_int8" in core.assemble_engine(options).panel.drafters) is is_there
+    assert ("self_int8" in assemble(options).pool.drafters) is is_there
 
 
 def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkeypatch):
@@ -234,7 +234,7 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
 def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, given, message):
     options = Options(model=str(tiny_folder(family)), drafter="self_int8", **given)
     with pytest.raises(ValueError, match=message):
-        core.assemble_engine(options)
+        assemble(options)
 
 
 # ---------------------------------------------------------------------------------- memory

@@ -15,7 +15,7 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET
+from conftest import ROOT, TARGET, assemble
 from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -431,13 +431,13 @@ def test_what_came_with_a_target_may_be_missing(
     """The server goes on without it, unless the command line names it, such as an empty folder."""
     folder, places = str(tiny_folder("llama")), {drafter: "/nowhere/at/all"}
     monkeypatch.setattr(Options, "model_of", lambda _, name: places.get(name))
-    engine = core.assemble_engine(Options(model=folder))
+    engine = assemble(Options(model=folder))
     assert "ngram" in engine.pool.drafters and drafter not in engine.pool.drafters
     (line,) = [message for message in caplog.messages if drafter in message]
     assert line.startswith(f"going on without {drafter}: ") and "\n" not in line
     monkeypatch.undo()
     with pytest.raises(ValueError, match=str(tmp_path)):
-        core.assemble_engine(Options(model=folder, **{drafter: str(tmp_path)}))
+        assemble(Options(model=folder, **{drafter: str(tmp_path)}))
 
 
 @pytest.mark.parametrize("part", ["mtp", "eagle3"])

@@ -11,7 +11,7 @@ import gguf
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, assert_lossless, fresh_state, propose_and_close, run
+from conftest import ROOT, TARGET, assemble, assert_lossless, fresh_state, propose_and_close, run
 from head_contract import changed, holding
 from safetensors.torch import load_file, save_file
 from test_gguf import write_gguf
@@ -210,5 +210,5 @@ def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tm
         name, size = change
         holding(name, lambda _: torch.zeros(size))(tmp_path / "head")
     with pytest.raises(ValueError, match=problem) as refused:
-        core.assemble_engine(Options(model=folder, mtp=str(tmp_path / "head")))
+        assemble(Options(model=folder, mtp=str(tmp_path / "head")))
     assert "\n" not in str(refused.value)

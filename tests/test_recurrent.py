@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import HYBRIDS, ScriptedDrafter, assert_lossless, make_exact, run
+from conftest import HYBRIDS, ScriptedDrafter, assemble, assert_lossless, make_exact, run
 from exactness import assert_same_bits
 from test_eagle3 import new_head
 
@@ -228,7 +228,7 @@ def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_p
 def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):
     options = {k: str(tiny_folder(v)) if v == "lfm2" else v for k, v in options.items()}
     with pytest.raises(ValueError, match=message):
-        core.assemble_engine(Options(model=str(tiny_folder(family)), **options))
+        assemble(Options(model=str(tiny_folder(family)), **options))
 
 
 def test_closed_texts_give_their_memory_back(target):
