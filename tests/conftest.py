@@ -209,20 +209,20 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-class Numbers:
+class Numbers(Noise):
     """In the place of noise: one number accepts or rejects each draft, and the last one draws."""
 
     def __init__(self, numbers: list[float]) -> None:
         *self.accepting, self.drawing = numbers
 
     def uniform(self, position: int, use: int) -> float:
-        return self.accepting[position] if use == Noise.ACCEPT else self.drawing
+        return self.accepting[position] if use == self.ACCEPT else self.drawing
 
 
-def credulous(draft: Any, own: Callable[[int, int], int]) -> tuple[list[Any], list[int]]:
+def credulous(draft: Any, choice_after: Callable[[int], int]) -> tuple[list[Any], list[int]]:
     """In the place of `verify`: everything is accepted."""
     tokens, count = [core.Judgement(token, "accepted") for token in draft.tokens], len(draft.tokens)
-    return [*tokens, core.Judgement(own(count - 1, count), "bonus")], list(range(count))
+    return [*tokens, core.Judgement(choice_after(count - 1), "bonus")], list(range(count))
 
 
 def judge(draft: Any, p: torch.Tensor, numbers: list[float]) -> Any:
@@ -270,10 +270,16 @@ def assemble(options):
 
 
 def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """One request to its end: the finished sequence and its events."""
-    events = []
-    for sequence, cycle in engine.generate(Request(prompt, **fields)):
-        events.append(trace.summary(cycle) | trace.event(sequence, cycle))
+    """One request to its end, as the worker runs it: the finished sequence and its events."""
+    sequence, events = engine.open(Request(prompt, **fields)), []
+    try:
+        while sequence.finish_reason is None:
+            for cycle in retry.step(engine, [sequence]).values():
+                events.append(trace.summary(cycle) | trace.event(sequence, cycle))
+        if sequence.failure:
+            raise sequence.failure
+    finally:
+        engine.close(sequence)
     return sequence, events
 
 

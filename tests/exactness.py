@@ -44,7 +44,7 @@ def _compare_drafts(target: Any, text: list[int], rounds: int, chance: random.Ra
     rows = [cache.open_row() for _ in range(cache.num_rows)]
     one = rows[0]
     target.forward([one], [text[:longest]], [1])
-    for buffer in cache._buffers():
+    for buffer in cache.buffers():
         buffer[1:, :, :longest] = buffer[:1, :, :longest]
     for i in range(rounds):
         near = chance.choice([b for b in BORDERS if b < longest]) - chance.randrange(7)

@@ -112,7 +112,7 @@ def check_drafts(engine, name, expected_of, limit):
         for can_chain in (chain.can_chain, lambda *_: False):
             state, seen[:] = fresh_state(engine, drafter, text), []
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(chain, "can_chain", can_chain)
+                patch.setattr("kernels.can_chain", can_chain)
                 draft = drafter.propose(state, limit)
             drafter.close(state)
             assert draft.tokens == tokens

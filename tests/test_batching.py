@@ -136,7 +136,7 @@ def test_a_step_that_fails_behind_its_last_token_loses_none(
         return [(s.output, s.logprobs, s.statistics.num_draft_tokens) for s in sequences]
 
     expected, faulty = answers(), Mock(side_effect=[0, KeyError(), 0, KeyError(), *[0] * 99])
-    monkeypatch.setattr(demo_engine.planner, "timed", faulty)
+    monkeypatch.setattr(demo_engine.planner, "record_cycle", faulty)
     assert answers() == expected and faulty.call_count >= 4
 
 

@@ -52,7 +52,7 @@ def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main, monkeypatch):
     _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
     text, _, figures = out.rpartition("\n\n")
     assert "(stop)" in figures and "8" in text and "9" not in text
-    monkeypatch.setattr(core, "choose", lambda *_: 0)
+    monkeypatch.setattr(core, "choose", lambda *_, **__: 0)
     status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
     assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (stop)" in out
 

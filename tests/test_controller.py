@@ -233,15 +233,16 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(
     plan, propose = engine.controller.plan, engine.pool.propose
     engine.controller.plan = lambda *asks: [d._replace(least_chance=0.25) for d in plan(*asks)]
 
-    def proposed(seats, plan):
-        if plan[0][1]:
-            least.add(seats[0].goes_on and seats[0].goes_on.least_chance)
-        if seats[0].goes_on:
-            seats[0].goes_on = Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5)  # .8 is sure enough
-        return propose(seats, plan)
+    def proposed(texts, tasks):
+        (task,) = tasks
+        if task.limit:
+            least.add(task.goes_on and task.goes_on.least_chance)
+        if task.goes_on:  # .8 is sure enough
+            task = task._replace(goes_on=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))
+        return propose(texts, [task])
 
     engine.pool.propose = proposed
-    monkeypatch.setattr("kernels.chain.can_chain", lambda *_: False)  # C is asked in test_choosing
+    monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
         assert least == {0.25} and all(len(d.confidence) == len(d.tokens) for d in drafts)
@@ -478,7 +479,7 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
         s.drafting.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
         s.drafting.missed.clear()
         # And text to read is forgotten.
-        s.drafting.records = {"ngram": Acceptance(), "steady": Acceptance()}
+        engine.planner.candidates[s].records = {"ngram": Acceptance(), "steady": Acceptance()}
         engine.step([s])
         assert s.drafting.task.decision.drafter == expected
         engine.close(s)
@@ -492,6 +493,7 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
     engine.controller.plan = lambda asks, batch, cycles: plan(
         [Candidate({"silent": ask.records["silent"]}, ask.limit, 1) for ask in asks], batch
     )
+    engine.planner.close = lambda s: None  # what it learned stays
     prompt, sampling = prompts["repetitive_sentence"], core.Sampling(temperature=temperature)
     sequence, _ = run(engine, prompt, max_tokens=30, drafter="auto", sampling=sampling, seed=1)
     # Neither at the prefill nor for the last token was anybody to be asked.
@@ -500,7 +502,7 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
         guess = ngram.open(tokens, sampling, None).continuation(1)
         expected.observe(len(guess), int(guess == [token]), 1)
         tokens.append(token)
-    seen, silent = (sequence.drafting.records[name] for name in ("ngram", "silent"))
+    seen, silent = (engine.planner.candidates[sequence].records[n] for n in ("ngram", "silent"))
     assert vars(seen.accepted) == vars(expected.accepted)
     assert seen.cycles == expected.cycles > 20 and seen.coverage == expected.coverage
     assert (seen.num_read, silent.num_read) == (0, len(sequence.tokens) - 1) and not silent.cycles
@@ -621,7 +623,7 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     )
 
     def note(asks, *_):
-        known.extend((own.unread, own.since) for one in asks for own in one.records.values())
+        known.extend((own.unread, own.since) for one in asks for own in one.able.values())
 
     before(engine.controller, "plan", note)
     engine.step([first, second])
@@ -651,19 +653,19 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
         engine, turns = core.Engine(demo_engine.target, loaded, "auto"), itertools.count()
         propose, observe, made = engine.pool.propose, engine.pool.observe, []
 
-        def in_turn(seats, plan):
+        def in_turn(texts, tasks):
             name = list(loaded)[next(turns) // 5 % 4]
-            guesses = [engine.pool.guess(seats[0], n, 3) for n in ("ngram", "suffix")]
-            (draft,) = propose(seats, [(name, plan[0][1])])
+            guesses = [engine.pool.guess(texts[0], n, 3) for n in ("ngram", "suffix")]
+            (draft,) = propose(texts, [Task(name, tasks[0].limit)])
             made.append((name, draft.tokens, guesses))
             return [draft]
 
-        def told(seat, *given):
-            observe(seat, *given)
-            for name in list(seat.states) if is_told_at_once else ():
-                engine.pool._catch_up(seat, name)
+        def observed(text, *given):
+            observe(text, *given)
+            for name in list(text.states) if is_told_at_once else ():
+                engine.pool._catch_up(text, name)
 
-        engine.pool.propose, engine.pool.observe = in_turn, told
+        engine.pool.propose, engine.pool.observe = in_turn, observed
         given = {"max_tokens": 70, "drafter": "auto", "is_alone": True}  # else the second run knows
         sequence, _ = run(engine, prompts["code_class"], **given, **way)
         assert sequence.warnings == []
@@ -691,7 +693,7 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
         return sample(logits, text, *given)
 
     monkeypatch.setattr(drafter, "_sample", faulty)
-    monkeypatch.setattr("kernels.chain.can_chain", lambda *_: False)  # which asks nobody else
+    monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # which asks nobody else
     others = [Request(text, 24, name, seed=1) for text in (guilty, prompts["easy_json"])]
     sequences = together(demo_engine, [healthy, *others])
     assert [bool(s.warnings) for s in sequences] == [False, True, False]
@@ -721,33 +723,33 @@ def test_of_several_drafters_only_the_one_that_fails_is_lost(method, chosen):
     """Also where it cannot hear of its own draft."""
     drafters = scripted(bad=script_of(1), good=script_of(1))
     setattr(drafters["bad"], method, Mock(side_effect=RuntimeError("no")))
-    panel, seat = seated(drafters)
+    pool, text = seated(drafters)
     if method == "guess":
-        assert panel.guess(seat, "bad", 3) == ([], 0)
-    panel.propose([seat], [(chosen, 3)])
-    panel.observe(seat, Verdict(3, 0, [5]), {})
+        assert pool.guess(text, "bad", 3) == ([], 0)
+    pool.propose([text], [Task(chosen, 3)])
+    pool.observe(text, Verdict(3, 0, [5]), {})
     if method == "observe":  # the other one hears of it now
-        panel.propose([seat], [("bad" if chosen == "good" else "good", 3)])
-    assert list(seat.states) == (["bad", "good"] if method == "close" else ["good"])
-    assert seat.states["good"] == [1, 2, 5]
-    panel.close(seat)
-    assert drafters["good"].num_open == 0 and panel.failures.total() == int(method != "close")
-    (warning,) = seat.warnings
+        pool.propose([text], [Task("bad" if chosen == "good" else "good", 3)])
+    assert list(text.states) == (["bad", "good"] if method == "close" else ["good"])
+    assert text.states["good"] == [1, 2, 5]
+    pool.close(text)
+    assert drafters["good"].num_open == 0 and pool.failures.total() == int(method != "close")
+    (warning,) = text.warnings
     told = "bad failed to close: no" if method == "close" else "bad failed (no): went on with good"
     assert warning == f"drafter {told}"
 
 
 def test_who_was_passed_over_is_told_of_no_draft():
     drafters = scripted(idle=lambda tokens, n: [], chosen=lambda tokens, n: [])
-    panel, seat = seated(drafters)
+    pool, text = seated(drafters)
     for verdict in (Verdict(3, 1, [5, 6]), Verdict(0, 0, [7])):
-        panel.propose([seat], [("chosen", 3)])
-        panel.observe(seat, verdict, {})
+        pool.propose([text], [Task("chosen", 3)])
+        pool.observe(text, verdict, {})
     assert drafters["chosen"].verdicts == [Verdict(3, 1, [5, 6]), Verdict(0, 0, [7])]
-    assert drafters["idle"].verdicts == [] and seat.states["chosen"] == [1, 2, 5, 6, 7]
-    panel.propose([seat], [("idle", 3)])  # it hears of all at once, and before it is asked
+    assert drafters["idle"].verdicts == [] and text.states["chosen"] == [1, 2, 5, 6, 7]
+    pool.propose([text], [Task("idle", 3)])  # it hears of all at once, and before it is asked
     assert drafters["idle"].verdicts == [Verdict(0, 2, [5, 6, 7])]
-    assert seat.states["idle"] == [1, 2, 5, 6, 7]
+    assert text.states["idle"] == [1, 2, 5, 6, 7]
 
 
 # ------------------------------------------------------------------------------------ starting

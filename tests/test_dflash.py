@@ -175,7 +175,7 @@ def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, reason)
 
 
 def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts):
-    assert "dflash" not in core.load_engine(Options(model="embedded")).panel.drafters
+    assert "dflash" not in core.load_engine(Options(model="embedded")).pool.drafters
     with pytest.raises(ValueError, match="give --dflash"):
         core.load_engine(Options(model=str(target_folder), drafter="dflash"))
     engine = load(head=HEAD, drafter="auto", fixed_k=False)

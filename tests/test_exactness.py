@@ -170,7 +170,7 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain_in_modules_too(tiny, family)
     row = target.cache.open_row()
     target.forward([row], [text], [1])
     fed, parents = [60, 61, 62, 63, 64], [-1, -1, 0, 2]  # the first is pending
-    tree = target.forward([row], [fed], [5], (-1,), trees={0: parents})
+    tree = target.forward([row], [fed], [5], (-1,), parents=[parents])
     target.cache.truncate(row, len(text))
     chain = target.forward([row], [[60, 61, 63, 64]], [4], (-1,))
     target.cache.close_row(row)

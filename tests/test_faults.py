@@ -97,7 +97,7 @@ def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, gues
     engine = scripted_engine(demo_engine, lambda tokens, k: tokens[-k:])
     engine.pool.drafters["scripted"].guess = lambda *_: guessed
     sequence = engine.open(Request(IDS, 4, "scripted"))
-    assert engine.pool.guess(sequence.seat, "scripted", 3) == ([], 0)
+    assert engine.pool.guess(sequence.drafting, "scripted", 3) == ([], 0)
     assert "scripted" in sequence.warnings[0]
     engine.close(sequence)
 

@@ -137,7 +137,7 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
     assert s.output == plain.output and s.logprobs == plain.logprobs
     # The model is a random one, whose choices are near ties.
     assert s.statistics.draft_acceptance_rate > 0.5 and not s.warnings
-    twin, target = twins.panel.drafters["self_int8"]._draft, twins.target
+    twin, target = twins.pool.drafters["self_int8"]._draft, twins.target
     assert twin.compiled.decoder.embedding is target.compiled.decoder.embedding
     assert twin.cache is target.cache
     shared = {id(weight) for weight in target.model.parameters()}
@@ -174,7 +174,7 @@ def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
 
 def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkeypatch):
     monkeypatch.setattr(chain, "can_chain", lambda *_: False)
-    draft, calls = twins.panel.drafters["self_int8"]._draft, []
+    draft, calls = twins.pool.drafters["self_int8"]._draft, []
     inner, cache = draft.forward, draft.cache
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from conftest import FAMILIES, ROOT, assert_lossless, fresh_state, only_modules,
 from families import save_small
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
+import kernels
 from kernels import chain, library
 from kernels.decoder import Rows
 from kernels.parts import is_same
@@ -456,12 +457,14 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
     given = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
     called, draft = [], chain.draft_chain
-    monkeypatch.setattr(chain, "draft_chain", lambda *given: called.append(1) or draft(*given))
+    for module in (chain, kernels):
+        counted = lambda *given: called.append(1) or draft(*given)  # noqa: E731
+        monkeypatch.setattr(module, "draft_chain", counted)
     monkeypatch.setattr(chain, "_MANY", 0)  # so that a small model, too, guesses what it will draft
     at_once, held = drafts_of(*given)
     assert called
     called.clear()
-    monkeypatch.setattr(chain, "can_chain", lambda *_: False)
+    monkeypatch.setattr(kernels, "can_chain", lambda *_: False)
     in_steps, held_by_steps = drafts_of(*given)
     assert not called and held == held_by_steps
     # In steps it is torch that norms what an EAGLE-3 head's output layer reads.
@@ -495,8 +498,9 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
     assert guessing[1][0].num_forwards < 12
     assert [draft.num_forwards for draft in guessing[2]] == [4] * 8  # so many have no room
     monkeypatch.setattr(chain, "_MANY", 0)
-    *_, (sequence, _) = engine.generate(Request(texts[0], 48, "draft_model", sampling=sampling))
-    assert sequence.drafting.records["draft_model"].steps < 0.9
+    monkeypatch.setattr(engine.planner, "close", lambda s: None)  # what it learned stays
+    *_, (s, _) = engine.generate(Request(texts[0], 48, "draft_model", sampling=sampling))
+    assert engine.planner.candidates[s].records["draft_model"].steps < 0.9
 
 
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):

@@ -316,7 +316,7 @@ def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, 
 def test_one_token_may_choose_another_expert(folder, name):
     """A rounding does that to a mixture; where there are no experts it is a fault."""
     target = core.load_model(str(folder(name)), Options())
-    expected = core.Reference.of(target)
+    expected = reference.Reference.of(target)
     with torch.inference_mode():
         expected.logits[0][100] += 1
     if name == "mixtral":
@@ -332,7 +332,7 @@ def test_roundings_of_bfloat16_are_no_fault(folder, name):
 
 def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
     path = folder("llama")
-    monkeypatch.setattr(core, "report_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("kernels.report_of", lambda *_: 1 / 0)
     for kernels, hint in ((True, r" \(--no-kernels may help\)"), (False, "")):
         said = rf"\(llama\) cannot be run .*ZeroDivisionError: division by zero{hint}$"
         with pytest.raises(StartError, match=said):
@@ -418,7 +418,7 @@ def test_special_tokens_are_left_out_of_the_texts():
 def test_the_embedded_draft_model_is_compared(monkeypatch):
     """Both models are; the tests of the embedded ones would not notice if none were."""
     seen = []
-    monkeypatch.setattr(core.Reference, "check", lambda self, cached: seen.append(cached.name))
+    monkeypatch.setattr(reference.Reference, "check", lambda self, cached: seen.append(cached.name))
     monkeypatch.setattr(core, "warm_up", lambda engine: None)
     core.load_engine(Options(model="embedded"))
     assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]

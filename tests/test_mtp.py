@@ -208,4 +208,4 @@ def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
         core.load_engine(Options(model=str(tmp_path), drafter="mtp"))
     assert "\n" not in str(error.value)
-    assert "ngram" in core.load_engine(Options(model=str(tmp_path))).panel.drafters
+    assert "ngram" in core.load_engine(Options(model=str(tmp_path))).pool.drafters

@@ -81,7 +81,7 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
     for tokens in known:
         whole, stepped = (fresh_state(engine, drafter, tokens) for _ in range(2))
         with monkeypatch.context() as patch:  # a draft in one call shows no scores
-            patch.setattr("kernels.chain.can_chain", lambda *_: False)
+            patch.setattr("kernels.can_chain", lambda *_: False)
             drafts += propose_and_close(drafter, [stepped], [K])
         scores.append(torch.stack(seen[-K:]))
         assert propose_and_close(drafter, [whole], [K]) == drafts[-1:]

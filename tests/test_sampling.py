@@ -196,7 +196,7 @@ def test_broken_logits_are_an_error_where_their_row_is_judged_and_only_there(sam
 
         def coupled(draft=draft, scores=broken):
             own = partial(core.choose, scores, sampling, noise)
-            return core.verify(draft, lambda node, depth: own(depth, node + 1))[0]
+            return core.verify(draft, lambda node: own(node + 1, node + 1))[0]
 
         for rule in (coupled, partial(judge, draft, p, us)):
             if at > num_right:
@@ -280,7 +280,7 @@ def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_accepta
         def open(self, prompt, sampling, noise):
             return super().open(prompt, Sampling(), noise)
 
-    drawing, greedy = many.panel.drafters["draft_model"], GreedyDraft.__new__(GreedyDraft)
+    drawing, greedy = many.pool.drafters["draft_model"], GreedyDraft.__new__(GreedyDraft)
     vars(greedy).update(vars(drawing))
     rates, (name, _) = [], COUNTED
     for drafter, num_samples in ((drawing, NUM_SAMPLES // 4), (greedy, NUM_SAMPLES)):

@@ -88,7 +88,7 @@ def test_trees_and_chains_share_a_pass(tiny_folder, way):
     engine = load(tiny_folder("qwen3"))
     chance, prompts = random.Random(2), [TEXT, TEXT[::-1], TEXT[2:] * 3, TEXT[5:], TEXT * 2]
     pairs = [with_trees(engine, prompt, chance, **way) for prompt in prompts]
-    trees = {f"tree{i}": tree.panel.drafters["scripted"] for i, (tree, _) in enumerate(pairs[:3])}
+    trees = {f"tree{i}": tree.pool.drafters["scripted"] for i, (tree, _) in enumerate(pairs[:3])}
     shared = core.Engine(engine.target, engine.pool.drafters | trees)
     names = [*trees, "ngram", None]
     requests = [
@@ -121,9 +121,9 @@ def several():
 def test_several_drafters_make_one_tree(several, prompts, way):
     """And each of them goes on as if it had read the text alone, whoever's branch was taken."""
     members = {"ngram", "suffix", "mtp"}
-    assert several.panel.can_branch and set(several.panel.choices["tree"]) == members
-    engine = core.Engine(several.target, several.panel.drafters | {}, "tree")
-    engine.pool.choices["tree"] = ("draft_model", *several.panel.choices["tree"])
+    assert several.pool.can_branch and set(several.pool.choices["tree"]) == members
+    engine = core.Engine(several.target, several.pool.drafters | {}, "tree")
+    engine.pool.choices["tree"] = ("draft_model", *several.pool.choices["tree"])
     branched = 0
     for name in ("code_class", "hard_story", "easy_json"):
         plain, _ = run(engine, prompts[name], max_tokens=COUNT, **way)
@@ -216,15 +216,15 @@ def test_a_model_s_tree_has_the_likeliest_tokens_of_one_branch_and_beside_it():
     assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)
 
 
-def test_a_way_goes_on_behind_what_the_target_refused():
+def test_a_path_goes_on_behind_what_the_target_refused():
     """It chooses 2, 3 and 9; of what was drafted behind 3 first children are shown."""
     tree = Draft([1, 2, 4, 3, 5, 6, 7], None, [-1, -1, 1, 1, 3, 3, 4])
-    choices = {(-1, 0): 2, (1, 1): 3, (3, 2): 9}
-    judged, way = core.verify(tree, lambda *asked: choices[asked])
+    choices = {-1: 2, 1: 3, 3: 9}
+    judged, path = core.verify(tree, choices.__getitem__)
     kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
-    assert (judged, way) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
+    assert (judged, path) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
     logits = torch.arange(8.0)
-    cycle = Cycle(1, tree, tree.onward(way), judged, 3, 9, 4, [], logits, logits)
-    assert (cycle.proposals, cycle.way, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
+    cycle = Cycle(1, tree, tree.continued(path), judged, 3, 9, 4, [], logits, logits)
+    assert (cycle.proposals, cycle.path, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
     assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
     assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]
