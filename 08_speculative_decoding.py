@@ -1,20 +1,22 @@
 """Speculative decoding in one file: a cheap drafter proposes, the target verifies, nothing is lost.
 
-A language model reads all its weights to produce one token. A pass over four tokens reads them just
-once as well. So guess tokens, then check them. One cycle is draft → verify → accept → truncate:
+A language model reads all its weights to produce one token. A pass over four tokens reads the
+weights once, too. So guess tokens, then check them. A cycle is draft → verify → accept → truncate:
 
     cached  │ pending  draft
     The cat │ sat      on ✓   a ✗    mat      one target pass over [pending, d1, d2, d3]
             │  ↓       ↓      ↓      ↓
-            │  on      the    …      …        the target's own choice after each of them
+            │  on      the    …      …        the target's choice after each of them
             │
-    The cat   sat      on │ the               d1 accepted, d2 rejected, "the" recovered;
+    The cat   sat      on │ the               d1 accepted, d2 rejected, d3 not judged;
                           │  └ pending        the KV cache is truncated to "The cat sat on", in O(1)
 
-The pending token is chosen, but not cached yet. This pass gave two tokens. The text is the one that
-the target alone would have written. If tokens are sampled, the noise depends only on the seed and
-the position, so the target chooses the same token with and without a draft. (A request may ask for
-rejection sampling, the classical rule. It keeps the distribution, but not the text.)
+The pending token is chosen, but not cached yet. This pass gave two tokens: d1, and "the", which is
+*recovered*, as it stands in the place of a rejected token. If all of a draft is accepted, the
+choice after it is a *bonus*. The text is the one that the target alone would have written. If
+tokens are sampled, the choice is a function of the logits and of noise, which depends only on the
+seed and the position. So the target chooses the same token with and without a draft. (`Engine`
+also knows rejection sampling, the classical rule. It keeps the distribution, but not the text.)
 
 The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
 What they use follows: KV cache and truncation · cached model · probabilities · rejection · sequence
@@ -49,27 +51,28 @@ def verify(draft: Draft, choice_after: Callable[[int], int]) -> tuple[list[Judge
     """Walk along the draft for as long as it holds the token that the target chooses itself.
 
     choice_after(i) is the target's choice after drafted token i; choice_after(-1), after the
-    pending token. Behind token i of a chain is token i + 1; in a tree several may be. Returns what
-    became of the tokens, and the accepted ones' indexes.
+    pending token. Token i of a chain has one child, token i + 1. A draft may also be a tree, in
+    which a token has several. Returns what became of the tokens, and the accepted ones' indexes.
+    Tokens behind a rejected one are not judged.
 
     Only the target's choices are emitted. A choice is made only after all tokens before it matched,
-    so it is made as in plain decoding: after the same text, by the same noise and the same logits
-    (docs/exactness.md).
+    so it is made as in plain decoding: after the same text, by the same noise and the same logits.
+    (A token's logits have the same bits in a pass of one row and of many: docs/exactness.md.)
 
     Example: choices 4, 9, … and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered; [0].
     """
     judged, accepted, at = list[Judgement](), list[int](), -1
     while True:
-        chosen, behind = choice_after(at), draft.children(at)
-        matching = [i for i in behind if draft.tokens[i] == chosen]
+        chosen, children = choice_after(at), draft.children(at)
+        matching = [i for i in children if draft.tokens[i] == chosen]
         if not matching:
             break
         at = matching[0]
         accepted.append(at)
         judged.append(Judgement(chosen, "accepted"))
-    if behind:
-        judged.append(Judgement(draft.tokens[behind[0]], "rejected"))
-    return [*judged, Judgement(chosen, "recovered" if behind else "bonus")], accepted
+    if children:
+        judged.append(Judgement(draft.tokens[children[0]], "rejected"))
+    return [*judged, Judgement(chosen, "recovered" if children else "bonus")], accepted
 
 
 def choices(
@@ -77,8 +80,9 @@ def choices(
 ) -> Callable[[int], int]:
     """What `verify` asks for: the target's choice after drafted token i, by row i + 1 of scores.
 
-    scores [n + 1, V] are the penalised logits after the pending and each drafted token. The noise
-    depends on the seed and the position alone, so no draft changes a choice.
+    scores [n + 1, vocabulary] are the logits after the pending and each drafted token, less the
+    repetition penalty. The choice will stand at the position num_tokens + (tokens on the path to
+    i). The noise depends on the seed and this position alone, so no draft changes a choice.
     """
     return lambda i: choose(scores, sampling, noise, num_tokens + draft.depth(i), row=i + 1)
 
@@ -89,23 +93,24 @@ def speculate(
 ) -> list[int]:  # fmt: skip
     """Decode with a drafter: the text of `plain_decode`, in fewer passes of the target.
 
-    This is the whole method for one request. `Engine` does it for many requests at once, and keeps
-    statistics.
+    This is the whole method for one request. `Engine` does it for many at once, with statistics.
     """
     noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
     state = drafter.open(prompt, sampling, noise)
-    if drafter.shares_cache:  # it is the target with smaller weights
+    if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
         state.row = row
     layers = drafter.hidden_layers if drafter.needs_hidden else ()
     end = min(len(prompt) + max_tokens, target.max_length)
     try:
         while len(tokens) < end:
-            # 1. Draft: the drafter guesses what comes next. The first pass reads the prompt alone.
+            # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
+            # need the target's hidden states of it.
             most = min(num_drafted, end - len(tokens) - 1)
             draft = drafter.propose(state, most) if len(tokens) > len(prompt) else Draft()
             # 2. Verify: one pass reads the tokens that are not cached yet, and the draft.
             fed = tokens[target.cache.lengths[row] :] + draft.tokens
-            output = target.forward([row], [fed], [len(draft.tokens) + 1], layers, [draft.parents])
+            count = len(draft.tokens) + 1  # logits: after the pending and each drafted token
+            output = target.forward([row], [fed], [count], layers, [draft.parents])
             # 3. Accept: the draft stays for as long as the target chooses the same tokens.
             scores = penalise(output.logits[0], sampling.repetition_penalty, tokens, draft)
             judged, accepted = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
@@ -116,7 +121,7 @@ def speculate(
                 tokens.append(token)
                 if token in eos_ids or len(tokens) == end:
                     return tokens[len(prompt) :]
-            # The drafter learns what became of its draft; some read the target's hidden states.
+            # The drafter learns what became of its draft, and the states of what is cached now.
             first = len(fed) - len(draft.tokens)
             read = [*range(first), *(first + i for i in accepted)]
             states = [output.hidden[layer][0][read] for layer in layers]
@@ -139,7 +144,8 @@ def plain_decode(
     try:
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
             logits = target.forward([row], [fed], [1]).logits[0]
-            tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
+            token, _ = sample(logits[0], prompt + tokens, sampling, noise)
+            tokens.append(token)
             fed = tokens[-1:]
         return tokens
     finally:
@@ -348,10 +354,8 @@ class Engine:
         """Without a controller every draft has the length that its request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids, self.default_drafter, self.controller = target.eos_ids, default, controller
-        can_branch = bool(target.compiled and target.compiled.can_branch)
-        self.pool = drafters.DrafterPool(
-            loaded, target.vocab_size, default, is_strict, prefixes, can_branch
-        )
+        rest = default, is_strict, prefixes, bool(target.compiled and target.compiled.can_branch)
+        self.pool = drafters.DrafterPool(loaded, target.vocab_size, *rest)
         self.planner = control.Planner(controller, self.pool) if controller else control.FixedK()
         self.totals = control.Totals(self.pool.choices)
         self.now = control.clock(target.model.device)
@@ -404,7 +408,7 @@ class Engine:
         plan = self.planner.plan(batch)
         drafts = self.pool.propose([s.drafting for s in batch], plan.tasks)
         times.append(self.now())
-        output = self.forward(batch, drafts)
+        output = self.forward(batch, drafts)  # one pass verifies all
         times.append(self.now())
         for i, (s, draft) in enumerate(zip(batch, drafts, strict=True)):
             hidden = {layer: states[i] for layer, states in output.hidden.items()}
@@ -463,8 +467,7 @@ class Engine:
         self.totals.note(cycle.num_drafted + cycle.num_beside, cycle.num_accepted)
         self.planner.learn(plan, s, cycle)
         hidden = {layer: cycle.along(states) for layer, states in hidden.items()}
-        is_last = s.finish_reason is not None
-        self.pool.observe(s.drafting, cycle.verdict(), hidden, is_last)
+        self.pool.observe(s.drafting, cycle.verdict(), hidden, is_last=bool(s.finish_reason))
         if s.drafting.failure:  # a drafter's fault, with --strict
             raise s.drafting.failure
         return cycle
@@ -501,10 +504,7 @@ def load_engine(options: Any) -> Engine:
 
 # --------------------------------------------------------------------------------- Flask app
 def create_app(service: Any) -> Flask:
-    """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /.
-
-    `service` is a Service of serving/service.py, an engine and the worker that runs it.
-    """
+    """The web application; `service` is an engine and its worker (serving/service.py)."""
     from serving import openai
     from serving.service import read_body
 
