@@ -65,6 +65,17 @@ class TracedSampling(Sampling):
         return not self.is_greedy
 
 
+def check_prompt(prompt: list[int], context: int, vocab_size: int) -> None:
+    """Raises ValueError if a prompt is empty, leaves no room in the context or has unknown ids."""
+    length, largest = len(prompt), vocab_size - 1
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    if length >= context:
+        raise ValueError(f"the prompt's {length} tokens leave no room in a context of {context}")
+    if not all(0 <= token <= largest for token in prompt):
+        raise ValueError(f"the prompt has a token id outside 0 to {largest}")
+
+
 @dataclass(frozen=True)
 class Request:
     """One generation. Without a drafter, or with 0 speculative tokens, it is plain decoding."""
@@ -81,25 +92,13 @@ class Request:
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
 
-    def check_prompt(self, context: int, vocab_size: int) -> None:
-        """Raises ValueError if the prompt is empty, leaves no room, or has unknown ids."""
-        length, largest = len(self.prompt), vocab_size - 1
-        if not self.prompt:
-            raise ValueError("the prompt is empty")
-        if length >= context:
-            raise ValueError(
-                f"the prompt's {length} tokens leave no room in a context of {context}"
-            )
-        if not all(0 <= token <= largest for token in self.prompt):
-            raise ValueError(f"the prompt has a token id outside 0 to {largest}")
-
     def admitted(self, context: int, vocab_size: int) -> tuple["Request", list[str]]:
         """The request as it can be served, and warnings. Raises ValueError for a bad prompt.
 
         Fewer tokens where the context of so many has no room for more; no drafter where none may
         be drafted.
         """
-        self.check_prompt(context, vocab_size)
+        check_prompt(self.prompt, context, vocab_size)
         room, warnings = context - len(self.prompt), list[str]()
         if room < self.max_tokens:
             what = f"max_tokens was lowered from {self.max_tokens} to {room}"

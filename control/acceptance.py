@@ -97,7 +97,7 @@ class Acceptance:
     calibration: Calibration = field(default_factory=Calibration, repr=False)
     _reach: list[float] = field(default_factory=list, repr=False)
     _taken: list[float] = field(default_factory=list, repr=False)
-    # Records of proposals by their evidence (see Panel.guess).
+    # Records of proposals by their evidence (see DrafterPool.guess).
     _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False)
 
     def with_evidence(self, evidence: int) -> "Acceptance":

@@ -35,9 +35,9 @@ from control.statistics import Statistics
 from drafters import NAMES
 from drafters.pool import PLAIN
 from drafters.vllm_proposer import TOKENS_ONLY, VARIABLE, Proposer
-from messages import Engine, Json, Request
+from messages import Engine, Json, Request, check_prompt
 from models.catalogue import entry_of, place_of
-from models.prompts import check_prompt, ids_of, prompts_of
+from models.prompts import ids_of, prompts_of
 from serving.options import ROOT, RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
 

@@ -74,17 +74,6 @@ def is_text(value: Any) -> bool:
         return False
 
 
-def check_prompt(prompt: list[int], context: int, vocab_size: int) -> None:
-    """Raises ValueError if a prompt is empty, leaves no room in the context or has unknown ids."""
-    length, largest = len(prompt), vocab_size - 1
-    if not prompt:
-        raise ValueError("the prompt is empty")
-    if length >= context:
-        raise ValueError(f"the prompt's {length} tokens leave no room in a context of {context}")
-    if not all(0 <= token <= largest for token in prompt):
-        raise ValueError(f"the prompt has a token id outside 0 to {largest}")
-
-
 @lru_cache(1)
 def _longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab()))  # which takes 0.1 s where there are many

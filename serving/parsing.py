@@ -15,8 +15,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from drafters.pool import PLAIN
-from messages import Engine, Json, Request, RequestError, Sampling
-from models.prompts import Tokenizer, chat_ids, check_prompt, is_text, large_bodies, prompt_ids
+from messages import Engine, Json, Request, RequestError, Sampling, check_prompt
+from models.prompts import Tokenizer, chat_ids, is_text, large_bodies, prompt_ids
 
 
 def parse_json(data: bytes) -> Json:
