@@ -84,7 +84,7 @@ def test_the_lesson_begins_with_the_core_s_four_steps():
     steps = re.findall(r"^\| (\d\. \w+) \| `(.+?)` \|", read("docs/lesson.md"), re.MULTILINE)
     source = inspect.getsource(core.speculate)
     places = [source.index(line) for _, line in steps]
-    numbers = [source.index(f"# {step.capitalize()}") for step, _ in steps]
+    numbers = [source.index(f"# {step.title()}") for step, _ in steps]
     assert len(steps) == 4 and sorted(numbers + places) == [
         place for pair in zip(numbers, places, strict=True) for place in pair
     ]
