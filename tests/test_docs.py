@@ -1,5 +1,6 @@
 """README and docs/ as a reader uses them: the lesson, every command, every link, every name."""
 
+import inspect
 import io
 import re
 import shlex
@@ -77,6 +78,16 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
     assert said.endswith("9: 16777216 16777218\n")
     loses = names["hard_text"], names["slow_drafter"], names["large_batch"]
     assert max(loses) < 1 and f"{names['pays']:.2f}" in read("docs/lesson.md")
+
+
+def test_the_lesson_begins_with_the_core_s_four_steps():
+    steps = re.findall(r"^\| (\d\. \w+) \| `(.+?)` \|", read("docs/lesson.md"), re.MULTILINE)
+    source = inspect.getsource(core.speculate)
+    places = [source.index(line) for _, line in steps]
+    numbers = [source.index(f"# {step.title()}") for step, _ in steps]
+    assert len(steps) == 4 and sorted(numbers + places) == [
+        place for pair in zip(numbers, places, strict=True) for place in pair
+    ]
 
 
 def test_the_lesson_s_command_extracts_the_blocks():
