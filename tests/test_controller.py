@@ -660,8 +660,8 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
             made.append((name, draft.tokens, guesses))
             return [draft]
 
-        def observed(text, *given):
-            observe(text, *given)
+        def observed(text, *given, **named):
+            observe(text, *given, **named)
             for name in list(text.states) if is_told_at_once else ():
                 engine.pool._catch_up(text, name)
 
