@@ -29,6 +29,7 @@ class Renderer:
     def start(self) -> "subprocess.Popen[bytes]":
         """The child that runs. Until it is ready a second passes, for which nobody waits here."""
         if self.child is None or self.child.poll() is not None:
+            self._end()  # its pipes are closed
             words = [sys.executable, "-P", __file__]  # -P: modules beside it are none of others
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             # In a session of its own it gets no Ctrl-C, which is for us.
