@@ -1,9 +1,9 @@
-"""What is tried again when a forward of the target fails: the others' answers do not depend on it.
+"""Retries after a failed forward of the target: other requests' answers do not depend on it.
 
     all together ── fails → each by itself ── fails → without its drafters ── fails → an error
 
-What a step has accepted before it fails stays. Of the others the cache is truncated to what it
-held, and the drafts that were made are verified again.
+What a step has completed before it fails stays. The cache of each other one is truncated to
+its length before the step, and its draft is verified again.
 """
 
 import logging
@@ -14,7 +14,7 @@ LOG = logging.getLogger("engine")
 
 
 def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cycle]:
-    """Run engine.step, and after a fault what can be had of it.
+    """Run engine.step, and after a fault the sequences one by one.
 
     A sequence that cannot go on ends with a `failure`, and has no cycle.
     """
