@@ -225,7 +225,7 @@ class RemoteJob(Job):
                 self.note_first(relay.first_token_s.observe)
                 self.put(event)
             while self.is_behind() and not self.cancelled:
-                time.sleep(_BEHIND_S)  # nor is the engine read from
+                time.sleep(_BEHIND_S)  # and read nothing from the engine
             if self.cancelled or self.sequence.is_cut:
                 return
         if self.sequence.finish_reason is None:

@@ -148,15 +148,15 @@ class Connection(asyncio.Protocol):
         self.is_behind = False  # the client takes an answer more slowly than it is written
 
     def connection_made(self, transport: Any) -> None:
-        """Called by asyncio, as the next ones are."""
+        """Called by asyncio, like the next methods."""
         self.transport = transport
         self.await_request(_HEAD_S)
         self.server.admit(self)
 
     def data_received(self, data: bytes) -> None:
-        """Read on. What is wrong with a request is answered, and not our failure.
+        """Read what has arrived. A wrong request is answered with an error.
 
-        What arrives before the answer is out is dropped, and ends the connection.
+        Bytes that arrive before the answer is sent are dropped, and end the connection.
         """
         try:
             if self.state is State.HEAD:
@@ -278,7 +278,7 @@ class Connection(asyncio.Protocol):
         self.answer()
 
     def drop_body(self) -> None:
-        """Give its memory back."""
+        """Free the memory of the body."""
         self.server.hold(-len(self.body))
         self.body = bytearray()
 
@@ -339,7 +339,7 @@ class Connection(asyncio.Protocol):
     def _say(self, act: Callable[..., None], *arguments: Any) -> None:
         """Send or end, in the loop. Close the connection if the answer contradicts its head."""
         if self.has_left:
-            return  # nor need it be whole
+            return  # an incomplete answer does not matter then
         try:
             act(*arguments)
         except h11.LocalProtocolError:
@@ -386,7 +386,7 @@ class Connection(asyncio.Protocol):
         return self.transport.get_write_buffer_size()
 
     def watch(self, now: float) -> None:
-        """End what takes too long. Called every second."""
+        """End this connection if its client is too slow. Called every second."""
         waited, num_taken = now - self.since, self.num_written - self.num_unread
         if not self.num_unread:
             self.all_taken_at, self.num_taken = now, num_taken

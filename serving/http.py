@@ -207,8 +207,8 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
 
     The address is taken first, so that clients get a 503 while the model is loaded. On the first
-    signal what runs is finished, for `options.grace_period` seconds at most. The exit status is 1 if
-    the server's thread has died. Raises OSError if the address is taken, ValueError if too few
+    signal what runs is finished, for `options.grace_period` seconds at most. The exit status is 1
+    if the server's thread has died. Raises OSError if the address is taken, ValueError if too few
     connections are possible, and what `load` raises.
     """
     num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS

@@ -2,8 +2,8 @@
 
     all together ── fails → each by itself ── fails → without its drafters ── fails → an error
 
-What a step has completed before it fails stays. The cache of each other one is truncated to
-its length before the step, and its draft is verified again.
+Cycles that a step has completed before it fails stay. The caches of the other sequences are
+truncated to their lengths before the step, and their drafts are verified again.
 """
 
 import logging
@@ -33,7 +33,7 @@ def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cy
 
 
 def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence, Cycle]:
-    """After a fault that may be a neighbour's, or over; else try to do without the draft."""
+    """Retry one sequence, in case another caused the fault; then without its drafters."""
     for can_go_on in (True, False):
         engine.target.cache.truncate(s.row, held)
         cycles: dict[TextSequence, Cycle] = {}

@@ -42,7 +42,7 @@ def event(s: TextSequence, cycle: Cycle) -> Json:
 def summary(cycle: Cycle) -> Json:
     """What a cycle did, without texts and numbers of a model.
 
-    proposals is the draft as it was made, the others are what stays of it after a cut.
+    `proposals` is the whole draft; the other fields are about the tokens left after a cut.
     """
     tree = cycle.draft.parents and zip(cycle.draft.tokens, cycle.draft.parents, strict=True)
     rows = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}

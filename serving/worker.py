@@ -108,7 +108,7 @@ class Job:
         return self._is_read or request.trace or request.logprobs is not None
 
     def put(self, event: Json) -> None:
-        """Hand an event to whoever iterates."""
+        """Hand an event to the thread that iterates over the job."""
         if self.request.trace:
             self.events.append(event)
         with self._changed:
@@ -121,11 +121,11 @@ class Job:
         """Note the time of the first token, and have `observe` count the seconds that it took."""
         if self.first_token is None:
             self.first_token = time.monotonic()
-            if self.after is None:  # waiting for another would count that one's time
+            if self.after is None:  # else the first job's time would count, too
                 observe(self.first_token - self.submitted)
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more will come; with an error, whoever iterates or waits gets it raised."""
+        """Nothing more will come; an error is raised in the thread that iterates or waits."""
         with self._changed:
             self.failure = self.failure or error
             self.ended = True
@@ -141,7 +141,7 @@ class Job:
         return (self.sequence and self.sequence.finish_reason) or "cancelled"
 
     def wait(self) -> None:
-        """Until it ends or is cancelled. Raises as the iteration does."""
+        """Until it ends or is cancelled. Raises what __iter__ raises."""
         with self._changed:
             self._is_read, self._news = False, []  # what came before is not read either
             self._sleep(threading.TIMEOUT_MAX)
@@ -170,15 +170,15 @@ class Job:
         """Wait until it is over, an event is due to be read, or the time is up."""
 
         def is_over() -> bool:
-            is_told = self._news and time.monotonic() >= self._rested
-            return self.ended or self.cancelled or bool(is_told)
+            is_due = self._news and time.monotonic() >= self._rested
+            return self.ended or self.cancelled or bool(is_due)
 
         limit_s = min(limit_s, self.deadline - time.monotonic(), threading.TIMEOUT_MAX)
         if limit_s > 0:
             self._changed.wait_for(is_over, limit_s)
 
     def _check(self) -> None:
-        """Raises its failure, which is being too late if need be."""
+        """Raise the job's failure; past the deadline that is a timeout."""
         if not self.ended and not self.cancelled and time.monotonic() >= self.deadline:
             self.failure = RequestError("the request took too long", status=504, code="timeout")
             self.cancel()
@@ -377,7 +377,7 @@ class Worker(Admission):
             return self._give_places()
 
     def _open(self, job: Job) -> None:
-        """Not under the lock: a drafter may take its time, and /health must not wait for it."""
+        """Without the lock: a drafter may be slow to open, and /health must not wait for it."""
         try:
             job.began = time.monotonic()
             job.sequence = self._engine.open(job.request)
