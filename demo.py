@@ -46,7 +46,7 @@ _CHOICES = (
 )
 _PLAIN = "plain decoding"
 _DEMO_S, _MOST_S = 60.0, 120.0  # that repeats may take, and a single run
-_FEW, _SHORTEST = 8, 32  # tokens that tell how long a run takes; of a text, at least
+_FEW, _SHORTEST = 8, 32  # tokens to generate: when timing a run, and in a text at the least
 _FIGURES = (  # of a drafter's run, as its statistics have them
     "target_passes", "tokens_per_pass", "draft_acceptance_rate", "mean_acceptance_length",
     "num_draft_tokens", "num_accepted_draft_tokens",
@@ -105,14 +105,14 @@ def exit_status(act: Callable[[], int]) -> int:
 # ------------------------------------------------------------------------------ one prompt
 
 
-def show_prompt(engine: Engine, options: Options, given: Namespace) -> int:
+def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
     """One generation, streamed to the terminal with the origin of each token, then its figures.
 
     Of the first cycles, as many as --explain says, every step is shown before the text; the
     prefill is one of them. Returns 0, the exit status.
     """
-    is_chat, num_explained = options.is_chat(engine.target.tokenizer), given.explain
-    body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
+    is_chat, num_explained = options.is_chat(engine.target.tokenizer), flags.explain
+    body = {"prompt": flags.prompt, "stop": flags.stop, "chat": is_chat}
     wanted, *_ = parse_request(body, engine, options.for_requests)
     if num_explained:
         for sequence, cycle in engine.generate(replace(wanted, trace=True)):
@@ -127,7 +127,7 @@ def show_prompt(engine: Engine, options: Options, given: Namespace) -> int:
             pieces = s.text.release(s.finish_reason is not None)
             print(mark(pieces, colour), end="", flush=True)
     except RequestError:
-        print(flush=True)  # the error has a line of its own
+        print(flush=True)  # the error starts on a new line
         raise
     print(mark([(end_of_text(engine, s), "end")], colour), end="")
     print_figures(s.finish_reason, s.statistics)
@@ -172,9 +172,9 @@ def legend(colour: bool) -> str:
 def explain(event: Json) -> str:
     """One cycle of a trace, step by step: draft, verdicts with what decided, the cut.
 
-    Of a prefill only what it cached and chose.
+    A prefill shows only what it cached and which token it chose.
     """
-    texts, (verified, kept) = event["texts"], event["cached"]
+    texts, (verified, after) = event["texts"], event["cached"]
     drafted, tokens = event["proposals"], event["tokens"]
     tree = event.get("tree") or [{"id": id, "parent": i - 1} for i, id in enumerate(drafted)]
     held = verified - 1 - len(tree)
@@ -198,21 +198,21 @@ def explain(event: Json) -> str:
     for token in tokens:
         if token["kind"] != "accepted":
             lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
-    cut = f"cache {verified} -> {kept}" if kept < verified else f"nothing to cut, cache {kept}"
-    if (states := event.get("recurrent")) and kept < verified:
+    cut = f"cache {verified} -> {after}" if after < verified else f"nothing to cut, cache {after}"
+    if (states := event.get("recurrent")) and after < verified:
         again = f", {states['stepped']} tokens replayed" if states["stepped"] else ""
-        lines.append(f"  states    of {states['layers']} layers: {verified} -> {kept}{again}")
+        lines.append(f"  states    of {states['layers']} layers: {verified} -> {after}{again}")
     return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
 
 
 def _branches(tree: list[dict[str, int]], texts: dict[int, str], at: int = -1) -> str:
     """What was drafted behind a token of a tree. Example: 'a' ('b' | 'c' 'd')."""
-    ways = [
+    branches = [
         f"{texts[token['id']]!r} {_branches(tree, texts, i)}".strip()
         for i, token in enumerate(tree)
         if token["parent"] == at
     ]
-    return f"({' | '.join(ways)})" if len(ways) > 1 else "".join(ways)
+    return f"({' | '.join(branches)})" if len(branches) > 1 else "".join(branches)
 
 
 def _why(token: Json) -> str:
@@ -270,7 +270,7 @@ def chosen_prompts(engine: Engine, options: Options, names: list[str] | None) ->
     }
 
 
-def show_demo(engine: Engine, options: Options, given: Namespace, plain_decode: Decode) -> int:
+def show_demo(engine: Engine, options: Options, flags: Namespace, plain_decode: Decode) -> int:
     """Run the demo, and print each prompt's result as it is done.
 
     Interrupted, it goes on to the totals of what was done. Returns 1 if a drafter's text was not
@@ -278,23 +278,23 @@ def show_demo(engine: Engine, options: Options, given: Namespace, plain_decode: 
     """
     shown, colour = engine.default_drafter, has_colour()
     is_chat = options.is_chat(engine.target.tokenizer)
-    prompts = chosen_prompts(engine, options, given.prompts)
-    if not given.json:
-        told = [setting(engine, options), legend(colour), _WORDS]
-        print(*told, *([_CHOICES] if engine.controller else []), sep="\n", flush=True)
+    prompts = chosen_prompts(engine, options, flags.prompts)
+    if not flags.json:
+        heading = [setting(engine, options), legend(colour), _WORDS]
+        print(*heading, *([_CHOICES] if engine.controller else []), sep="\n", flush=True)
     document: Json = {"prompts": [], "interrupted": False}
     seconds_a_token(engine, options, plain_decode)  # first calls are slow
-    if (repeats := given.repeats) is None:
+    if (repeats := flags.repeats) is None:
         token_s = seconds_a_token(engine, options, plain_decode)
         options, prompts, repeats, said = fitting(token_s, options, prompts)
-        if said and not given.json:
+        if said and not flags.json:
             print(said, flush=True)
     try:
         for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
             compared = compare(engine, ids, options, repeats, plain_decode)
             result = {"name": name, "prompt": text} | compared
             document["prompts"].append(result)
-            if not given.json:
+            if not flags.json:
                 with tqdm.external_write_mode(sys.stdout):
                     print_prompt(result, shown, colour, is_chat)
         document["worked_cycle"] = worked_cycle(engine, prompts, options)
@@ -311,7 +311,7 @@ def show_demo(engine: Engine, options: Options, given: Namespace, plain_decode: 
             "transformers": transformers.__version__,
         },
     }
-    if given.json:
+    if flags.json:
         for run in (run for p in document["prompts"] for run in p["speculative"].values()):
             del run["pieces"]
         print(json.dumps(document))
@@ -335,7 +335,7 @@ def compare(
 ) -> Json:
     """One prompt by plain decoding and by each drafter, in turn; times are medians."""
     wanted = request_of(prompt, PLAIN, options)
-    given = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
+    settings = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
     methods = [n for n in engine.pool.choices if n != TREE or n == engine.default_drafter]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
     runs: dict[str, list[TextSequence]] = {name: [] for name in methods}
@@ -343,7 +343,7 @@ def compare(
         for name, measured in times.items():
             began = time.perf_counter()
             if name == PLAIN:
-                ids = plain_decode(engine.target, *given)
+                ids = plain_decode(engine.target, *settings)
             else:
                 ((sequence, _),) = deque(engine.generate(replace(wanted, drafter=name)), maxlen=1)
                 runs[name].append(sequence)
@@ -383,8 +383,8 @@ def fitting(
 ) -> tuple[Options, Prompts, int, str]:
     """What fits into the demo's time: options, prompts, repeats, and what was left out, in words.
 
-    Where a pass is slow, texts are shorter first, unless their length was given; then prompts are
-    left out.
+    Where a pass is slow, texts are shorter first, unless --max-tokens sets their length; then
+    prompts are left out.
     """
     count = options.max_tokens or Request.max_tokens
     expected_s = token_s * count * len(prompts)
@@ -412,16 +412,16 @@ def demo_run(
 ) -> Json:
     """One prompt by one drafter, run several times, beside plain decoding of it (`standard`).
 
-    Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
-    None).
+    Under the rule of rejection sampled outputs are independent draws, so they are not compared
+    (identical: None).
     """
     s, ids = sequences[ms.index(median_low(ms))], standard["token_ids"]
     is_coupled, num_plain = s.request.sampling.is_coupled, len(ids)
     speedups = [
-        (plain / num_plain) / (own / len(each.output))
-        for plain, own, each in zip(standard["ms_of_runs"], ms, sequences, strict=True)
+        (plain / num_plain) / (drafted / len(each.output))
+        for plain, drafted, each in zip(standard["ms_of_runs"], ms, sequences, strict=True)
     ]
-    # The prompt takes both the same time, which the drafter's runs tell apart.
+    # Both spend equal time on the prompt; only the drafter's runs measure it apart.
     prompt_ms = median(each.statistics.prompt_ms for each in sequences)
     passes_ms = max(0.0, standard["ms"] - prompt_ms)
     plain = Statistics(target_passes=num_plain - 1, verify_ms=passes_ms)
@@ -457,8 +457,8 @@ def demo_totals(results: list[Json], is_coupled: bool) -> dict[str, Json]:
         }
         plain = totals.get("standard", total)
         speedups = [
-            (before / plain["tokens"]) / (own / tokens)
-            for before, own in zip(plain["ms_of_runs"], of_runs, strict=True)
+            (before / plain["tokens"]) / (drafted / tokens)
+            for before, drafted in zip(plain["ms_of_runs"], of_runs, strict=True)
         ]
         totals[method] = total | steadiness(speedups, total["tokens_per_pass"], None)
     return totals
@@ -497,12 +497,12 @@ def print_summary(document: Json, shown: str, num_prompts: int) -> None:
     for method, total in document["totals"].items():
         is_plain = method == "standard"
         name = _PLAIN if is_plain else method
-        same = "" if is_plain else f"identical: {_verdict([total['identical']])}"
+        verdict = "" if is_plain else f"identical: {_verdict([total['identical']])}"
         speed_up = standard["ms"] / standard["tokens"] * total["tokens"] / total["ms"]
         print(
             f"{name:14}{total['tokens']:6} tokens {total['target_passes']:6} passes "
             f"{total['ms']:8.0f} ms {total['tokens_per_pass'] or 0:6.2f} tok/pass "
-            f"{speed_up:5.2f}×{_doubt(total)}  {same}".rstrip()
+            f"{speed_up:5.2f}×{_doubt(total)}  {verdict}".rstrip()
         )
 
 
@@ -530,7 +530,7 @@ def print_prompt(result: Json, shown: str, colour: bool, is_chat: bool = False) 
             print(f"  the last choice of {name}: {run['controller']}")
         for warning in run["warnings"]:
             print(f"{name}: {warning}")
-    same = [run["identical"] for run in result["speculative"].values()]
-    print(f"identical output: {_verdict(same)}        text as {shown} wrote it:\n")
+    identical = [run["identical"] for run in result["speculative"].values()]
+    print(f"identical output: {_verdict(identical)}        text as {shown} wrote it:\n")
     between = "\n" if is_chat else ""  # the answer does not go on in the prompt's line
     print(result["prompt"] + between + mark(result["speculative"][shown]["pieces"], colour))

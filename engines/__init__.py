@@ -40,8 +40,8 @@ def load_app(
     return Worker(None, options, load).app
 
 
-def show_plan(engine: Engine, options: Options, given: Namespace, *_: Any) -> int:
+def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
     """Print how another engine would serve these models; returns the exit status."""
     from . import plan
 
-    return plan.show_plan(engine, options, given)
+    return plan.show_plan(engine, options, flags)

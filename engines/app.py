@@ -1,7 +1,7 @@
 """Another engine as the service behind this server's routes.
 
-Requests are checked as ever. What the engine cannot do is refused in a sentence, and what it cannot
-tell is null.
+Requests are checked as for the core's engine. What this one cannot do is refused in a sentence, and
+what it does not report is null.
 """
 
 import os
@@ -43,8 +43,8 @@ _UNKNOWN = (  # of /health: what no engine tells
 
 
 def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
-    """Raises RequestError for what only this server's own engine can do."""
-    does_draft, who = engine.drafter is not None, f"the engine ({engine.kind})"
+    """Raises RequestError for what only the engine inside this server can do."""
+    does_draft, subject = engine.drafter is not None, f"the engine ({engine.kind})"
     always = "drafts for every request, or for none"
     for name, is_asked, why in (
         ("trace", body.get("trace") is True, "does not tell p, q, u or its cache"),
@@ -57,32 +57,32 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
          f"drafts {engine.num_spec_tokens or 'its own number of'} tokens in every cycle"),
     ):  # fmt: skip
         if is_asked:
-            raise RequestError(f"{name}: {who} {why}", param=name)
+            raise RequestError(f"{name}: {subject} {why}", param=name)
 
 
 def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[str]]:
     """A request's fields, defaults filled in, and warnings. Raises RequestError."""
     defaults = options.for_requests | {"drafter": engine.drafter}
     known = engine.name, engine.max_length, engine.vocab_size
-    given, notes = parse_fields(body, None, engine.choices, defaults, *known)
+    fields, notes = parse_fields(body, None, engine.choices, defaults, *known)
     refuse_what_it_cannot(body, engine)
     room = engine.max_length
-    if isinstance(given["prompt"][0], int):  # a text's tokens only the engine can count
-        room -= len(given["prompt"])
+    if isinstance(fields["prompt"][0], int):  # a text's tokens only the engine can count
+        room -= len(fields["prompt"])
     is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
     if is_open and body.get("max_tokens") is None:
-        given["max_tokens"] = None
-    elif given["max_tokens"] > room:
+        fields["max_tokens"] = None
+    elif fields["max_tokens"] > room:
         notes.append(
-            f"max_tokens was lowered from {given['max_tokens']} to {room}: the context holds "
+            f"max_tokens was lowered from {fields['max_tokens']} to {room}: the context holds "
             f"{engine.max_length} tokens"
         )
-        given["max_tokens"] = room
+        fields["max_tokens"] = room
     if body.get("seed", options.seed) is None:
-        given["seed"] = None  # the engine's own noise: one seed a request would slow it down
-    is_streamed, _ = given.pop("stream"), given.pop("compare")
-    limit, is_chat = given["max_tokens"] or room, body.get("chat") is True
-    return Wanted(**given, is_chat=is_chat, is_streamed=is_streamed, limit=limit), notes
+        fields["seed"] = None  # the engine draws its noise: a seed for each request is slow
+    is_streamed, _ = fields.pop("stream"), fields.pop("compare")
+    limit, is_chat = fields["max_tokens"] or room, body.get("chat") is True
+    return Wanted(**fields, is_chat=is_chat, is_streamed=is_streamed, limit=limit), notes
 
 
 def rates(counts: Json) -> Json:
@@ -96,7 +96,7 @@ def rates(counts: Json) -> Json:
 
 
 def timings(job: RemoteJob) -> Json:
-    """Times as they are seen from here: the first token's is on the way, so is the queue there."""
+    """Times as this server sees them: prompt_ms includes the network and the engine's queue."""
     first, counts = job.first_token, job.sequence.speculation
     spans_s = (None, None) if first is None else (first - (job.began or first), job.heard - first)
     prompt_ms, predicted_ms = (None if span is None else round(span * 1e3, 3) for span in spans_s)
@@ -110,14 +110,14 @@ def timings(job: RemoteJob) -> Json:
 
 
 def acceptance(metrics: dict[str, float], k: int | None) -> Json:
-    """The `speculative_decoding` block of /health from the engine's own counters."""
+    """The `speculative_decoding` block of /health from the engine's counters."""
     counts = {name: int(value) for name, value in metrics.items() if name.startswith("spec_")}
-    told: Json = {n: counts.get(f"spec_decode_num_{what}_total") for n, what in _COUNTS.items()}
-    at, drafts = positions_in(counts), told["num_spec_steps"] or 0
+    block: Json = {n: counts.get(f"spec_decode_num_{what}_total") for n, what in _COUNTS.items()}
+    at, drafts = positions_in(counts), block["num_spec_steps"] or 0
     reached = [drafts, *at][: len(at)]
     positions = Statistics(drafted_at=[drafts] * len(at), reached_at=reached, accepted_at=at)
-    told |= {"num_spec_tokens": k or len(at) or None, "recent_acceptance_rate": None}
-    return told | rates(told) | positions.per_position()
+    block |= {"num_spec_tokens": k or len(at) or None, "recent_acceptance_rate": None}
+    return block | rates(block) | positions.per_position()
 
 
 class Remote(Service):
@@ -144,11 +144,11 @@ class Remote(Service):
 
     def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
         """What /generate returns for a finished job."""
-        told = jobs[0].sequence
+        s = jobs[0].sequence
         names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
-        usage = {n: told.usage.get(n) for n in names} | {"completion_tokens": told.num_tokens}
-        ids = told.output if told.has_ids else None
-        return body_of(told, ids, notes, usage, rates(told.speculation), timings(jobs[0]))
+        usage = {n: s.usage.get(n) for n in names} | {"completion_tokens": s.num_tokens}
+        ids = s.output if s.has_ids else None
+        return body_of(s, ids, notes, usage, rates(s.speculation), timings(jobs[0]))
 
     def health(self) -> Json:
         """The body of GET /health. What the engine does not tell is null."""
@@ -194,14 +194,14 @@ class Remote(Service):
         except RequestError as error:
             if error.status == 504:
                 return "stuck", {}, [error.message]
-            # Some engines count only when they are told to.
+            # Some engines count only if an option asks for it.
             return self.worker.status, {}, [f"the engine tells no metrics: {error.message}"]
 
     def figures(self) -> Figures:
         """The engine's counters under this server's names."""
-        told = self.engine.client.metrics(_QUESTION_S)
-        values = {name.removesuffix("_total"): value for name, value in told.items()}
-        return Figures(values, positions_in(told))
+        metrics = self.engine.client.metrics(_QUESTION_S)
+        values = {name.removesuffix("_total"): value for name, value in metrics.items()}
+        return Figures(values, positions_in(metrics))
 
 
 def connect(options: Options) -> Remote:

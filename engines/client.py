@@ -7,7 +7,7 @@
     hang_up(connection.sock)                            from any thread: nobody waits any more
 
 An engine that cannot be reached, breaks off or answers with an error raises RequestError, whose
-status is the one that our own client gets: 503, 502, or 400 where the client is to blame.
+status is the one that our client gets: 503, 502, or 400 where the client is to blame.
 """
 
 import json
@@ -33,7 +33,7 @@ _ANSWER_S = 5.0  # for a whole answer to a short question
 _SIZE = 1 << 16  # bytes that are read at once
 _MOST = 16 << 20  # bytes of a whole answer, or of an event
 _UNKNOWN_LENGTH = 1 << 20  # of the context, in tokens
-_REFUSALS = {  # the engine's status -> what our client is told: words, status and code
+_REFUSALS = {  # the engine's status -> what our client gets: words, status and code
     401: ("wants another key", 502, "engine_key"),
     403: ("wants another key", 502, "engine_key"),
     429: ("is busy", 429, "queue_full"),
@@ -52,19 +52,19 @@ def _silent(limit_s: float) -> RequestError:
 
 
 def refusal(status: int, body: bytes) -> RequestError:
-    """What our client is told where the engine has answered with an error."""
+    """The error that our client gets where the engine has answered with one."""
     try:
-        found = json.loads(body)
+        error = json.loads(body)
     except (ValueError, RecursionError):
-        found = None
-    found = found.get("error", found) if isinstance(found, dict) else {}
-    found = found if isinstance(found, dict) else {"message": found}
-    message = in_short(ValueError(found.get("message") or f"no reason, with status {status}"))
-    param = found.get("param") if isinstance(found.get("param"), str) else None
+        error = None
+    error = error.get("error", error) if isinstance(error, dict) else {}
+    error = error if isinstance(error, dict) else {"message": error}
+    message = in_short(ValueError(error.get("message") or f"no reason, with status {status}"))
+    param = error.get("param") if isinstance(error.get("param"), str) else None
     is_callers = 400 <= status < 500
     otherwise = ("refused", 400, None) if is_callers else ("failed", 502, "engine_failed")
-    what, told, code = _REFUSALS.get(status, otherwise)
-    return RequestError(f"the engine {what}: {message}", None if code else param, told, code)
+    what, our_status, code = _REFUSALS.get(status, otherwise)
+    return RequestError(f"the engine {what}: {message}", None if code else param, our_status, code)
 
 
 def hang_up(connected: socket.socket) -> None:
@@ -77,7 +77,7 @@ class Client:
     """An engine at an address."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """`url` is http://host:port or https://…; `key` is asked by the engine, if at all."""
+        """`url` is http://host:port or https://…; `key` is the API key, if it needs one."""
         parts = urlsplit(url)
         self.url, self._prefix = url.rstrip("/"), parts.path.rstrip("/")
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -112,22 +112,22 @@ class Client:
 
     def ask(self, path: str, body: Json | None = None, limit_s: float = _ANSWER_S) -> bytes:
         """The body of an answer. Raises RequestError for any status but 200, and past the limit."""
-        end, found = time.monotonic() + limit_s, bytearray()
+        end, data = time.monotonic() + limit_s, bytearray()
         with self._answer(self.connect(limit_s), path, body) as answer:
             while part := answer.read1(_SIZE):
-                found += part
+                data += part
                 if time.monotonic() > end:
                     raise _silent(limit_s)
-                if len(found) > _MOST:
+                if len(data) > _MOST:
                     raise broke_off(f"its answer to {path} has no end")
-        return bytes(found)
+        return bytes(data)
 
     def metrics(self, limit_s: float = _ANSWER_S) -> dict[str, float]:
         """The engine's metrics by name, without prefix; labels are summed but for a position's.
 
         Example: {"spec_decode_num_drafts_total": 2.0, "…_per_pos_total[0]": 2.0}.
         """
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         text = self.ask("/metrics", limit_s=limit_s)
         try:
             families = list(text_string_to_metric_families(text.decode()))
@@ -138,8 +138,8 @@ class Client:
             if "position" in sample.labels:
                 name += f"[{sample.labels['position']}]"
             if name and isfinite(sample.value):
-                found[name] = found.get(name, 0.0) + sample.value
-        return found
+                totals[name] = totals.get(name, 0.0) + sample.value
+        return totals
 
     @contextmanager
     def _answer(
@@ -191,7 +191,7 @@ class Engine:
     is_chat: bool  # whether there is a chat template
     drafter: str | None  # "engine" where only the engine knows which
     num_spec_tokens: int | None
-    vocab_size: int = 1 << 31  # which it does not tell: it refuses itself what is none of its ids
+    vocab_size: int = 1 << 31  # it is not reported: the engine itself refuses unknown ids
 
     @classmethod
     def ask(cls, client: Client) -> "Engine":
@@ -204,8 +204,8 @@ class Engine:
             raise RequestError(f"{client.url}/v1/models names no model", status=502)
         kind, version = "unknown", None
         for path, what in (("/version", "vllm"), ("/get_server_info", "sglang")):
-            if isinstance(found := _part(client, path, "version"), str):
-                kind, version = what, found
+            if isinstance(answer := _part(client, path, "version"), str):
+                kind, version = what, answer
                 break
         drafter, k = _speculation(client)
         model, length = card["id"], card.get("max_model_len")
@@ -223,16 +223,16 @@ class Engine:
 def _part(client: Client, path: str, *keys: Any) -> Any:
     """A part of an answer in JSON; None where there is no such answer."""
     try:
-        found = json.loads(client.ask(path))
+        part = json.loads(client.ask(path))
         for key in keys:
-            found = found[key]
+            part = part[key]
     except RequestError as error:
         if error.status in (503, 504) or error.code == "engine_key":
             raise
         return None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    return found
+    return part
 
 
 def _speculation(client: Client) -> tuple[str | None, int | None]:
@@ -248,10 +248,10 @@ def _speculation(client: Client) -> tuple[str | None, int | None]:
 
 def positions_in(metrics: dict[str, float]) -> list[float]:
     """Accepted tokens by position in the draft, where the engine counts them so."""
-    found: list[float] = []
-    while (value := metrics.get(f"{PER_POSITION}_total[{len(found)}]")) is not None:
-        found.append(value)
-    return found
+    counts: list[float] = []
+    while (value := metrics.get(f"{PER_POSITION}_total[{len(counts)}]")) is not None:
+        counts.append(value)
+    return counts
 
 
 def _has_template(client: Client, model: str) -> bool:

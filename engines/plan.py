@@ -1,4 +1,4 @@
-"""--plan: the best drafter and K for a model and its prompts, as vLLM and SGLang are told of it.
+"""--plan: the best drafter and K for a model and its prompts, as vLLM's and SGLang's command lines.
 
     python 08_speculative_decoding.py --plan [--model M] [--prompts FILE] [--drafter …] [--json]
 
@@ -42,10 +42,10 @@ from serving.options import ROOT, RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
 
 _LONGEST = 8  # drafts that are tried, unless --num-speculative-tokens is larger
-_WORTHWHILE = 1.05  # what a speed-up must promise: an engine has costs of speculation of its own
+_WORTHWHILE = 1.05  # the least speed-up: speculation has more costs in an engine
 _PORT = 8000
 _FRONT_LINE = f"python 08_speculative_decoding.py --port 5000 --engine http://127.0.0.1:{_PORT}"
-# vLLM's own class for drafters of others, and ours in it.
+# vLLM's method for custom drafters, with our class.
 _OURS = {"method": "custom_class", "model": f"{Proposer.__module__}.{Proposer.__name__}"}
 # SGLang's names of what it has. A custom drafter cannot be named there.
 _SGLANG = {
@@ -59,7 +59,7 @@ READ_ON = "docs/engines.md says what of this is measured and what is assumed"
 
 @dataclass(frozen=True)
 class Offer:
-    """What a drafter promises at a K, and where from."""
+    """The speed-up that a drafter promises at a K, and the figures behind it."""
 
     drafter: str
     k: int
@@ -107,7 +107,7 @@ def count(
     title: str,
 ) -> dict[str, Statistics]:  # fmt: skip
     """What became of each drafter's drafts, of so many tokens each, in all prompts."""
-    found = {name: Statistics() for name in drafts}
+    statistics = {name: Statistics() for name in drafts}
     with tqdm(total=len(drafts) * len(prompts), desc=title) as progress:
         for prompt in prompts.values():
             for name, k in drafts.items():
@@ -116,9 +116,9 @@ def count(
                 ((sequence, _),) = deque(engine.generate(request), maxlen=1)
                 if sequence.warnings and name not in sequence.drafting.states:
                     raise ValueError(f"cannot plan with {name}: {sequence.warnings[0]}")
-                found[name] += sequence.statistics
+                statistics[name] += sequence.statistics
                 progress.update()
-    return found
+    return statistics
 
 
 def measure(
@@ -128,16 +128,16 @@ def measure(
     costs = Controller.of(engine.target, engine.pool.drafters).costs
     longest = max(_LONGEST, options.num_speculative_tokens)
     most = {name: min(longest, costs.at_once.get(name, longest)) for name in names}
-    found = count(engine, most, prompts, options, "drafts of all drafters")
+    statistics = count(engine, most, prompts, options, "drafts of all drafters")
     chosen = {}
-    for name, counted in found.items():
+    for name, counted in statistics.items():
         offers = [offer(name, counted, costs, k) for k in range(1, most[name] + 1)]
         chosen[name] = max(offers, key=lambda one: one.expected_speedup).k
     # With a smaller K cycles begin elsewhere in the text, so each is measured at the K it got.
-    found |= count(
+    statistics |= count(
         engine, {n: k for n, k in chosen.items() if k < most[n]}, prompts, options, "at the best K"
     )
-    offers = [offer(name, found[name], costs, k) for name, k in chosen.items()]
+    offers = [offer(name, statistics[name], costs, k) for name, k in chosen.items()]
     return sorted(offers, key=lambda one: -one.expected_speedup)
 
 
@@ -166,9 +166,9 @@ def speculative_config(options: Options) -> Json | None:
 def environment(drafter: str) -> dict[str, str]:
     """The variables with which vLLM finds a drafter of ours, which the config _OURS asks for."""
     file, colon, name = drafter.rpartition(":")
-    given = f"{Path(file).resolve()}:{name}" if colon else drafter
+    location = f"{Path(file).resolve()}:{name}" if colon else drafter
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {VARIABLE: given, "PYTHONPATH": os.pathsep.join(paths)}
+    return {VARIABLE: location, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def place_for(model: str) -> str:
@@ -178,7 +178,7 @@ def place_for(model: str) -> str:
 
 
 def loading_words(options: Options, length_flag: str) -> list[str]:
-    """How the model is loaded; engines have names of their own for the context's length alone."""
+    """How the model is loaded; engines differ only in their flag for the context's length."""
     words = [length_flag, str(options.max_model_len)] if options.max_model_len else []
     words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
     return words + ["--trust-remote-code"] * options.trust_remote_code
@@ -247,19 +247,19 @@ def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:
 # ------------------------------------------------------------------------------------- to show
 
 
-def prompts_for(engine: Engine, options: Options, given: Namespace) -> dict[str, list[int]]:
+def prompts_for(engine: Engine, options: Options, flags: Namespace) -> dict[str, list[int]]:
     """The prompts of a file, or demo prompts by name or kind. Raises ValueError, RequestError."""
-    if given.prompts and Path(given.prompts[0]).is_file():
-        found = ids_of(prompts_of(given.prompts[0]), engine.target, options.raw)
+    if flags.prompts and Path(flags.prompts[0]).is_file():
+        prompts = ids_of(prompts_of(flags.prompts[0]), engine.target, options.raw)
     else:
-        chosen = demo.chosen_prompts(engine, options, given.prompts)
-        found = {name: ids for name, (_, ids) in chosen.items()}
-    for ids in found.values():
+        chosen = demo.chosen_prompts(engine, options, flags.prompts)
+        prompts = {name: ids for name, (_, ids) in chosen.items()}
+    for ids in prompts.values():
         check_prompt(ids, engine.target.max_length, engine.target.vocab_size)
-    return found
+    return prompts
 
 
-def show_plan(engine: Engine, options: Options, given: Namespace) -> int:
+def show_plan(engine: Engine, options: Options, flags: Namespace) -> int:
     """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
     names, left_out = [], ["self_int8", "tree"]
     for name, drafter in engine.pool.drafters.items():
@@ -267,8 +267,8 @@ def show_plan(engine: Engine, options: Options, given: Namespace) -> int:
             names.append(name)
         elif name not in left_out:
             left_out.append(name)
-    options = replace(options, max_running=given.max_running or RUNNING_ELSEWHERE)
-    prompts = prompts_for(engine, options, given)
+    options = replace(options, max_running=flags.max_running or RUNNING_ELSEWHERE)
+    prompts = prompts_for(engine, options, flags)
     offers = measure(engine, names, prompts, options)
     tokens = options.max_tokens or Request.max_tokens
     document = {
@@ -283,7 +283,7 @@ def show_plan(engine: Engine, options: Options, given: Namespace) -> int:
         "left_out": left_out,
         "read_on": READ_ON,
     }
-    print(json.dumps(document) if given.json else text_of(document))
+    print(json.dumps(document) if flags.json else text_of(document))
     return 0
 
 

@@ -1,13 +1,13 @@
 """Requests that another engine carries out, in the place of the worker and its jobs.
 
-    handler thread                       a request's own thread
+    handler thread                       one thread for each request
     submit(wanted) ── a place, or 429 ─→ Client.events
     for events in job ← news ─────────── an event of what the engine says, its end, or an error
 
 While a client reads slowly nothing is read for it, and the engine notices. Leaving early closes the
 connection, which cancels the request in the engine.
 
-What an engine does not tell is None: who proposed a token, p, q, u, the cache, and times within a
+What an engine does not report is None: a token's drafter, p, q, u, the cache, and times within a
 cycle. An event is what came at once, and not a cycle.
 """
 
@@ -26,7 +26,7 @@ from serving.worker import Admission, Job
 
 from .client import Client, broke_off, hang_up
 
-_FIRST_S = 1.0  # to wait for a first token before a stream of our own begins
+_FIRST_S = 1.0  # to wait for a first token before our stream begins
 _BEHIND_S = 0.05
 _LONGEST_TOKEN = 1024  # characters
 
@@ -36,7 +36,7 @@ class Wanted(Request):
     """A request whose prompt the engine reads: a text, token ids, or the turns of a chat."""
 
     prompt: Any = ""  # type: ignore[assignment]
-    seed: int | None = None  # type: ignore[assignment]  # None: the engine's own
+    seed: int | None = None  # type: ignore[assignment]  # None: the engine chooses
     max_tokens: int | None = None  # type: ignore[assignment]  # None: to the end of the context
     is_chat: bool = False
     is_streamed: bool = True
@@ -71,11 +71,11 @@ class Wanted(Request):
 
 @dataclass
 class Told:
-    """What an engine has told of a request; stands where the engine's own Sequence does."""
+    """What an engine has sent for a request, in the place of the core's Sequence."""
 
     request: Wanted
     output: list[int] = field(default_factory=list)
-    has_ids: bool = True  # whether the engine tells token ids
+    has_ids: bool = True  # whether the engine sends token ids
     logprobs: list[Json] = field(default_factory=list)
     usage: Json = field(default_factory=dict)
     speculation: Json = field(default_factory=dict)  # vLLM's, of this request
@@ -87,7 +87,7 @@ class Told:
 
     @property
     def text(self) -> Any:
-        """With a `text` of its own, as a TextStream has it."""
+        """An object with the attribute `text`, like a TextStream."""
         return SimpleNamespace(text="".join(self.pieces))
 
     @property
@@ -98,13 +98,13 @@ class Told:
     @property
     def statistics(self) -> Any:
         """What the log asks for."""
-        told = map(self.speculation.get, ("num_accepted_draft_tokens", "num_draft_tokens"))
-        rate = ratio(*(count if isinstance(count, int) else 0 for count in told))
+        counts = map(self.speculation.get, ("num_accepted_draft_tokens", "num_draft_tokens"))
+        rate = ratio(*(count if isinstance(count, int) else 0 for count in counts))
         return SimpleNamespace(passes=None, draft_acceptance_rate=rate)
 
     @property
     def num_tokens(self) -> int:
-        """Of the text, by the engine's own count where it has said."""
+        """Tokens of the text, by the engine's count where it has sent one."""
         return self.usage.get("completion_tokens") or len(self.output)
 
     def take(self, chunk: Json) -> Json | None:
@@ -148,22 +148,22 @@ class Told:
 
 
 def _told(kind: type, value: Any, otherwise: Any) -> Any:
-    """What an engine has told, `otherwise` for null. Raises TypeError for another kind."""
+    """A value of an engine's answer, `otherwise` for null. Raises TypeError for another type."""
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise TypeError
     return otherwise if value is None else value
 
 
-def _logprobs(told: Json, ids: list[int]) -> list[Json]:
-    """vLLM's log-probabilities as /generate has them; an id that it does not tell is None."""
+def _logprobs(data: Json, ids: list[int]) -> list[Json]:
+    """vLLM's log-probabilities as /generate has them; an id that it does not send is None."""
     entries: list[Json] = []
-    if "content" in told:  # a chat's
-        for entry in told["content"] or []:
+    if "content" in data:  # a chat's
+        for entry in data["content"] or []:
             top = [_entry(one["token"], one["logprob"]) for one in entry.get("top_logprobs") or []]
             entries.append(_entry(entry["token"], entry["logprob"]) | {"top_logprobs": top})
     else:
-        tops = told.get("top_logprobs") or [None] * len(told["tokens"])
-        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], tops, strict=True):
+        tops = data.get("top_logprobs") or [None] * len(data["tokens"])
+        for token, logprob, top in zip(data["tokens"], data["token_logprobs"], tops, strict=True):
             listed = [_entry(*pair) for pair in (top or {}).items()]
             entries.append(_entry(token, logprob) | {"top_logprobs": listed})
     for entry, token in zip(entries, ids, strict=False):
@@ -176,7 +176,7 @@ def _entry(token: str, logprob: float) -> Json:
 
 
 class RemoteJob(Job):
-    """A request on its way through the engine."""
+    """A request that another engine carries out."""
 
     sequence: Told  # type: ignore[assignment]
     is_behind: Callable[[], bool]  # whether its client has yet to read what it was sent
@@ -192,7 +192,7 @@ class RemoteJob(Job):
         return self.sequence.usage.get("prompt_tokens")
 
     def cancel(self) -> None:
-        """Nobody waits any more: the engine is told so at once."""
+        """The client has left: close the connection, so that the engine stops at once."""
         super().cancel()
         if self._socket:
             hang_up(self._socket)
@@ -225,7 +225,7 @@ class RemoteJob(Job):
                 self.note_first(relay.first_token_s.observe)
                 self.put(event)
             while self.is_behind() and not self.cancelled:
-                time.sleep(_BEHIND_S)  # nor is the engine read from
+                time.sleep(_BEHIND_S)  # and read nothing from the engine
             if self.cancelled or self.sequence.is_cut:
                 return
         if self.sequence.finish_reason is None:

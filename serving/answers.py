@@ -29,7 +29,7 @@ _POOR_FIRST_ACCEPTANCE = 0.2
 def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
     """What /generate returns for a finished job of a target in `dtype`.
 
-    Where a comparison was asked for, every second job is the same by plain decoding, with a trace.
+    Where a comparison was asked for, every second job decodes the request plainly, with a trace.
     """
     job, *others = jobs
     sequence = job.sequence
@@ -155,12 +155,12 @@ def setting(engine: Engine, options: Options) -> str:
     """One line: what the target is computed with on this machine, and whether that is exact."""
     model, fast, report = engine.target.model, engine.target.compiled, engine.target.report
     kind = weights_of(engine, options)["dtype"]
-    way = fast.way if fast else "transformers' modules"
+    backend = fast.way if fast else "transformers' modules"
     exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
     count, device = torch.get_num_threads(), model.device.type
     where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else f"on {device}"
     kind = "with packed weights" if kind == "packed" else f"in {kind}"
-    return f"the target runs {kind}: {way}, {where}, {exact}"
+    return f"the target runs {kind}: {backend}, {where}, {exact}"
 
 
 def weights_of(engine: Engine, options: Options) -> Json:
@@ -190,7 +190,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
     total, recent = sum(by_drafter.values(), Statistics()), list(engine.totals.recent)
     return {
         "status": worker.status,
-        "engine": None,  # another one than this server's own
+        "engine": None,  # the name of an engine that runs elsewhere
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
         "compiled": bool(engine.target.compiled and engine.target.compiled.is_compiled),

@@ -18,15 +18,15 @@ from messages import Json, Request, Sampling, TextSequence
 # deeper models add to that.
 _NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.06}
 _LEAST_T_VERIFY, _MOST_T_VERIFY = 0.7, 3.0
-_NOISE = 1.05  # how far two measurements of the same work are apart on a quiet machine
+_NOISE = 1.05  # by which factor two measurements of one task differ on a quiet machine
 
 NUM_RUNS = 3  # of what is compared; figures are medians
 
 
 def runs_to_compare(wanted: Request) -> list[Request]:
-    """A request and the same by plain decoding, in turn: a busy machine then slows both.
+    """A request and its plain decoding, in turn: a busy machine then slows both.
 
-    Alone, as the second run would find what the first one wrote among the past outputs.
+    Each run is_alone, or the second would draft from the first one's text among past outputs.
     """
     wanted = replace(wanted, is_alone=True)
     plain = replace(wanted, drafter=None)
@@ -37,7 +37,7 @@ def runs_to_compare(wanted: Request) -> list[Request]:
 def comparison(
     runs: list[tuple[TextSequence, TextSequence]], events: list[Json], dtype: torch.dtype
 ) -> Json:
-    """The `compare` block: what speculation changed, which should be the time alone.
+    """The `compare` block: what speculation changed, which should be nothing but the time.
 
     `runs` are pairs of finished sequences, speculative and plain, of the same request; the times
     are those of the median run of each. `events` are the first plain sequence's, with a trace.
@@ -54,7 +54,7 @@ def comparison(
         difference = _first_difference(speculative, plain, events, near_tie)
     every = [(ours.statistics, theirs.statistics) for ours, theirs in runs]
     ours, theirs = (_median_run(list(side)) for side in zip(*every, strict=True))
-    times = [(plain.ms_per_token, own.ms_per_token) for own, plain in every]
+    times = [(plain.ms_per_token, drafted.ms_per_token) for drafted, plain in every]
     speedups = [ratio(*pair) for pair in times if None not in pair]
     measured = ratio(theirs.ms_per_token, ours.ms_per_token) if speedups else None
     costs = ours.costs(theirs)

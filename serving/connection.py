@@ -148,15 +148,15 @@ class Connection(asyncio.Protocol):
         self.is_behind = False  # the client takes an answer more slowly than it is written
 
     def connection_made(self, transport: Any) -> None:
-        """Called by asyncio, as the next ones are."""
+        """Called by asyncio, like the next methods."""
         self.transport = transport
         self.await_request(_HEAD_S)
         self.server.admit(self)
 
     def data_received(self, data: bytes) -> None:
-        """Read on. What is wrong with a request is answered, and not our failure.
+        """Read what has arrived. A wrong request is answered with an error.
 
-        What arrives before the answer is out is dropped, and ends the connection.
+        Bytes that arrive before the answer is sent are dropped, and end the connection.
         """
         try:
             if self.state is State.HEAD:
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
         except RequestError as error:
             self.refuse(error)
         except h11.RemoteProtocolError as error:
-            why = in_short(error).partition(": bytearray")[0]  # the rest is the client's own words
+            why = in_short(error).partition(": bytearray")[0]  # the rest quotes the client's bytes
             status = error.error_status_hint if self.state is State.HEAD else 400
             self.refuse(malformed(why, status))
 
@@ -278,7 +278,7 @@ class Connection(asyncio.Protocol):
         self.answer()
 
     def drop_body(self) -> None:
-        """Give its memory back."""
+        """Free the memory of the body."""
         self.server.hold(-len(self.body))
         self.body = bytearray()
 
@@ -290,7 +290,7 @@ class Connection(asyncio.Protocol):
         self.drop_body()
         self.head = bytearray()
         self.is_last |= bool(self.parser.trailing_data[0])
-        # Whoever reads the framing of chunks in another way must not get a second request through.
+        # A proxy that parses chunks differently must not get a second request through (smuggling).
         self.is_last |= self.environ.pop("HTTP_TRANSFER_ENCODING", None) is not None
         self.environ |= self.server.environ | {
             "CONTENT_LENGTH": str(len(body)),
@@ -321,25 +321,25 @@ class Connection(asyncio.Protocol):
         try:
             chunks = self.server.app(environ, start_response)
             with closing(chunks) if hasattr(chunks, "close") else nullcontext():
-                kept = []
+                parts = []
                 for chunk in chunks:
                     if self.has_left:
                         break
                     # Where a length was said, a client may send the next request with its last
                     # byte: by then this one must end.
                     if any(name.lower() == "content-length" for name, _ in head[1]):
-                        kept.append(chunk)
+                        parts.append(chunk)
                     else:
                         self.server.call(self._say, self.send, head, chunk)
-            self.server.call(self._say, self.end, head, b"".join(kept))
+            self.server.call(self._say, self.end, head, b"".join(parts))
         except Exception:
             LOG.exception("an answer failed")
             self.server.call(self.abort)
 
     def _say(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Send or end, in the loop. Close the connection if the answer contradicts its own head."""
+        """Send or end, in the loop. Close the connection if the answer contradicts its head."""
         if self.has_left:
-            return  # nor need it be whole
+            return  # an incomplete answer does not matter then
         try:
             act(*arguments)
         except h11.LocalProtocolError:
@@ -378,7 +378,7 @@ class Connection(asyncio.Protocol):
             self.num_written += len(data)
             self.transport.write(data)
 
-    # ---------------------------------------------------------------- who takes too long
+    # ---------------------------------------------------------------- clients that are slow
 
     @property
     def num_unread(self) -> int:
@@ -386,7 +386,7 @@ class Connection(asyncio.Protocol):
         return self.transport.get_write_buffer_size()
 
     def watch(self, now: float) -> None:
-        """End what takes too long. Called every second."""
+        """End this connection if its client is too slow. Called every second."""
         waited, num_taken = now - self.since, self.num_written - self.num_unread
         if not self.num_unread:
             self.all_taken_at, self.num_taken = now, num_taken
@@ -423,12 +423,12 @@ class _Selector(selectors.DefaultSelector):
     """
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        found = super().select(timeout)
+        events = super().select(timeout)
         with suppress(OSError):  # where no file can be opened, there is no connection either
             while (free := os.open(os.devnull, os.O_RDWR)) < 3:
                 pass
             os.close(free)
-        return found
+        return events
 
 
 class Server:
@@ -483,7 +483,7 @@ class Server:
             reason = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
             hint = " (give another --port)" if number == errno.EADDRINUSE else ""
             raise OSError(f"cannot listen on {host}:{port}: {reason}{hint}") from error
-        # What is over in a moment, /health above all, never waits behind what takes its time.
+        # Short requests, above all /health, never wait behind those that generate.
         self._threads = {True: _threads("quick", 8), False: _threads("answer", num_threads)}
 
     def start(self, at_end: Callable[[], None]) -> None:
@@ -503,13 +503,13 @@ class Server:
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Have the loop call it, in order. From any thread.
 
-        The loop is woken once for all that comes before it looks: each time costs a system call, at
-        which a thread gives way to the others.
+        The loop is woken once for all calls that arrive before it runs: each wake-up is a system
+        call, at which a thread yields the processor to the others.
         """
         self._calls.append((function, arguments))
         if not self._is_called:
             self._is_called = True
-            with suppress(RuntimeError):  # the loop has ended: nobody is there to be told
+            with suppress(RuntimeError):  # the loop has ended, and runs no more calls
                 self._loop.call_soon_threadsafe(self._carry_out)
 
     def _carry_out(self) -> None:
@@ -561,7 +561,7 @@ class Server:
         self.waiting.pop(connection, None)
 
     def _watch(self) -> None:
-        """Look for who takes too long, every second."""
+        """End the connections that take too long, every second."""
         self._loop.call_later(1, self._watch)
         now = time.monotonic()
         for connection in list(self.connections):
@@ -574,7 +574,7 @@ class Server:
             max(self.connections, key=lambda c: c.num_unread).abort()
 
     def _tell(self, loop: Any, context: Json) -> None:
-        """asyncio's own complaints, such as too many open files: a line a second at most."""
+        """Log what asyncio reports, such as too many open files: a line a second at most."""
         now = time.monotonic()
         if now - self._said_at >= 1:
             self._said_at = now

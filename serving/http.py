@@ -1,4 +1,4 @@
-"""Serving the Flask app: who may call, one error body for everything, and an orderly end."""
+"""Serving the Flask app: access control, one error body for everything, and an orderly end."""
 
 import ctypes
 import gc
@@ -44,14 +44,14 @@ def base_app(options: Options) -> Flask:
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.json.sort_keys = False
-    app.url_map.merge_slashes = False  # /v1//models is not found: a redirect would be HTML
+    app.url_map.merge_slashes = False  # /v1//models gets a 404: a redirect would be HTML
     name_requests(app, options.log_prompts)
     register_errors(app)
     guard = Guard(options)
 
     @app.before_request
     def check() -> Response | None:
-        """Refuse who may not call. Answer OPTIONS where other pages may call."""
+        """Refuse callers without access. Answer OPTIONS where other pages may call."""
         if refusal := request.environ.get(REFUSAL):
             raise refusal
         guard.check(request.environ)
@@ -61,7 +61,7 @@ def base_app(options: Options) -> Flask:
 
     @app.after_request
     def add_headers(response: Response) -> Response:
-        """Keep a browser from taking an answer for something else; say who may read it."""
+        """Keep a browser from taking an answer for something else; say which pages may read it."""
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers.setdefault("Content-Security-Policy", "default-src 'none'")
         if options.allow_origin:
@@ -72,7 +72,7 @@ def base_app(options: Options) -> Flask:
 
 
 class Guard:
-    """Who may call: knows the key, and by which names the server is called."""
+    """Access control, by the API key or by the host names that the server may be called by."""
 
     def __init__(self, options: Options) -> None:
         self._key = options.api_key
@@ -109,8 +109,8 @@ class Guard:
 
     def _check_key(self, authorization: str) -> None:
         # WSGI hands bytes over as Latin-1, whatever they are.
-        scheme, _, given = authorization.partition(" ")
-        is_key = hmac.compare_digest(given.encode("latin-1"), self._key.encode())
+        scheme, _, key = authorization.partition(" ")
+        is_key = hmac.compare_digest(key.encode("latin-1"), self._key.encode())
         if not (is_key and scheme.lower() == "bearer"):
             raise RequestError(
                 "give the API key as Authorization: Bearer KEY", status=401, code="invalid_api_key"
@@ -206,9 +206,9 @@ def room_for_connections(needed: int) -> int:
 def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
 
-    The address is taken first, so that whoever asks meanwhile is told to wait. On the first signal
-    what runs is finished, for `options.grace_period` seconds at most. The exit status is 1 if the
-    server's own thread has died. Raises OSError if the address is taken, ValueError if too few
+    The address is taken first, so that clients get a 503 while the model is loaded. On the first
+    signal what runs is finished, for `options.grace_period` seconds at most. The exit status is 1
+    if the server's thread has died. Raises OSError if the address is taken, ValueError if too few
     connections are possible, and what `load` raises.
     """
     num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
@@ -246,7 +246,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
 
 
 def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
-    """The app; what is told of an error in loading it comes behind the log's lines."""
+    """Load the app. An error in loading is printed after the lines of the log."""
     try:
         app = load()
     finally:
@@ -265,10 +265,10 @@ def share_memory() -> None:
     _ask_glibc("mallopt", -8, 2)  # M_ARENA_MAX
 
 
-def _ask_glibc(function: str, *given: int) -> None:
+def _ask_glibc(function: str, *arguments: int) -> None:
     """Call a function of glibc's memory; elsewhere than on Linux with glibc there is none."""
     with suppress(OSError, AttributeError, TypeError):
-        getattr(ctypes.CDLL(None), function)(*given)
+        getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def handle_signals(stop: Callable[..., None]) -> None:
@@ -298,7 +298,7 @@ def say(line: str) -> None:
 
 
 def end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
-    """End the process at once. Python's own end would wait for threads, or end one inside torch."""
+    """End the process at once. Python's exit would wait for threads, or end one inside torch."""
     abandon()
     # While a thread waits for somebody to read the log, stderr is locked: flush would wait, too.
     for stream in (sys.stdout, sys.stderr) if flush_log() else (sys.stdout,):

@@ -41,7 +41,7 @@ class _Handler(QueueHandler):
 
 
 class Progress(logging.Handler):
-    """Keeps what was last said of the progress of loading, for those who ask."""
+    """Keeps the last message about the progress of loading, for GET /health."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,9 +105,9 @@ def name_requests(app: Flask, with_text: bool) -> None:
     @app.before_request
     def begin() -> None:
         """Take over the client's X-Request-Id, or make one."""
-        given = request.headers.get("X-Request-Id", "")
-        is_usable = re.fullmatch(r"[\w.:/+=-]{1,128}", given, re.ASCII)
-        g.id, g.arrived = given if is_usable else secrets.token_hex(12), time.monotonic()
+        client_id = request.headers.get("X-Request-Id", "")
+        is_usable = re.fullmatch(r"[\w.:/+=-]{1,128}", client_id, re.ASCII)
+        g.id, g.arrived = client_id if is_usable else secrets.token_hex(12), time.monotonic()
         g.jobs, g.error = [], None
 
     @app.after_request

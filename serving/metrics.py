@@ -1,7 +1,7 @@
 """GET /metrics: counters in Prometheus' text format, under the names that vLLM and llama.cpp share.
 
 Counters are over the server's life, of requests that have ended. prometheus-client writes the
-format. The values are the engine's and the worker's own, read whenever somebody asks.
+format. The values are read from the engine and the worker at each request.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ _GAUGES = {
 # Without this every histogram comes with one more gauge, the time when it was made.
 prometheus_client.disable_created_metrics()
 
-# In no registry: several servers may live in one process, and each has its own.
+# In no global registry: several servers may live in one process, each with a histogram.
 Histogram = partial(
     prometheus_client.Histogram,
     "time_to_first_token_seconds",
@@ -50,7 +50,7 @@ Histogram = partial(
 class Figures(NamedTuple):
     """What an engine has counted. What it does not count is None or left out."""
 
-    values: dict[str, float | None]  # by the names above
+    values: dict[str, float | None]  # by the names in _COUNTERS and _GAUGES
     accepted_at: Sequence[float]  # drafted tokens, by position in the draft
 
 
@@ -81,7 +81,7 @@ class _Collector(Collector):
         self._read, self._worker = read, worker
 
     def collect(self) -> Iterator[Metric]:
-        """Make every figure but the histogram, which collects its own."""
+        """Make every metric but the histogram, which is a collector itself."""
         values, accepted_at = self._read()
         values["num_requests_running"] = self._worker.num_running
         values["num_requests_waiting"] = self._worker.num_waiting

@@ -3,7 +3,7 @@
     /v1/completions       prompt   ─┐ translated into /generate's fields, parsed, queued and decoded
     /v1/chat/completions  messages ─┘ as those are; the answer is put into OpenAI's shape
 
-/generate's own fields (drafter, num_speculative_tokens, min_p, …) may be sent as well. Beside the
+The fields of /generate (drafter, num_speculative_tokens, min_p, …) may be sent as well. Beside the
 usual parts an answer, and a stream's last chunk, has vLLM's `metrics.speculative_decoding` and
 llama.cpp's `timings`. What would change the output and is not supported is refused, not ignored.
 
@@ -93,7 +93,7 @@ def register_routes(app: Flask, service: Service) -> None:
 
 
 def _routes(app: Flask) -> str:
-    """The routes of an application, as POST /generate, …, but for the page's own files."""
+    """The routes of an application, as POST /generate, …, but for the page's files."""
     plain = [rule for rule in app.url_map.iter_rules() if not rule.arguments]
     return ", ".join(
         f"{method} {rule}"
@@ -120,7 +120,7 @@ def _errors_name(sent: dict[str, str]) -> Iterator[None]:
 
 
 def _translate_chat(fields: Json, sent: dict[str, str]) -> None:
-    """Rename the fields that chat has names of its own for, and note their names in `sent`."""
+    """Rename the fields that chat names differently, and note the client's names in `sent`."""
     if (limit := fields.pop("max_completion_tokens", None)) is not None:
         fields["max_tokens"], sent["max_tokens"] = limit, "max_completion_tokens"
     if not isinstance(fields.get("logprobs"), bool | None):
@@ -180,13 +180,13 @@ class _OpenAI(Shape):
         return sse(self._head | kind | {"choices": list(choices)} | figures)
 
     def shown(self, event: Json, number: int) -> str:
-        """A chunk where the request's own run has news; a comparison's other runs have none."""
+        """A chunk for an event of the first run; a comparison's other runs are not shown."""
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
         is_news = number == 0 and (text or logprobs is not None)
         return self._chunk(self.choice(text, None, logprobs, True)) if is_news else ""
 
     def last(self, body: Json) -> Iterator[str]:
-        """The reason of the end, with the figures; the usage in a chunk of its own, if asked."""
+        """The reason of the end, with the figures; the usage in a separate chunk, if asked for."""
         figures = _figures(body)
         usage = figures.pop("usage")
         yield self._chunk(self.choice("", body["finish_reason"], None, True), **figures)
@@ -205,7 +205,7 @@ class _Completion(_OpenAI):
     _offset = 0  # where in the text the next token begins
 
     def choice(self, text: str, reason: str | None, logprobs: Logprobs, is_part: bool) -> Json:
-        """A chunk tells what a whole answer does, of its own part of the text."""
+        """A choice with log-probabilities; a chunk has those of its part of the text."""
         listed = None
         if logprobs is not None:
             tokens = [entry["token"] for entry in logprobs]

@@ -25,8 +25,8 @@ from models.prompts import Tokenizer, kind_of, read_prompts
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
-RUNNING_ELSEWHERE = 64  # requests at once in an engine that is not this server's own
-MOST_K = 7  # where the controller chooses K for each draft; else it is a request's own
+RUNNING_ELSEWHERE = 64  # requests at once in an engine outside this server
+MOST_K = 7  # where the controller chooses K for each draft; else the request sets it
 _DEPENDING = "max_running", "num_speculative_tokens"  # options whose default others decide
 REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,23 +272,23 @@ class Options:
 
     @property
     def title(self) -> str:
-        """What is loaded, for those who wait for it."""
+        """The name of what is loaded, as shown while clients wait."""
         return self.engine or self.model or DEFAULT
 
     @property
     def sampling(self) -> Sampling:
-        """Where a request does not say."""
+        """The sampling of a request that sets none."""
         return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     @property
     def for_requests(self) -> Json:
-        """The fields of a request that does not give them."""
+        """Defaults for the fields that a request leaves out."""
         names = (*SAMPLING_FIELDS, "num_speculative_tokens")
-        given = {name: getattr(self, name) for name in names}
-        return given | {"max_tokens": self.max_tokens or Request.max_tokens}
+        defaults = {name: getattr(self, name) for name in names}
+        return defaults | {"max_tokens": self.max_tokens or Request.max_tokens}
 
     def model_of(self, drafter: str) -> str | None:
-        """A drafter's own model: what was named, or what goes with the target.
+        """A drafter's model: the one that an option names, or the one for the target.
 
         The embedded DFlash head is used only where that drafter was named.
         """
@@ -317,7 +317,7 @@ class Options:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether others than who started the server may be meant to call it."""
+        """Whether the server may be meant for users other than its operator."""
         if self.api_key or self.allowed_host or self.allow_origin:
             return True
         try:
@@ -327,10 +327,10 @@ class Options:
 
     @property
     def for_drafters(self) -> Json:
-        """What a drafter's context has of this, by its names there."""
+        """The options that a drafters.Context gets, by its field names."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
-        same = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "mmap", "prefix_cache_mb")
-        return {name: getattr(self, name) for name in (*same, "allow_pickle")} | {
+        alike = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "mmap", "prefix_cache_mb")
+        return {name: getattr(self, name) for name in (*alike, "allow_pickle")} | {
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
             "named": tuple(name for name in models if getattr(self, name)),
@@ -340,7 +340,7 @@ class Options:
 
     @property
     def num_remembered(self) -> int:
-        """Tokens of past outputs that help to draft: times tell what others were answered."""
+        """Tokens of past outputs that help to draft: timing reveals other users' answers."""
         if self.suffix_cache is None:
             return 0 if self.is_exposed else REMEMBERED
         return self.suffix_cache
@@ -406,29 +406,29 @@ def _parser(is_complete: bool) -> Parser:
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
     """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
     parser = _parser(is_complete=False)
-    given = parser.parse_args(arguments)
-    _check(given, parser)
+    flags = parser.parse_args(arguments)
+    _check(flags, parser)
     try:
-        given.api_key = read_key(given.api_key, given.api_key_file, os.environ.get(KEY_VARIABLE))
+        flags.api_key = read_key(flags.api_key, flags.api_key_file, os.environ.get(KEY_VARIABLE))
     except (OSError, ValueError) as error:
         parser.error(f"cannot use the API key: {error}")
-    values = {field.name: getattr(given, field.name) for field in fields(Options)}
-    values["max_running"] = given.max_running or (RUNNING_ELSEWHERE if given.engine else 8)
-    chosen = Request if given.fixed_k or given.engine or given.plan else Options
-    values["num_speculative_tokens"] = given.num_speculative_tokens or chosen.num_speculative_tokens
-    if given.plan:  # for engines that have no controller; --max-running is theirs
+    values = {field.name: getattr(flags, field.name) for field in fields(Options)}
+    values["max_running"] = flags.max_running or (RUNNING_ELSEWHERE if flags.engine else 8)
+    chosen = Request if flags.fixed_k or flags.engine or flags.plan else Options
+    values["num_speculative_tokens"] = flags.num_speculative_tokens or chosen.num_speculative_tokens
+    if flags.plan:  # for engines that have no controller; --max-running is theirs
         values |= {"fixed_k": True, "max_running": 8}
-    return given, Options(**values)
+    return flags, Options(**values)
 
 
-def read_key(given: str | None, file: str | None, variable: str | None) -> str | None:
+def read_key(option: str | None, file: str | None, variable: str | None) -> str | None:
     """The API key from the command line, a file or the environment; None where all are None.
 
     Raises ValueError for a key that no client could send, OSError for an unreadable file.
     """
-    if [given, file, variable].count(None) < 2:
+    if [option, file, variable].count(None) < 2:
         raise ValueError(f"give it once: --api-key, --api-key-file or ${KEY_VARIABLE}")
-    key = given if variable is None else variable
+    key = option if variable is None else variable
     if file is not None:
         key = Path(file).read_bytes().decode(errors="surrogateescape").strip()
     if key is None:
@@ -440,21 +440,21 @@ def read_key(given: str | None, file: str | None, variable: str | None) -> str |
     return key
 
 
-def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
-    is_many, is_one, is_plain = given.demo or given.plan, given.prompt, given.drafter == PLAIN
-    unlike = "--quantize" if given.quantize else "--drafter none"
+    is_many, is_one, is_plain = flags.demo or flags.plan, flags.prompt, flags.drafter == PLAIN
+    unlike = "--quantize" if flags.quantize else "--drafter none"
     for is_wrong, why in (
-        (given.demo and is_plain, "--demo compares drafters: --drafter none does not go with it"),
-        (given.quantize and not given.kernels, "--quantize computes in C: leave out --no-kernels"),
-        (given.plan and (is_plain or given.quantize),
+        (flags.demo and is_plain, "--demo compares drafters: --drafter none does not go with it"),
+        (flags.quantize and not flags.kernels, "--quantize computes in C: leave out --no-kernels"),
+        (flags.plan and (is_plain or flags.quantize),
          f"--plan compares drafters of a model as it is: {unlike} does not go with it"),
-        (given.json and not is_many, "--json goes with --demo and --plan"),
-        (given.prompts and not is_many, "--prompts goes with --demo and --plan"),
-        (given.repeats and not given.demo, "--repeats goes with --demo"),
-        (given.explain and is_one is None, "--explain goes with --prompt"),
-        (given.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
-        (given.engine and given.port is None,
+        (flags.json and not is_many, "--json goes with --demo and --plan"),
+        (flags.prompts and not is_many, "--prompts goes with --demo and --plan"),
+        (flags.repeats and not flags.demo, "--repeats goes with --demo"),
+        (flags.explain and is_one is None, "--explain goes with --prompt"),
+        (flags.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
+        (flags.engine and flags.port is None,
          "--engine goes with --port: the engine is served, not looked into"),
     ):  # fmt: skip
         if is_wrong:
@@ -462,17 +462,17 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     for name in (
         "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle",
     ):  # fmt: skip
-        if given.engine and getattr(given, name) != getattr(Options, name):
+        if flags.engine and getattr(flags, name) != getattr(Options, name):
             why = "is for this server's own engine: it does not go with --engine"
             parser.error(f"{_flag(name)} {why}")
     names = read_prompts(is_chat=True)
     known = sorted({*names, *map(kind_of, names)})
-    is_file = given.plan and len(given.prompts or ()) == 1 and Path(given.prompts[0]).is_file()
-    if not is_file and (unknown := set(given.prompts or ()) - set(known)):
-        file = " or a file" if given.plan else ""
+    is_file = flags.plan and len(flags.prompts or ()) == 1 and Path(flags.prompts[0]).is_file()
+    if not is_file and (unknown := set(flags.prompts or ()) - set(known)):
+        file = " or a file" if flags.plan else ""
         parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}{file}")
     try:
-        check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
+        check_fields({name: getattr(flags, name) for name in SAMPLING_FIELDS})
     except RequestError as error:
         name = str(error.param)
         parser.error(str(error).replace(name, _flag(name), 1))

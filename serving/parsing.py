@@ -90,15 +90,15 @@ SAMPLING_FIELDS = (*_SAMPLING, "seed")
 
 
 def check_fields(body: Json) -> Json:
-    """The fields that are given (a null counts as absent), each in range.
+    """The known fields of a body (a null counts as absent), each in range.
 
     Raises RequestError, naming the first that is not.
     """
-    given = {name: body[name] for name in _KNOWN if body.get(name) is not None}
+    known = {name: body[name] for name in _KNOWN if body.get(name) is not None}
     for name, (is_valid, what) in _CHECKS.items():
-        if name in given and not is_valid(given[name]):
+        if name in known and not is_valid(known[name]):
             raise RequestError(f"{name} must be {what}", param=name)
-    return given
+    return known
 
 
 @cache
@@ -138,34 +138,34 @@ def parse_fields(
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
     `prompt` comes back as _read_prompt has it, `stop` as a tuple, `drafter` as a name or None (for
-    "none", and without `speculative`), `logprobs` as a number or None, `seed` as a number, by
-    chance if none was given, and what Sampling has as `sampling`. A null counts as absent. Raises
+    "none", and without `speculative`), `logprobs` as a number or None, `seed` as a number
+    (random if absent), and the fields of Sampling as `sampling`. A null counts as absent. Raises
     RequestError, naming the field.
     """
-    given = check_fields(body)
-    if given.get("model", model) not in (model, model_id(model), PurePath(model).name):
-        raise unknown_model(given["model"], model)
-    if "stream_options" in given:
-        if not given.get("stream"):
+    known = check_fields(body)
+    if known.get("model", model) not in (model, model_id(model), PurePath(model).name):
+        raise unknown_model(known["model"], model)
+    if "stream_options" in known:
+        if not known.get("stream"):
             raise RequestError("stream_options goes with stream: true", param="stream_options")
-        if not isinstance(given["stream_options"], dict):
+        if not isinstance(known["stream_options"], dict):
             raise RequestError("stream_options must be an object", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}
-    fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
+    fields = flags | defaults | {name: known[name] for name in _CHECKS if name in known}
     for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
         fields[name] = float(fields[name])
     is_chat = fields.pop("chat", False)
-    fields["prompt"] = _read_prompt(given.get("prompt"), is_chat, tokenizer, max_length, vocab_size)
-    stop = given.get("stop", ())
+    fields["prompt"] = _read_prompt(known.get("prompt"), is_chat, tokenizer, max_length, vocab_size)
+    stop = known.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "drafter" in given:
-        if not isinstance(given["drafter"], str) or given["drafter"] not in (*drafters, PLAIN):
+    if "drafter" in known:
+        if not isinstance(known["drafter"], str) or known["drafter"] not in (*drafters, PLAIN):
             choices = ", ".join(sorted([*drafters, PLAIN]))
             raise RequestError(
-                f"there is no drafter {_shown(given['drafter'])} here; choose: {choices}",
+                f"there is no drafter {_shown(known['drafter'])} here; choose: {choices}",
                 param="drafter",
             )
-        fields["drafter"] = given["drafter"]
+        fields["drafter"] = known["drafter"]
     if not fields.pop("speculative", True) or fields["drafter"] == PLAIN:
         fields["drafter"] = None
     if fields.get("seed") is None:
@@ -191,6 +191,6 @@ def parse_request(
     target = engine.target
     defaults = defaults | {"drafter": engine.default_drafter}
     known = target.name, target.max_length, target.vocab_size
-    given, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
-    stream, compare = given.pop("stream"), given.pop("compare")
-    return Request(**given), stream, compare, notes
+    fields, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
+    stream, compare = fields.pop("stream"), fields.pop("compare")
+    return Request(**fields), stream, compare, notes

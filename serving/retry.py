@@ -1,9 +1,9 @@
-"""What is tried again when a forward of the target fails: the others' answers do not depend on it.
+"""Retries after a failed forward of the target: other requests' answers do not depend on it.
 
     all together ── fails → each by itself ── fails → without its drafters ── fails → an error
 
-What a step has accepted before it fails stays. Of the others the cache is truncated to what it
-held, and the drafts that were made are verified again.
+Cycles that a step has completed before it fails stay. The caches of the other sequences are
+truncated to their lengths before the step, and their drafts are verified again.
 """
 
 import logging
@@ -14,7 +14,7 @@ LOG = logging.getLogger("engine")
 
 
 def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cycle]:
-    """Run engine.step, and after a fault what can be had of it.
+    """Run engine.step, and after a fault the sequences one by one.
 
     A sequence that cannot go on ends with a `failure`, and has no cycle.
     """
@@ -33,7 +33,7 @@ def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cy
 
 
 def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence, Cycle]:
-    """After a fault that may be a neighbour's, or over; else try to do without the draft."""
+    """Retry one sequence, in case another caused the fault; then without its drafters."""
     for can_go_on in (True, False):
         engine.target.cache.truncate(s.row, held)
         cycles: dict[TextSequence, Cycle] = {}

@@ -38,7 +38,7 @@ def watched(jobs: list[Job]) -> list[Job]:
 
 
 class Service:
-    """This server's own engine, and the worker that runs it."""
+    """The engine inside this server, and the worker that runs it."""
 
     worker: Admission
 

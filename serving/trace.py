@@ -24,28 +24,28 @@ def event(s: TextSequence, cycle: Cycle) -> Json:
     tokens are those that stay. pieces is the text that may be shown now, as (text, kind). A request
     may ask for `logprobs` and for a trace, which has more.
     """
-    found: Json = {
+    fields: Json = {
         "step": cycle.number,
         "tokens": [judgement_as_dict(token) for token in cycle.tokens],
         "pieces": s.text.release(s.finish_reason is not None),
     }
     if s.request.logprobs is not None:
         logits, new = cycle.along(cycle.logits), [token.id for token in cycle.tokens]
-        found["logprobs"] = token_logprobs(logits, new, s.request.logprobs, s.tokenizer)
-        s.logprobs += found["logprobs"]
+        fields["logprobs"] = token_logprobs(logits, new, s.request.logprobs, s.tokenizer)
+        s.logprobs += fields["logprobs"]
     if s.request.trace:
-        found |= summary(cycle)
-        found |= _details(s, cycle, found)
-    return found
+        fields |= summary(cycle)
+        fields |= _details(s, cycle, fields)
+    return fields
 
 
 def summary(cycle: Cycle) -> Json:
     """What a cycle did, without texts and numbers of a model.
 
-    proposals is the draft as it was made, the others are what stays of it after a cut.
+    `proposals` is the whole draft; the other fields are about the tokens left after a cut.
     """
     tree = cycle.draft.parents and zip(cycle.draft.tokens, cycle.draft.parents, strict=True)
-    way = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}
+    rows = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}
     num_layers = len(cycle.recurrent)
     return {
         "proposals": cycle.proposals,
@@ -54,12 +54,12 @@ def summary(cycle: Cycle) -> Json:
         "emitted_count": cycle.num_kept,
         "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
         "cached": [cycle.held, cycle.cached],
-        "recurrent": {"layers": num_layers} | way if num_layers else None,
+        "recurrent": {"layers": num_layers} | rows if num_layers else None,
     }
 
 
 def judgement_as_dict(judgement: Judgement) -> Json:
-    """For an event; p, q and u only where they decided."""
+    """A judgement in an event; p, q and u only where they decided."""
     if judgement.u is None:
         return {"id": judgement.id, "kind": judgement.kind}
     return judgement._asdict()
@@ -104,8 +104,8 @@ def _leaders(s: TextSequence, event: Json, scores: Tensor) -> list[list[Json]]:
         totals = scores.cpu() - torch.tensor(np.stack(races)).log()
 
     def entry(row: int, token: int) -> Json:
-        found = {"id": token, "score": _finite(scores[row, token])}
-        return found | ({"total": _finite(totals[row, token])} if sampling.is_coupled else {})
+        scored = {"id": token, "score": _finite(scores[row, token])}
+        return scored | ({"total": _finite(totals[row, token])} if sampling.is_coupled else {})
 
     if sampling.is_coupled:
         rejected = [event["rejected"]] if event["rejected"] else []  # judged where the last was
@@ -124,7 +124,7 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
-    `score` is the penalised logit. `p` is the probability by the request's own transforms; at
+    `score` is the penalised logit. `p` is the probability by the request's transforms; at
     temperature 0, where nothing is drawn, that of temperature 1. Where the drafter drew from
     probabilities there is `q`, and under the coupled rule `noise`, which is added to log p and to
     log q.
@@ -170,7 +170,7 @@ def _finite(value: Tensor) -> float | None:
 def token_logprobs(
     logits: Tensor, tokens: list[int], num_top: int, tokenizer: Tokenizer
 ) -> list[Json]:
-    """Log-probabilities of `tokens` and of the `num_top` likeliest by the target's own logits.
+    """Log-probabilities of `tokens` and of the `num_top` likeliest by the target's raw logits.
 
     logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
     they do not depend on the request's sampling.

@@ -1,7 +1,7 @@
 """One thread owns the models; handlers hand it jobs through a bounded queue and read events back.
 
     handler thread                       worker thread, cycle after cycle
-    submit(request) ── waiting ────────→ admit while there is room · drop who has left
+    submit(request) ── waiting ────────→ admit while there is room · drop cancelled
                                          retry.step(all that run)
     for events in job ← news ─────────── an event to each, its end, or an error
     job.wait()        ← ────────────────
@@ -39,19 +39,19 @@ _REST_S = 0.025  # after a look at the news: nobody reads faster, and each look 
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
-def wait_for(told: "queue.SimpleQueue[Any]") -> Any:
-    """Wait in the main thread until something is told.
+def wait_for(reports: "queue.SimpleQueue[Any]") -> Any:
+    """Wait in the main thread until the queue has an item, and return it.
 
     A signal that comes just before the thread sleeps does not wake it, and its handler is called
     when the thread is awake again. So the thread wakes every second.
     """
     while True:
         with suppress(queue.Empty):
-            return told.get(timeout=1)
+            return reports.get(timeout=1)
 
 
 def unavailable(why: str) -> RequestError:
-    """What those get who come, or wait, while nothing can be served."""
+    """The error (503) for new and waiting requests while nothing can be served."""
     return RequestError(why, status=503, code="unavailable")
 
 
@@ -63,10 +63,10 @@ WHY_NOT = {
 
 
 class Job:
-    """One request on its way through the worker: iterate over it, or wait for its end.
+    """A request that the worker carries out: iterate over its events, or wait for its end.
 
-    A thread that wakes takes a core from the pass under way. Who waits wakes once, and who iterates
-    at most every 25 ms: what comes sooner is told with the next event, or the end.
+    A thread that wakes takes a core from the running pass. So a waiting thread wakes once, and an
+    iterating one at most every 25 ms: events in between come with the next one, or the end.
     """
 
     def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
@@ -80,11 +80,11 @@ class Job:
         self.submitted = time.monotonic()
         self.deadline = self.submitted + timeout_s
         self.sequence: TextSequence | None = None  # the engine's, once it runs
-        self.events: list[Json] = []  # kept for a trace
+        self.events: list[Json] = []  # stored for a trace
         self._changed = threading.Condition()
         self._news: list[Json] = []  # events that nobody has taken yet
         self._is_read = True  # by iteration
-        self._rested = 0.0  # from when on an event wakes who iterates
+        self._rested = 0.0  # from when on an event wakes the iterating thread
 
     def cancel(self) -> None:
         """The client has gone: stop at the next cycle, or do not start."""
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def takes_place(self) -> bool:
-        """Of those that may wait: neither who has left, nor who waits for its own first half."""
+        """Whether it counts as waiting: it is not cancelled, and the job before it has ended."""
         return not self.cancelled and (self.after is None or self.after.ended)
 
     @property
@@ -108,7 +108,7 @@ class Job:
         return self._is_read or request.trace or request.logprobs is not None
 
     def put(self, event: Json) -> None:
-        """Hand an event to whoever iterates."""
+        """Hand an event to the thread that iterates over the job."""
         if self.request.trace:
             self.events.append(event)
         with self._changed:
@@ -121,11 +121,11 @@ class Job:
         """Note the time of the first token, and have `observe` count the seconds that it took."""
         if self.first_token is None:
             self.first_token = time.monotonic()
-            if self.after is None:  # waiting for another would count that one's time
+            if self.after is None:  # else the first job's time would count, too
                 observe(self.first_token - self.submitted)
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more will come; with an error, whoever iterates or waits gets it raised."""
+        """Nothing more will come; an error is raised in the thread that iterates or waits."""
         with self._changed:
             self.failure = self.failure or error
             self.ended = True
@@ -141,7 +141,7 @@ class Job:
         return (self.sequence and self.sequence.finish_reason) or "cancelled"
 
     def wait(self) -> None:
-        """Until it ends or is cancelled. Raises as the iteration does."""
+        """Until it ends or is cancelled. Raises what __iter__ raises."""
         with self._changed:
             self._is_read, self._news = False, []  # what came before is not read either
             self._sleep(threading.TIMEOUT_MAX)
@@ -167,18 +167,18 @@ class Job:
             self._rested = time.monotonic() + _REST_S
 
     def _sleep(self, limit_s: float) -> None:
-        """Until it is over, an event is there for who has rested, or the time is."""
+        """Wait until it is over, an event is due to be read, or the time is up."""
 
         def is_over() -> bool:
-            is_told = self._news and time.monotonic() >= self._rested
-            return self.ended or self.cancelled or bool(is_told)
+            is_due = self._news and time.monotonic() >= self._rested
+            return self.ended or self.cancelled or bool(is_due)
 
         limit_s = min(limit_s, self.deadline - time.monotonic(), threading.TIMEOUT_MAX)
         if limit_s > 0:
             self._changed.wait_for(is_over, limit_s)
 
     def _check(self) -> None:
-        """Raises its failure, which is being too late if need be."""
+        """Raise the job's failure; past the deadline that is a timeout."""
         if not self.ended and not self.cancelled and time.monotonic() >= self.deadline:
             self.failure = RequestError("the request took too long", status=504, code="timeout")
             self.cancel()
@@ -268,7 +268,7 @@ class Admission:
 
 
 class Worker(Admission):
-    """Runs up to `max_running` jobs at once on an engine, in a thread of its own."""
+    """Runs up to `max_running` jobs at once on an engine, in a separate thread."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class Worker(Admission):
         """
         jobs: list[Job] = []
         for request in requests:
-            timeout_s = self.options.request_timeout * (1 + len(jobs))  # each has its own
+            timeout_s = self.options.request_timeout * (1 + len(jobs))  # one after the other
             jobs.append(Job(request, timeout_s, after=jobs[-1] if jobs else None))
         with self._changed:
             self._queue(jobs)
@@ -345,7 +345,7 @@ class Worker(Admission):
             self._running, self._waiting = [], deque()
 
     def _step(self) -> None:
-        """A cycle of all that run. What fails in there fails its own request."""
+        """A cycle of all running jobs. A fault in it fails only the job that it belongs to."""
         try:
             cycles = retry.step(self._engine, [job.sequence for job in self._running])
         except Exception as error:
@@ -377,7 +377,7 @@ class Worker(Admission):
             return self._give_places()
 
     def _open(self, job: Job) -> None:
-        """Not under the lock: a drafter may take its time, and /health must not wait for it."""
+        """Without the lock: a drafter may be slow to open, and /health must not wait for it."""
         try:
             job.began = time.monotonic()
             job.sequence = self._engine.open(job.request)
@@ -398,30 +398,30 @@ class Worker(Admission):
 
 @contextmanager
 def uncounted(engine: Engine) -> Iterator[Engine]:
-    """The same models and drafters, whose runs no statistics count and no controller learns from.
+    """A copy of the engine whose runs no statistics count and no controller learns from.
 
-    The log does not tell of them either.
+    The drafters log nothing meanwhile.
     """
     twin = copy(engine)
     twin.pool, twin.planner = copy(engine.pool), FixedK()
     twin.totals, twin.pool.failures = Totals(engine.pool.choices), Counter()
-    told = logging.getLogger("drafters")
-    told.disabled = True
+    log = logging.getLogger("drafters")
+    log.disabled = True
     try:
         yield twin
     finally:
-        told.disabled = False
+        log.disabled = False
 
 
 def warm_up(engine: Engine) -> None:
     """Let the target and each model that drafts run once, before a measurement counts.
 
     First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
-    at K + 1 rows. What happened is forgotten. A fault here is one at run time, too, and told there.
+    at K + 1 rows. Statistics are dropped. A fault is ignored: it comes again at run time.
     """
     PROGRESS.info("running the models once")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    models = [name for name, own in engine.pool.drafters.items() if not hasattr(own, "guess")]
+    models = [name for name, model in engine.pool.drafters.items() if not hasattr(model, "guess")]
     with uncounted(engine) as twin:
         for name in models or [None]:
             with suppress(Exception):
