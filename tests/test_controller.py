@@ -21,7 +21,7 @@ from control.acceptance import Acceptance
 from control.controller import PROBE_BUDGET, Candidate, Controller
 from control.costs import Costs
 from control.rest import Rest
-from drafters.pool import DraftedText, DrafterPool
+from drafters.pool import DraftedText, DrafterPool, Task
 from messages import Doubts, Request, Verdict
 from serving import assembly
 from serving.options import Options
