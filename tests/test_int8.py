@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import quality
 from control.planner import FixedK
-from kernels import chain, library, start
+from kernels import library, start
 from kernels.experts import experts_of
 from kernels.patches import PanelEmbedding, PanelLinear
 from kernels.reading import decoder_of, release
@@ -173,7 +173,7 @@ def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
 
 
 def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkeypatch):
-    monkeypatch.setattr(chain, "can_chain", lambda *_: False)
+    monkeypatch.setattr("kernels.can_chain", lambda *_: False)
     draft, calls = twins.pool.drafters["self_int8"]._draft, []
     inner, cache = draft.forward, draft.cache
 
