@@ -42,7 +42,7 @@ def rows():
 
 def with_python(monkeypatch, function, *given):
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "can_choose", lambda: False)
+        patch.setattr("kernels.can_choose", lambda: False)
         return function(*given)
 
 
@@ -106,7 +106,7 @@ def test_of_equal_times_the_lower_id_wins(monkeypatch):
 @pytest.mark.parametrize("number", [math.nan, math.inf, None], ids=str)
 def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
     if way == "python":
-        monkeypatch.setattr(compiled, "can_choose", lambda: False)
+        monkeypatch.setattr("kernels.can_choose", lambda: False)
     samplings = core.Sampling(), *(core.Sampling(1.0, *cuts) for cuts in CUTS)
     for at, sampling in itertools.product((0, vocab // 2, vocab - 1), samplings):
         row = torch.linspace(-1, 1, vocab)
@@ -119,7 +119,7 @@ def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
 def test_a_row_is_chosen_from_where_it_lies_and_only_if_it_can_choose(monkeypatch, way):
     rows, ways = torch.eye(3, 50), [core.Sampling(), core.Sampling(temperature=1.0, top_k=1)]
     if way == "python":
-        monkeypatch.setattr(compiled, "can_choose", lambda: False)
+        monkeypatch.setattr("kernels.can_choose", lambda: False)
     for scores, way in itertools.product((rows, rows.bfloat16(), rows.T.contiguous().T), ways):
         assert [choose(scores, way, Noise(0), 0, row=i) for i in range(3)] == [0, 1, 2]
         assert choose(scores[1], way, Noise(0), 0) == 1
