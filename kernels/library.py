@@ -1,7 +1,7 @@
 """The kernels' C code: compiled once for each CPU, compiler and source, stored in the user's cache.
 
 Any C compiler will do: what CC names, gcc, clang or cc, or what `pip install ziglang` brings.
-Without one, transformers' own modules run, slower; `load` says why.
+Without one, transformers' modules run, which is slower; `load` says why.
 """
 
 import ctypes
