@@ -8,8 +8,8 @@ The keys and values of texts are kept here, a block of tokens at a time:
 
 A new prompt takes over the blocks that it shares with earlier texts, and the rest is read. Only
 whole blocks are kept. Their bits are those that reading would give; where a token has the same bits
-read and written (docs/exactness.md), what was generated is kept, too. What hidden states of the
-target a drafter wants is kept as well: a head drafts as if it had read the prompt along.
+read and written (docs/exactness.md), what was generated is kept, too. So are hidden states of the
+target that a drafter wants: a head drafts as if it had read the prompt along.
 
 Rows of the KV cache are contiguous, so a hit is a copy. It takes a hundredth of the time of
 reading.
@@ -31,14 +31,14 @@ _SIZE = 64  # tokens of a block
 
 @dataclass
 class _Block:
-    """What is kept of some successive tokens."""
+    """The keys, values and hidden states of some successive tokens."""
 
     buffers: list[Tensor]  # keys and values [heads, tokens, width] of each layer
     hidden: dict[int, Tensor] = field(default_factory=dict)  # [tokens, D] by layer
 
     @property
     def num_bytes(self) -> int:
-        return sum(kept.nbytes for kept in (*self.buffers, *self.hidden.values()))
+        return sum(tensor.nbytes for tensor in (*self.buffers, *self.hidden.values()))
 
 
 class PrefixCache:
@@ -62,7 +62,7 @@ class PrefixCache:
         return self._cache.lengths[row]
 
     def _keys(self, prompt: list[int]) -> list[bytes]:
-        """Of the whole blocks of a prompt, but for the one with its last token, if it is whole.
+        """Keys of the whole blocks of a prompt, but for that with its last token, if it is whole.
 
         That token has to be fed: what is wanted of a prompt is the choice behind it.
         """
@@ -82,23 +82,23 @@ class PrefixCache:
         Blocks that lack one of them do not count.
         """
         keys = self._keys(prompt)
-        found = []
+        blocks = []
         for key in keys:
             block = self._blocks.get(key)
             if block is None or not block.hidden.keys() >= set(layers):
                 break
-            found.append(block)
-        self._touch(keys[: len(found)])
+            blocks.append(block)
+        self._touch(keys[: len(blocks)])
         self.num_asked += len(prompt)
-        if not found:
+        if not blocks:
             return {}
-        count = len(found) * _SIZE
+        count = len(blocks) * _SIZE
         place, slot = self._cache.place([row], [count]), self._cache.slot(row)
         for i, buffer in enumerate(self._cache.buffers()):
-            torch.cat([block.buffers[i] for block in found], 1, out=buffer[slot, :, :count])
+            torch.cat([block.buffers[i] for block in blocks], 1, out=buffer[slot, :, :count])
         self._cache.advance(place)
         self.num_found += count
-        return {layer: torch.cat([block.hidden[layer] for block in found]) for layer in layers}
+        return {layer: torch.cat([block.hidden[layer] for block in blocks]) for layer in layers}
 
     @torch.inference_mode()
     def remember(self, row: int, text: list[int], hidden: dict[int, Tensor] | None = None) -> None:
@@ -125,7 +125,7 @@ class PrefixCache:
             self.num_bytes -= gone.num_bytes
 
     def _touch(self, keys: list[bytes]) -> None:
-        """They are in use. The first ones go last: without them the others are not found."""
+        """Mark blocks as used. The first ones go last: without them the others are unreachable."""
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks.move_to_end(key)

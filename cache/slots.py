@@ -117,7 +117,7 @@ class Slots(Cache):
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.lengths = [0] * num_rows  # tokens that each row holds
         self.rows: list[int] = []  # the open rows, by slot
-        self.current: Place  # of the pass under way
+        self.current: Place  # of the current pass
         self.recurrent: list[Any] = []  # layers with a recurrent state (see states.py)
         self._free = list(range(num_rows))[::-1]
         self._written = [0] * num_rows  # tokens written to each slot since it was zeroed

@@ -6,13 +6,13 @@ Such a layer keeps no keys. It keeps a state of one size, and every token change
 
 A refused draft has changed the state, and what was there before does not follow from what is there
 now. So each layer keeps marks of each text, the states at some of its lengths, and beside a mark
-what the rule was given for the tokens behind it:
+the inputs of the rule for the tokens behind it:
 
     tokens     … 39 │ pending  d1  d2 │ d3  d4  d5 │     3 of 6 tokens stay
     marks           40 ─── recorded ─────────────→ 46
     rolled back     40 ── stepped again ─→ 43
 
-Nobody tells a layer of a rollback. The next forward begins where the KV cache says that the text
+There is no call for a rollback. The next forward begins where the KV cache says that the text
 ends: a mark there is taken, marks behind are dropped, and what is missing is stepped again from the
 record. Where all was accepted, that costs nothing. A forward that fails leaves no trace
 either. What it wrote lies behind the length that the text still has, where the next forward drops
@@ -23,7 +23,7 @@ The rule goes token by token, in every forward and in one shape: so a token has 
 decoded, verified or beside others, however its prompt was cut. Python between the tokens takes
 longer than their arithmetic, so where there is a compiler convolutions and rules run in C, for all
 texts in one call (kernels/c/recurrent.c). transformers has another rule for several tokens at once.
-Its forward runs here all the same, with our convolution and our rule in the place of its own.
+Its forward runs here all the same, with our convolution and our rule in the place of transformers'.
 
 Sources: gated delta networks, arXiv 2412.06464; Mamba-2, 2405.21060. Not covered: Mamba-1, KDA,
 branches of a draft, and prefixes: a state cannot be cut into blocks.
@@ -56,7 +56,7 @@ class GatedDelta:
     def read(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Rule, tuple[Tensor, ...]]:
-        """The rule, and what it needs of each token: tensors [B, T, …]; see kernels.step."""
+        """The rule, and its inputs for each token, tensors [B, T, …], as for kernels.step."""
         (num_keys, width), (heads, columns) = key.shape[2:], value.shape[2:]
         has_norm = options.get("use_qk_l2norm_in_kernel", False)
         rule = Rule(heads, num_keys, width, columns, True, has_norm, width**-0.5)
@@ -84,7 +84,7 @@ class Mamba2:
         dt_limit: tuple[float, float] = (0.0, torch.inf),
         **_: Any,
     ) -> tuple[Rule, tuple[Tensor, ...]]:
-        """The same, of x [B, T, H, P], steps dt [B, T, H], a [H], b and c [B, T, groups, N]."""
+        """The rule and its inputs: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, groups, N]."""
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
@@ -94,7 +94,7 @@ class Mamba2:
     def finish(
         self, outputs: Tensor, x: Tensor, *_: Any, D: Tensor | None = None, **__: Any
     ) -> Tensor:
-        """The same, of outputs [B, T, H, P]."""
+        """What transformers' function returns, of outputs [B, T, H, P]."""
         return outputs if D is None else outputs + D[:, None] * x.float()
 
 
@@ -107,10 +107,10 @@ class Mark:
     """What a layer holds of a text of `length` tokens, and the record of the forward behind it."""
 
     length: int
-    tail: Tensor  # [k - 1, C]: what the convolution was last given
+    tail: Tensor  # [k - 1, C]: the convolution's last inputs
     state: Tensor | None = None  # the rule's; None before the first token
-    fed: Tensor | None = None  # [t, C]: what the convolution was given next
-    inputs: tuple[Tensor, ...] = ()  # [t, …] each: and the rule
+    fed: Tensor | None = None  # [t, C]: the convolution's next inputs
+    inputs: tuple[Tensor, ...] = ()  # [t, …] each: the rule's next inputs
 
     @property
     def reach(self) -> int:
@@ -131,10 +131,10 @@ class RecurrentLayer:
         self._theirs, plain = mixer.forward, inspect.unwrap(type(mixer).forward)
         names = inspect.signature(plain).parameters
         self._name = "cache_params" if "cache_params" in names else "past_key_values"
-        own: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": self.convolve}
+        functions: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": self.convolve}
         if kind:
-            own[kind.name] = self.scan
-        self._ours = kernels.with_globals(mixer, plain, own)
+            functions[kind.name] = self.scan
+        self._ours = kernels.with_globals(mixer, plain, functions)
         mixer.forward = self._forward
 
     def follow(self, net: DeltaNet) -> None:
@@ -142,14 +142,14 @@ class RecurrentLayer:
         self.net, self._rule, self._ours, self._theirs = net, net.rule, None, None
 
     def passed(self, rows: list[int], counts: list[int]) -> DeltaStates:
-        """What the net is to be given by these rows, for a forward of `counts` tokens of each."""
+        """What the net reads and writes of these rows in a forward of `counts` tokens of each."""
         empty = torch.zeros(self.net.taps - 1, self.net.channels, dtype=torch.float32, device="cpu")
         marks = [self._at(row, empty) for row in rows]
         states = [mark.state for mark in marks]
         return self.net.passed([mark.tail for mark in marks], states, sum(counts))
 
     def note(self, rows: list[int], counts: list[int], passed: DeltaStates) -> None:
-        """Mark what a forward has left, and what it may have to step again."""
+        """Set marks with the states behind a forward, and with inputs to step again."""
         parts, rule = (passed.fed, passed.mixed, passed.logs, passed.betas), self.net.rule
         keys = rule.key_heads * rule.width
         texts = zip(*(part.split(counts) for part in parts), strict=True)
@@ -165,14 +165,14 @@ class RecurrentLayer:
         self._begins |= {row: self._cache.lengths[row] for row in rows}
 
     def _forward(self, *args: Any, **options: Any) -> Tensor:
-        """The module's, for whoever calls it: with another cache, or without, all is as it was."""
+        """The module's forward; with another cache, or without one, it is transformers'."""
         if options.get(self._name) is not self._cache:
             return self._theirs(*args, **options)
         # Without a cache it takes every text to begin here; our functions know where each is.
         return self._ours(*args, **options | {self._name: None, "attention_mask": None})
 
     def _rows(self) -> list[int]:
-        """Of the forward under way."""
+        """The rows of the current forward."""
         return [self._cache.rows[slot] for slot in self._cache.current.slots]
 
     def convolve(
@@ -188,10 +188,10 @@ class RecurrentLayer:
         texts = place.part(x.transpose(1, 2))
         marks = [self._at(row, empty) for row in self._rows()]
         call = kernels.convolve if self._is_compiled else kernels.convolve_in_python
-        found = call(texts, [mark.tail for mark in marks], weight.T, bias)
-        for row, mark, fed, tail in zip(self._rows(), marks, texts, found[1], strict=True):
+        results, tails = call(texts, [mark.tail for mark in marks], weight.T, bias)
+        for row, mark, fed, tail in zip(self._rows(), marks, texts, tails, strict=True):
             self._record(row, mark, fed, tail.to(x.dtype))
-        result = place.arrange(found[0]).to(x.dtype)
+        result = place.arrange(results).to(x.dtype)
         return (ACT2FN[activation](result) if activation else result).transpose(1, 2)
 
     def scan(self, *args: Any, **options: Any) -> Any:
@@ -202,10 +202,10 @@ class RecurrentLayer:
         texts = list(zip(*map(place.part, inputs), strict=True))
         marks = [self._marks[row][-2] for row in self._rows()]
         assert all(mark.state is not None or not mark.length for mark in marks)
-        found = self._run([mark.state for mark in marks], texts)
-        for row, own, (state, _) in zip(self._rows(), texts, found, strict=True):
-            self._finish(row, state, own)
-        return kind.finish(place.arrange([outputs for _, outputs in found]), *args, **options)
+        results = self._run([mark.state for mark in marks], texts)
+        for row, text, (state, _) in zip(self._rows(), texts, results, strict=True):
+            self._finish(row, state, text)
+        return kind.finish(place.arrange([outputs for _, outputs in results]), *args, **options)
 
     def _run(
         self, states: list[Tensor | None], texts: list[tuple[Tensor, ...]]
@@ -216,7 +216,7 @@ class RecurrentLayer:
         return call(self._rule, texts, states)
 
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
-        """Set a mark where the row will be; its state follows. Drop marks that nobody goes back to.
+        """Set a mark where the row will be; its state follows. Drop marks that are not needed.
 
         A call that fails goes back to its beginning, and a verify by less than _MOST_RECORDED.
         """
@@ -238,7 +238,7 @@ class RecurrentLayer:
         mark.inputs = tuple(x.clone() for x in inputs) if mark.fed is not None else ()
 
     def _at(self, row: int, empty: Tensor) -> Mark:
-        """Where the row is, after whatever was taken back. `empty` is a text's first tail."""
+        """The mark at the length of the row, after a rollback. `empty` is a text's first tail."""
         length = self._cache.lengths[row]
         if row not in self._marks:  # a good time to let go of rows that were closed
             self._marks = {r: m for r, m in self._marks.items() if r in self._cache.rows}

@@ -12,7 +12,7 @@ _FILES = {
     "start": ("setup", "speed_up", "report_of"),
     "forward": ("KernelForward", "Report"),
     "library": ("are_used", "exclusive"),  # exclusive: torch leaves the cores to the kernels
-    # The same for drafters' heads, and a draft of several tokens in one call.
+    # Heads of drafters in C, and a draft of several tokens in one call.
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",
         "run_mtp_layer",

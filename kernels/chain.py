@@ -27,7 +27,7 @@ _MANY = 1 << 25  # bytes of weights: reading fewer takes no longer than arithmet
 def vocabulary_of(num_words: int, ids: Tensor | None = None) -> ctypes.Structure:
     """chain.h's `vocabulary`, of `num_words` tokens.
 
-    `ids`, of the model's outputs, are to stay; None: they rise.
+    `ids` are the tokens of the model's outputs, which the caller holds; None: 0, 1, 2, …
     """
     return STRUCTS["vocabulary"](num_words, address(ids, dtype=torch.int64))
 
@@ -63,14 +63,14 @@ def draft_chain(
     shift: int = 0,
     layer: int = -1,
 ) -> list[Draft]:
-    """Draw up to limits[i] tokens for each drafter's state, among `words`, where `can_chain` is so.
+    """Draw up to limits[i] tokens for each drafter's state, among `words`, if `can_chain`.
 
     The model's keys and values are in `cache`. fed[i] are the tokens that it has not read of text
     i. They are cached then, and all of the draft but its last token. Of a text with limit 0 nothing
     is read.
 
-    A model that reads states is given `hidden` [N, D], of the N tokens fed; then what comes out
-    behind `layer` is the next token's. A token is rotated as if it stood `shift` positions further
+    A model that reads states reads `hidden` [N, D] for the N tokens fed, and for the next token
+    what comes out behind `layer`. A token is rotated as if it stood `shift` positions further
     on. Raises ValueError where logits are no numbers.
     """
     is_asked, flat = [limit > 0 for limit in limits], Rows()
@@ -103,7 +103,7 @@ def draft_chain(
 
 
 def _fill(each: ctypes.Structure, state: Any, limit: int, before: list[int]) -> tuple[Any, ...]:
-    """Say in a `draft` of C's how a text's tokens are drawn; `before` are those it may copy.
+    """Say in chain.h's `draft` how a text's tokens are drawn; `before` are those it may copy.
 
     Returns what it points to: the tokens, their confidence, and when to stop, if at all.
     """

@@ -46,34 +46,34 @@ def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
 
 @dataclass
 class DeltaStates:
-    """What a delta net is given by each text of a forward, and what it leaves."""
+    """Tensors that a delta net reads of each text of a forward, and those that it writes."""
 
     tails: list[Tensor | None]  # [taps - 1, channels] each; None: nothing came before
     states: list[Tensor | None]  # [heads, width, columns]
     new_tails: list[Tensor]
     new_states: list[Tensor]
-    fed: Tensor  # [rows, channels]: what the convolution was given
-    mixed: Tensor  # [rows, channels]: queries, keys and values that came of it
+    fed: Tensor  # [rows, channels]: the convolution's inputs
+    mixed: Tensor  # [rows, channels]: its outputs, which are queries, keys and values
     logs: Tensor  # [rows, heads] of decays
     betas: Tensor
 
-    def struct(self, kept: list[Any]) -> _Passing:
-        """For C; what it points to stays in `kept`."""
+    def struct(self, references: list[Any]) -> _Passing:
+        """decoder.h's `net_batch`; `references` holds the memory that it points to."""
         after = self.new_tails, self.new_states
         lists = [
-            (ctypes.c_void_p * len(own))(*(address(x, *like[0].shape) for x in own))
-            for own, like in zip((self.tails, self.states, *after), after * 2, strict=True)
+            (ctypes.c_void_p * len(by_text))(*(address(x, *like[0].shape) for x in by_text))
+            for by_text, like in zip((self.tails, self.states, *after), after * 2, strict=True)
         ]
-        kept.append(lists)
+        references.append(lists)
         tensors = self.fed, self.mixed, self.logs, self.betas
         return _Passing(*map(ctypes.addressof, lists), *map(address, tensors))
 
 
 class DeltaNet:
-    """A gated delta net: what decoder.h knows of it."""
+    """The weights and sizes of a gated delta net, in decoder.h's `delta`."""
 
     def __init__(self, net: nn.Module) -> None:
-        """Of transformers' module, which a RecurrentLayer may keep the states for."""
+        """`net` is transformers' module; a RecurrentLayer may keep its states."""
         self.layer = getattr(net, "recurrent", None)
         self._kept: list[Any] = []
         at, weight = partial(_floats_at, self._kept), net.conv1d.weight.squeeze(1).T
@@ -91,7 +91,7 @@ class DeltaNet:
     def passed(
         self, tails: list[Tensor | None], states: list[Tensor | None], num_rows: int
     ) -> DeltaStates:
-        """Room for what a forward of so many rows leaves behind these texts."""
+        """Room for what a forward of `num_rows` rows writes of texts with these states."""
         rule = self.rule
         state = rule.heads, rule.width, rule.columns
         rows = (self.channels, self.channels, rule.heads, rule.heads)
@@ -104,7 +104,7 @@ class DeltaNet:
 
 
 class Block:
-    """One block: what decoder.h knows of it, and what its pointers point to."""
+    """One block: decoder.h's `block`, and the memory that it points to."""
 
     def __init__(self, parts: Parts, kind: str, window: int | None, scale: float = 1.0) -> None:
         """A token sees the last `window` tokens, or all, as others of its `kind` of attention.
@@ -130,12 +130,12 @@ class Block:
             self._attend(parts, window)
         layers = [*parts.qkv, *parts.gates], [parts.out], parts.up, [parts.down]
         names = "qkv", "out", "up", "down"
-        self.matrices = {name: in_panels(own) for name, own in zip(names, layers, strict=True)}
+        self.matrices = {name: in_panels(group) for name, group in zip(names, layers, strict=True)}
         for name, matrices in self.matrices.items():
             setattr(self.struct, name, Panels.side_by_side(matrices))
 
     def _attend(self, parts: Parts, window: int | None) -> None:
-        """What attention needs to know."""
+        """Fill in the fields of the structure that attention reads."""
         attention = parts.attention
         widths, width = [shape_of(layer)[0] for layer in parts.qkv], attention.head_dim
         groups = getattr(attention, "num_key_value_groups", 1)
@@ -143,8 +143,8 @@ class Block:
         self.width = width
         self.is_rotated = bool(getattr(attention, "use_rope", True))  # SmolLM3 skips some layers
         norms = list(map(norm_of, parts.qk_norms)) or [None, None]
-        own, struct = [norm_struct(norm, self._kept) for norm in norms], self.struct
-        struct.query_norm, struct.key_norm = own
+        norm_structs, struct = [norm_struct(norm, self._kept) for norm in norms], self.struct
+        struct.query_norm, struct.key_norm = norm_structs
         struct.has_wide_norms = norms[0] is not None and len(norms[0].weight) != width
         struct.heads, struct.kv_heads = groups * self.kv_heads, self.kv_heads
         struct.width = struct.value_width = width
@@ -160,18 +160,18 @@ class Block:
         self.struct.values = address(values, *shape, dtype=self.dtype)
 
 
-def norm_struct(norm: Norm | None, kept: list[Any]) -> _Norm:
-    """For C; its weights are float32, and stay in `kept`."""
+def norm_struct(norm: Norm | None, references: list[Any]) -> _Norm:
+    """decoder.h's `norm`; `references` holds its weights in float32."""
     if norm is None:
         return _Norm()
-    weights = (_floats_at(kept, given) for given in (norm.weight, norm.bias))
+    weights = (_floats_at(references, tensor) for tensor in (norm.weight, norm.bias))
     return _Norm(2 if norm.is_layer_norm else 1, norm.epsilon, *weights)
 
 
-def _floats_at(kept: list[Any], given: Tensor | None) -> ctypes.c_void_p:
-    """Where its numbers lie in float32, as a copy in `kept`."""
-    kept.append(None if given is None else given.detach().float().contiguous().clone())
-    return address(kept[-1])
+def _floats_at(references: list[Any], tensor: Tensor | None) -> ctypes.c_void_p:
+    """The address of a float32 copy of `tensor`, which `references` holds."""
+    references.append(None if tensor is None else tensor.detach().float().contiguous().clone())
+    return address(references[-1])
 
 
 class Rows:
@@ -181,9 +181,9 @@ class Rows:
         self.slots: list[int] = []
         self.positions: list[int] = []
         self.places: list[int] = []  # where in the slot a row's keys and values lie
-        self.lines: list[list[int]] = []  # in trees: where those of its last tokens and its own lie
-        self.ids: list[int] = []  # tokens, if it is fed such
-        self.ends: list[int] = []  # where blocks look ahead: up to where a row sees keys
+        self.lines: list[list[int]] = []  # in trees: places of a row's ancestors and itself
+        self.ids: list[int] = []  # token ids; empty where embeddings are fed
+        self.ends: list[int] = []  # where blocks look ahead: the end of the keys that a row sees
         self.wanted: list[int] = []  # the rows whose logits are asked for, rising
 
     def chain(self, slot: int, begin: int, count: int) -> None:
@@ -209,24 +209,24 @@ class Rows:
             part.wanted = [row - begin for row in self.wanted if begin <= row < end]
             yield part
 
-    def batch(self, kept: list[Any], **others: Any) -> Batch:
-        """For C, with what else is given; what it points to stays in `kept`."""
+    def batch(self, references: list[Any], **others: Any) -> Batch:
+        """decoder.h's `batch` with `others`, more fields; `references` holds what it points to."""
         count, depth, lines = len(self.slots), max(map(len, self.lines), default=0), list[int]()
-        assert all(len(own) in (0, count) for own in (self.ids, self.ends, self.lines))
+        assert all(len(each) in (0, count) for each in (self.ids, self.ends, self.lines))
         for position, line in zip(self.positions, self.lines, strict=False):  # if there are any
             lines += [*range(position + 1 - depth, position + 1 - len(line)), *line]
         parts = {
             "slots": self.slots, "positions": self.positions, "places": self.places, "line": lines,
             "ids": self.ids, "ends": self.ends, "wanted": self.wanted,
         }  # fmt: skip
-        # One array for all: after a pass Python's own code is cold, and each call of torch dear.
+        # One array for all: after a pass Python's code is cold, and calls of torch are slow.
         numbers = [number for part in parts.values() for number in part]
         memory = (ctypes.c_int64 * len(numbers))(*numbers)
-        kept.append(memory)
-        at, found = ctypes.addressof(memory), {}
+        references.append(memory)
+        at, pointers = ctypes.addressof(memory), {}
         for name, part in parts.items():
-            found[name], at = at if part else None, at + 8 * len(part)
-        return Batch(rows=count, num_wanted=len(self.wanted), depth=depth, **found, **others)
+            pointers[name], at = at if part else None, at + 8 * len(part)
+        return Batch(rows=count, num_wanted=len(self.wanted), depth=depth, **pointers, **others)
 
 
 class Decoder:
@@ -284,11 +284,11 @@ class Decoder:
     def panels(self) -> set[Panels]:
         """All matrices, each once."""
         ends = {self.embedding, self.positions, self.output, self.entrance} - {None}
-        return ends.union(*(own for block in self.blocks for own in block.matrices.values()))
+        return ends.union(*(group for block in self.blocks for group in block.matrices.values()))
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of all matrices."""
+        """The bytes of all matrices."""
         return sum(panels.num_bytes for panels in self.panels)
 
     def follow(self, cache: KeyCache) -> None:
@@ -310,32 +310,32 @@ class Decoder:
         rows: Rows,
         drafts: ctypes.Array[Any],
         words: ctypes.Structure,
-        given: Tensor | None = None,
+        hidden: Tensor | None = None,
         shift: int = 0,
         layer: int = -1,
         most_wanted: int = 0,
     ) -> None:
-        """Drafts of texts that are fed `rows`: chain.h's `draft` of each; see `__call__`.
+        """Draft for texts that are fed `rows`: fill in chain.h's `draft` of each; see `__call__`.
 
-        Tokens are chosen among its `vocabulary`. If the model reads states, those behind the first
-        N are what comes out behind `layer`. A forward gives the logits of one row of each text,
-        and with guesses of up to `most_wanted` rows. Raises ValueError for logits that are no
-        numbers.
+        Tokens are chosen among `words`, chain.h's `vocabulary`. A model that reads states reads
+        `hidden` [N, D] for the N `rows`, then what comes out behind `layer`. A forward gives the
+        logits of one row of each text, and with guesses of up to `most_wanted` rows. Raises
+        ValueError for logits that are no numbers.
         """
         assert len(rows.wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
-        assert bool(self.struct.has_states) == (given is not None)
+        assert bool(self.struct.has_states) == (hidden is not None)
         logits = room(max(len(drafts), most_wanted), outputs)
-        asked, kept = (_Int * 1)(layer), list[Any]()
-        own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
-        output.outputs, own.output = outputs, ctypes.pointer(output)
+        state_layers, references = (_Int * 1)(layer), list[Any]()
+        struct, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
+        output.outputs, struct.output = outputs, ctypes.pointer(output)
         others: dict[str, Any] = {"logits": address(logits), "shift": shift}
-        if given is not None:
-            given, states = self._states(given), room(len(given), self.hidden)
-            others |= {"input_states": address(given), "states": address(states), "num_states": 1}
-        batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
-        decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
+        if hidden is not None:
+            hidden, states = self._states(hidden), room(len(hidden), self.hidden)
+            others |= {"input_states": address(hidden), "states": address(states), "num_states": 1}
+        batch = rows.batch(references, **others, state_layers=ctypes.addressof(state_layers))
+        decoder, fed, vocabulary = map(ctypes.byref, (struct, batch, words))
         structs, threads = (decoder, fed, drafts, vocabulary), self._threads(len(drafts))
         library.compute("run_chain", *structs, most_wanted, threads=threads)
 
@@ -351,19 +351,19 @@ class Decoder:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [n, V] of the rows wanted, and hidden states [N, D] behind blocks `layers`.
 
-        Given are states [N, D] if the model reads such, or without ids [N, 2 D], embeddings and
+        `given` are states [N, D] if the model reads them, or without ids [N, 2 D], embeddings and
         states side by side. -1 is behind the last norm. A token is rotated as if it stood `shift`
-        positions further on. Where there are delta nets, `counts` are the texts' rows, and each net
-        is `passed` something. With `only_keys` states become keys and values, and that is all.
+        positions further on. Where there are delta nets, `counts` are the texts' rows, and `passed`
+        has the states of each net. With `only_keys`, keys and values of states are all it computes.
         """
-        count, kept = len(rows.slots), list[Any]()
+        count, references = len(rows.slots), list[Any]()
         logits = room(len(rows.wanted), self.output.outputs if self.output else 0)
         others: dict[str, Any] = {"logits": address(logits), "shift": shift, "only_keys": only_keys}
         if layers:
             states = room(len(layers), count, self.hidden)
-            asked = (_Int * len(layers))(*layers)
+            layer_numbers = (_Int * len(layers))(*layers)
             others |= {"states": address(states), "num_states": len(layers)}
-            others["state_layers"] = ctypes.addressof(asked)
+            others["state_layers"] = ctypes.addressof(layer_numbers)
         if given is not None:
             given = self._states(given, 1 if rows.ids or not self.struct.has_states else 2)
             assert len(given) == count
@@ -372,25 +372,25 @@ class Decoder:
         if passed:
             assert sum(counts) == count
             text_rows = (_Int * len(counts))(*counts)
-            passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
+            passings = (_Passing * len(passed))(*(each.struct(references) for each in passed))
             others |= {"num_texts": len(counts), "text_rows": ctypes.addressof(text_rows)}
             others["net_batches"] = passings
-        batch = rows.batch(kept, **others)
+        batch = rows.batch(references, **others)
         structs, threads = map(ctypes.byref, (self.struct, batch)), self._threads(count)
         library.compute("run_decoder", *structs, threads=threads)
         return logits, dict(zip(layers, states.unbind(), strict=True)) if layers else {}
 
-    def _states(self, given: Tensor, parts: int = 1) -> Tensor:
-        """What C reads of states [N, parts · D]."""
-        assert given.dim() == 2 and given.shape[1] == parts * self.hidden
-        return given.detach().float().contiguous()
+    def _states(self, states: Tensor, parts: int = 1) -> Tensor:
+        """States [N, parts · D] as contiguous float32, which C reads."""
+        assert states.dim() == 2 and states.shape[1] == parts * self.hidden
+        return states.detach().float().contiguous()
 
     def _threads(self, num_rows: int) -> int:
-        """One for a forward that is over sooner than several threads have met so often."""
+        """One thread for a small forward, where several would wait longer than they compute."""
         return 1 if self.num_bytes * num_rows < _LITTLE else self.num_threads
 
     def quantise(self, has_own_embedding: bool = True) -> None:
-        """Make integers of the weights, but for an embedding that is not the decoder's own."""
+        """Quantise the weights to int8, but not an embedding shared with another decoder."""
         self.__dict__.pop("num_bytes", None)
         others = {self.positions} if has_own_embedding else {self.positions, self.embedding}
         for panels in self.panels - (others - {self.output}):

@@ -14,11 +14,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from .patches import ShownWeight
 from .weights import DTYPES, Panels
 
-NAME = "kernels"  # of ours, to transformers
+NAME = "kernels"  # transformers' name for this code
 
 
 def experts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in there that hold experts and ask transformers' interface."""
+    """The modules within `module` that hold experts and ask transformers' interface."""
     for part in module.modules():
         if hasattr(part, "is_transposed") and hasattr(part, "has_post_expert_norm"):
             yield part
@@ -36,12 +36,12 @@ def pack_experts(module: nn.Module, quantize: str | None = None) -> None:
 
 
 def matrices_of(part: nn.Module) -> tuple[str, str]:
-    """The names of its two parameters."""
+    """The names of the two parameters that hold the experts' weights."""
     return "gate_up_proj" if part.has_gate else "up_proj", "down_proj"
 
 
 def put_experts(part: nn.Module, matrices: list[list[Panels]]) -> None:
-    """Have experts compute with these in the place of their parameters, one for each expert."""
+    """Have experts compute with these panels, one for each expert, and not with parameters."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for name in matrices_of(part):
         weights = getattr(part, name)
@@ -52,11 +52,11 @@ def put_experts(part: nn.Module, matrices: list[list[Panels]]) -> None:
 
 
 def _packed(part: nn.Module, name: str, quantize: str | None) -> list[Panels]:
-    """A matrix for each expert."""
+    """The panels of parameter `name`: a matrix for each expert."""
     weights = getattr(part, name).detach()
     weights = weights.transpose(1, 2) if part.is_transposed else weights
     biases = getattr(part, f"{name}_bias").detach() if part.has_bias else [None] * len(weights)
-    return [Panels.of(*own, quantize) for own in zip(weights, biases, strict=True)]
+    return [Panels.of(*expert, quantize) for expert in zip(weights, biases, strict=True)]
 
 
 def experts_forward(

@@ -80,21 +80,21 @@ class KernelForward:
 
         The last tokens of a text b branch if parents[b] says so (see `lines_of`).
         """
-        cache, counts, fed = self._model.cache, [len(own) for own in tokens], Rows()
+        cache, counts, fed = self._model.cache, [len(text) for text in tokens], Rows()
         self.decoder.follow(cache)
         for layer in cache.recurrent:
             layer.begin(rows)
-        for b, (row, own, wanted) in enumerate(zip(rows, tokens, num_logits, strict=True)):
+        for b, (row, text, wanted) in enumerate(zip(rows, tokens, num_logits, strict=True)):
             slot, length = cache.slot(row), cache.lengths[row]
             if parents and any(parents):
-                fed.tree(slot, length, lines_of(parents[b] or [], len(own)))
+                fed.tree(slot, length, lines_of(parents[b] or [], len(text)))
             else:
-                fed.chain(slot, length, len(own))
-            fed.ids += own
+                fed.chain(slot, length, len(text))
+            fed.ids += text
             fed.wanted += range(len(fed.ids) - wanted, len(fed.ids))
-        found = [self._run(part, layers) for part in fed.parts()]
-        logits = split([own for own, _ in found], num_logits)
-        return Output(logits, {i: split([own[i] for _, own in found], counts) for i in layers})
+        outputs = [self._run(part, layers) for part in fed.parts()]
+        logits = split([part for part, _ in outputs], num_logits)
+        return Output(logits, {i: split([part[i] for _, part in outputs], counts) for i in layers})
 
     def _run(self, fed: Rows, layers: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
         """One forward over rows, text behind text."""
@@ -107,7 +107,7 @@ class KernelForward:
         for layer, left in zip(recurrent, passed, strict=True):
             layer.note(rows, counts, left)
         cache.advance(place)
-        return logits, {i: found.to(self._dtype) for i, found in states.items()}
+        return logits, {i: state.to(self._dtype) for i, state in states.items()}
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -125,10 +125,10 @@ class KernelForward:
 
     @property
     def num_bytes(self) -> int:
-        """Of the matrices that a pass reads; of another one with embeddings it reads a few rows."""
-        own, embedding = self.decoder, self.decoder.embedding
-        is_apart = embedding is not None and embedding is not own.output
-        return own.num_bytes - (embedding.num_bytes if is_apart else 0)
+        """The bytes of matrices that a pass reads; a separate embedding gives only a few rows."""
+        decoder, embedding = self.decoder, self.decoder.embedding
+        is_apart = embedding is not None and embedding is not decoder.output
+        return decoder.num_bytes - (embedding.num_bytes if is_apart else 0)
 
     @property
     def way(self) -> str:
@@ -136,17 +136,17 @@ class KernelForward:
         return f"{self.what} ({library.instructions()})"
 
     def report(self) -> Report:
-        """What is to be said of exactness, after a try that the construction has to stand."""
+        """Report how exact the model is, after a trial that compares rows alone and together."""
         began = time.perf_counter()
         row = self._model.cache.open_row()
         try:
             doubt = self._doubt(row)
         finally:
             self._model.cache.close_row(row)
-        seconds, own = time.perf_counter() - began, library.instructions()
+        seconds, cpu = time.perf_counter() - began, library.instructions()
         threads = self.decoder.num_threads
-        is_own = own.endswith(("AMX", "BF16")) and "bfloat16" in {p.reads for p in self._panels}
-        return Report(doubt, threads, seconds, own, self.reason, _ROUNDED if is_own else None)
+        is_rounded = cpu.endswith(("AMX", "BF16")) and "bfloat16" in {p.reads for p in self._panels}
+        return Report(doubt, threads, seconds, cpu, self.reason, _ROUNDED if is_rounded else None)
 
     @property
     def _panels(self) -> set[Panels]:
@@ -165,7 +165,7 @@ class KernelForward:
 
 
 class ModuleForward(KernelForward):
-    """The same of a model that runs in transformers' modules (modules.py)."""
+    """The forward of a model that runs in transformers' modules (modules.py)."""
 
     is_compiled = False
     what = "transformers' modules, with linear layers and attention in C"
@@ -176,7 +176,7 @@ class ModuleForward(KernelForward):
 
     @property
     def num_bytes(self) -> int:
-        """Of the matrices in panels."""
+        """The bytes of the matrices in panels."""
         return sum(panels.num_bytes for panels in self._panels)
 
     @property
@@ -186,13 +186,13 @@ class ModuleForward(KernelForward):
     def shares(self, rows: list[int]) -> bool:
         """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""
         cache, texts = self._model.cache, ([1, 2, 3, 4, 5], [3, 2, 1])[: len(rows)]
-        found = []
+        logits = []
         apart = [([row], [text]) for row, text in zip(rows, texts, strict=True)]
         for used, fed in (*apart, (rows, list(texts))):
-            found += self(used, fed, [2] * len(used)).logits
+            logits += self(used, fed, [2] * len(used)).logits
             for row in used:
                 cache.truncate(row, 0)
-        return all(map(is_same, found[: len(rows)], found[len(rows) :]))
+        return all(map(is_same, logits[: len(rows)], logits[len(rows) :]))
 
     def _doubt(self, row: int) -> str | None:
         cache, count = self._model.cache, min(24, self._model.max_length - 7)

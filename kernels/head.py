@@ -17,7 +17,7 @@ from .patches import PanelEmbedding, PanelLinear, ReleasedModule, pack
 from .reading import FULL, can_tabulate, ropes_of
 from .weights import DTYPES, Panels
 
-_NUM_COMPARED = 8  # tokens that old and new are compared on
+_NUM_COMPARED = 8  # tokens on which modules and C are compared
 
 
 def speed_up_head(
@@ -29,20 +29,20 @@ def speed_up_head(
 ) -> list["KernelHead"]:
     """The layers of a head in C, by `mtp_layer` or `eagle_layer`: all of them, or none.
 
-    What is known lets its modules go. What the head shares with `besides`, its target, is packed
-    when the target is.
+    The modules of these layers are freed. What the head shares with `besides`, its target, is
+    packed when the target is.
     """
     if not library.is_used:
         return []
     every = [layer_of(head, number, length) for number in range(len(head.layers))]
-    found = every if all(every) else []
-    if found:
-        head.layers = nn.ModuleList(ReleasedModule() for _ in found)
-    for layer in found if quantize else ():
+    layers = every if all(every) else []
+    if layers:
+        head.layers = nn.ModuleList(ReleasedModule() for _ in layers)
+    for layer in layers if quantize else ():
         layer.decoder.quantise()
     pack(head, quantize, besides)
     pack_experts(head, quantize)
-    return found
+    return layers
 
 
 class KernelHead:
@@ -51,7 +51,7 @@ class KernelHead:
     def __init__(self, decoder: Decoder, shift: int = 0, layer: int = -1) -> None:
         """The pair in slot j of the cache stands at position j + shift.
 
-        What comes out behind `layer` is given to the next step: see Decoder.
+        The next step reads the hidden states behind block `layer`; -1: behind the last norm.
         """
         self.decoder, self._shift, self._layer = decoder, shift, layer
 
@@ -81,17 +81,17 @@ class KernelHead:
         self.decoder.follow(cache)
         for slot, row, count in zip(place.slots, rows, counts, strict=True):
             where.chain(slot, cache.lengths[row], count)
-        found = self.run(embeds, states, where)
+        outputs = self.run(embeds, states, where)
         cache.advance(place)
-        return list(found.split(counts))
+        return list(outputs.split(counts))
 
     def run(self, embeds: Tensor, states: Tensor, where: Rows) -> Tensor:
-        """[N, D] of pairs, embeds and states [N, D], in the embeddings' type."""
-        pairs, found = torch.cat([embeds, states.to(embeds.dtype)], -1), list[Tensor]()
-        for rows, given in zip(where.parts(), pairs.split(MOST_ROWS), strict=True):
-            asked = {"given": given, "layers": (self._layer,), "shift": self._shift}
-            found.append(self.decoder(rows, **asked)[1][self._layer])
-        return torch.cat(found).to(embeds.dtype)
+        """Outputs [N, D] of pairs, embeds and states [N, D], in the embeddings' type."""
+        pairs, outputs = torch.cat([embeds, states.to(embeds.dtype)], -1), list[Tensor]()
+        for rows, part in zip(where.parts(), pairs.split(MOST_ROWS), strict=True):
+            options = {"given": part, "layers": (self._layer,), "shift": self._shift}
+            outputs.append(self.decoder(rows, **options)[1][self._layer])
+        return torch.cat(outputs).to(embeds.dtype)
 
 
 def _head_of(
@@ -108,7 +108,7 @@ def _head_of(
 ) -> KernelHead | None:
     """A head's layer, if it is a plain block that gives what `run` gives of random pairs.
 
-    `run` is given embeds and states [1, T, D], positions and a mask. `norms` are by the names of
+    `run` takes embeds and states [1, T, D], positions and a mask. `norms` are by the names of
     the decoder's structure, as `fields` are.
     """
     if not parts or parts.is_recurrent or not can_tabulate(head.rotary_emb):
@@ -121,15 +121,15 @@ def _head_of(
     expected = run(embeds[None], states[None], positions, mask[None, None])[0]
     block, where = Block(parts, FULL, None), Rows()
     decoder = Decoder([block], ropes_of(head.rotary_emb, [FULL], length + shift + 1))
-    given = {name: norm_struct(norm_of(norm), decoder.kept) for name, norm in norms.items()}
-    for name, value in {"has_states": True, **fields, **given}.items():
+    norm_structs = {name: norm_struct(norm_of(norm), decoder.kept) for name, norm in norms.items()}
+    for name, value in {"has_states": True, **fields, **norm_structs}.items():
         setattr(decoder.struct, name, value)
     decoder.entrance = entrance and Panels.of(entrance.weight)
     decoder.point()
     decoder.attach_zeros(count)
     where.chain(0, 0, count)
-    found = KernelHead(decoder, shift, layer)
-    return found if is_same(found.run(embeds, states, where), expected) else None
+    layer_in_c = KernelHead(decoder, shift, layer)
+    return layer_in_c if is_same(layer_in_c.run(embeds, states, where), expected) else None
 
 
 @torch.no_grad()
@@ -161,12 +161,12 @@ def run_mtp_layer(
 ) -> Tensor:
     """What comes out of an MTP head's modules [B, T, D], of embeds and states [B, T, D]."""
     options = {"layer_type": head.config.layer_types[number]} if head.has_per_layer_rope else {}
-    found = head.layers[number](
+    output = head.layers[number](
         embeds, states.to(embeds.dtype),
         position_embeddings=head.rotary_emb(embeds, positions, **options), attention_mask=mask,
         position_ids=positions, past_key_values=cache,
     )  # fmt: skip
-    return head.shared_post_norm(found) if head.use_shared_post_norm else found
+    return head.shared_post_norm(output) if head.use_shared_post_norm else output
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""The kernels' C code: compiled once for each CPU, compiler and source, kept in the user's cache.
+"""The kernels' C code: compiled once for each CPU, compiler and source, stored in the user's cache.
 
 Any C compiler will do: what CC names, gcc, clang or cc, or what `pip install ziglang` brings.
-Without one, transformers' own modules run, slower; `load` says why.
+Without one, transformers' modules run, which is slower; `load` says why.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from torch import Tensor
 from messages import in_short
 
 LOG = logging.getLogger("kernels")
-PROGRESS = logging.getLogger("progress.once")  # told on a terminal, too
+PROGRESS = logging.getLogger("progress.once")  # shown on a terminal, too
 
 _FOLDER = Path(__file__).parent / "c"
 # Every flag that could let a compiler choose how numbers are rounded is off.
@@ -43,7 +43,7 @@ _SECONDS = 300
 _library: ctypes.CDLL | None = None
 _outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `exclusive`
 is_used = False
-# Memory for numbers that C writes: torch's own defaults may be of another type and device.
+# Memory for numbers that C writes: torch's defaults may be of another type and device.
 room = partial(torch.empty, dtype=torch.float32, device="cpu")
 
 
@@ -87,9 +87,9 @@ def why_not() -> str | None:
 
 def compiler() -> list[str]:
     """The C compiler's command; empty if there is none. Raises ValueError for a wrong CC."""
-    given = os.environ.get("CC")
+    command = os.environ.get("CC")
     try:
-        named = [shlex.split(given)] if given else [["gcc"], ["clang"], ["cc"], ["g++"]]
+        named = [shlex.split(command)] if command else [["gcc"], ["clang"], ["cc"], ["g++"]]
     except ValueError as error:
         raise ValueError(f"CC is no command: {in_short(error)}") from error
     for name, *rest in filter(None, named):
@@ -99,7 +99,7 @@ def compiler() -> list[str]:
 
 
 def use(wanted: bool) -> None:
-    """Let what is built from now on use it if it is wanted and can be had."""
+    """Let models built from now on use the kernels if they are `wanted` and compile."""
     global is_used
     is_used = False
     try:
@@ -138,13 +138,13 @@ def load() -> ctypes.CDLL:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
 
 
-def compute(name: str, *given: Any, threads: int | None = None) -> None:
-    """Call a function of the library, with so many threads or all; see `checked`."""
-    checked(getattr(load(), name)(*given, threads or num_threads()))
+def compute(name: str, *arguments: Any, threads: int | None = None) -> None:
+    """Call a function of the library with `threads` or all; raises what `checked` raises."""
+    checked(getattr(load(), name)(*arguments, threads or num_threads()))
 
 
 def checked(result: int) -> int:
-    """What a function returned. Raises what it says went wrong: numbers are as in errors.h."""
+    """The result of a C function. Raises the error that its number stands for in errors.h."""
     if result == -1:
         raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
     if result == -2:
@@ -157,9 +157,9 @@ def checked(result: int) -> int:
 def address(
     tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32
 ) -> ctypes.c_void_p:
-    """Where its numbers lie, for C, which trusts that there are as many of their type in a row.
+    """A tensor's address for C, which trusts that so many numbers of the type lie in a row.
 
-    NULL for None, and for a tensor without any. Without a `shape` the caller knows the size.
+    NULL for None, and for a tensor without numbers. Without a `shape` the caller knows the size.
     """
     if tensor is None:
         return ctypes.c_void_p()
@@ -169,23 +169,23 @@ def address(
 
 
 def instructions() -> str:
-    """What the library was compiled for."""
+    """The CPU instructions that the library was compiled for."""
     return load().describe().decode()
 
 
 def _cache() -> Path:
-    """A folder of the user's own: what lies there is run."""
+    """A folder that only the user can write to, as code in it is run."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "speculative-decoding" / "compiled"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(f"{folder} belongs to others, or others may write there")
     return folder
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether it is what was compiled: half a library would end the process."""
+    """Whether a file is as it was compiled: half a library would end the process."""
     digest = file.with_suffix(".sha256")
     if not (file.exists() and digest.exists()):
         return False
@@ -193,7 +193,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _key() -> str:
-    """Of all that the compiled code depends on."""
+    """A hash of all that the compiled code depends on."""
     cpu = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
     flags = [line for line in cpu if line.startswith(("flags", "Features", "model name"))]
     asked = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, timeout=60)
@@ -215,7 +215,7 @@ def _run(*arguments: str | Path) -> None:
 
 
 def _compile(file: Path) -> None:
-    """All sources at once, the largest first. Raises ValueError or OSError.
+    """Compile all sources at once, the largest first. Raises ValueError or OSError.
 
     The library is made beside its place: several processes may do so at once.
     """

@@ -8,7 +8,7 @@ Linear layers, experts and attention run in C, where a row's bits depend on that
 keys that it sees. What is left in a module goes number by number or row by row (rowwise.py).
 Attention reads the KV cache's buffers where they are, so no row of keys is padded or cut.
 
-Families whose modules attend by code of their own cannot be run so.
+Families whose modules have special code for attention cannot be run so.
 """
 
 import ctypes
@@ -28,11 +28,11 @@ from .decoder import BlockStruct, Rows
 from .rowwise import RowWise
 from .weights import DTYPES
 
-NAME = "kernels"  # of our attention, to transformers
+NAME = "kernels"  # transformers' name for our attention
 
 
 class FlatPlace:
-    """Where the rows of a forward go, in the place of the core's Place."""
+    """Where the rows of a forward go in the cache; stands in for the core's Place."""
 
     def __init__(self, place: Any, fed: Rows) -> None:
         self.slots, self.counts, self.ends = place.slots, place.counts, place.ends
@@ -45,7 +45,7 @@ class FlatPlace:
         assert max(map(max, fed.lines), default=0) < self.end
 
     def arrange(self, rows: list[Tensor]) -> Tensor:
-        """Something of each text [t, …] -> [1, N, …]."""
+        """Join the tensors [t, …] of all texts: -> [1, N, …]."""
         return torch.cat(rows)[None]
 
     def part(self, result: Tensor) -> list[Tensor]:
@@ -53,7 +53,7 @@ class FlatPlace:
         return list(result[0].split(self.counts))
 
     def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """A mask that hides nothing and takes no memory: it tells `attention_forward` of us."""
+        """A mask that hides nothing and takes no memory: it leads `attention_forward` here."""
         mask = torch.zeros((), dtype=dtype).expand(1, 1, self.rows.shape[1], self.end)
         mask.place, mask.window = self, window
         return mask
@@ -79,7 +79,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, N, D] -> ([1, N, H, D], no weights).
 
-    key and value [slots, Hkv, L, width] are what `FlatPlace.write` gave, or made of it. Who comes
+    key and value [slots, Hkv, L, width] are what `FlatPlace.write` returned, or made of it. A call
     without our mask gets transformers' sdpa.
     """
     place = getattr(attention_mask, "place", None)
@@ -106,12 +106,12 @@ def _attend(
     block: BlockStruct, place: FlatPlace, query: Tensor, key: Tensor, value: Tensor,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Rows of attention [N, H, width of values], of query [H, N, D]; `block` knows the rest."""
+    """Rows of attention [N, H, width of values], of query [H, N, D]; `block` has the options."""
     capacity = _capacity(key)
     if capacity is None or capacity != _capacity(value):
         key, value, capacity = key.contiguous(), value.contiguous(), key.shape[2]
-    given = query.transpose(0, 1).float().contiguous()
-    (count, block.heads, block.width), block.value_width = given.shape, value.shape[3]
+    queries = query.transpose(0, 1).float().contiguous()
+    (count, block.heads, block.width), block.value_width = queries.shape, value.shape[3]
     block.kv_heads, block.capacity = key.shape[1], capacity
     assert not block.heads % block.kv_heads
     block.is_half = key.dtype == torch.bfloat16
@@ -122,7 +122,7 @@ def _attend(
         block.sinks = library.address(sinks, block.heads)
     attended = library.room(count, block.heads, block.value_width)
     structs = ctypes.byref(block), ctypes.byref(place.batch)
-    library.compute("run_attention", *structs, *map(library.address, (given, attended)))
+    library.compute("run_attention", *structs, *map(library.address, (queries, attended)))
     return attended
 
 
@@ -155,7 +155,7 @@ class Modules:
     """Runs a cached model's modules on flat batches: what KernelForward asks of a Decoder."""
 
     nets = ()  # that C runs: recurrent layers are modules here, and keep their states themselves
-    ropes: dict[str, Any] = {}  # likewise
+    ropes: dict[str, Any] = {}  # modules rotate by themselves
 
     def __init__(self, cached: Model) -> None:
         """`cached` is the core's CachedModel, whose layers are packed."""
@@ -164,14 +164,14 @@ class Modules:
         self.num_threads = torch.get_num_threads()
 
     def follow(self, cache: KeyCache) -> None:
-        """Keys and values go where transformers' modules put them: to the model's own cache."""
+        """Check the cache: transformers' modules write keys and values to the model's cache."""
         assert cache is self._cached.cache
 
     @torch.inference_mode()
     def __call__(
         self, rows: Rows, layers: tuple[int, ...] = (), **_: Any
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits [n, V] of the rows wanted, and states [N, D]; see Decoder."""
+        """Logits [n, V] of the rows wanted, and states [N, D] behind each of `layers`."""
         cache = self._cached.cache
         place = cache.current = FlatPlace(cache.current, rows)
         ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
@@ -179,7 +179,7 @@ class Modules:
             logits, states = self._cached.run(ids, place, wanted, layers)
         if place.num_attended < place.num_written // 2:
             raise TypeError("layers attend by code of their own")
-        return logits[0, : len(rows.wanted)].float(), {i: found[0] for i, found in states.items()}
+        return logits[0, : len(rows.wanted)].float(), {i: state[0] for i, state in states.items()}
 
 
 def attend_in_c(model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
-"""What a decoder layer of transformers is made of, found by the names of its parts.
+"""What a decoder layer of transformers is made of, recognised by the names of its parts.
 
 That two models with the same parts may still differ (a multiplier here, a skipped rotation there)
-is why whoever computes with them compares both, and keeps the module unless they agree.
+is why code that computes with them compares both, and keeps the module unless they agree.
 """
 
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ class Parts:
         return made * groups == shape_of(self.out)[1] * (groups + 2)
 
     def with_gates(self) -> "Parts":
-        """What makes queries taken apart: Qwen3.5's has a gate beside each head's query."""
+        """The parts with q_proj split in two: Qwen3.5's has a gate beside each head's query."""
         query, *others = self.qkv
         made = linear_of(query)
         if made is None or made[1] is not None or len(made[0]) % (2 * self.attention.head_dim):
@@ -100,19 +100,19 @@ def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
     inner = next((p for p in _MLPS if {*p[0], *p[1:]} == _names(mlp)), None)
     if linear is None or inner is None or len(qk_names) == 1:
         return None
-    found = Parts(
+    parts = Parts(
         attended, [getattr(attended, name) for name in linear[0]], getattr(attended, linear[1]),
         [getattr(attended, name) for name in sorted(qk_names, reverse=True)],
         [getattr(mlp, name) for name in inner[0]], getattr(mlp, inner[1]), getattr(mlp, inner[2]),
         tuple(name and getattr(layer, name) for name in norms),
     )  # fmt: skip
-    linears = [*found.qkv, found.out, *found.up, found.down]
-    every_norm = [norm for norm in (*found.norms, *found.qk_norms) if norm is not None]
+    linears = [*parts.qkv, parts.out, *parts.up, parts.down]
+    every_norm = [norm for norm in (*parts.norms, *parts.qk_norms) if norm is not None]
     if not (all(map(shape_of, linears)) and all(map(norm_of, every_norm))):
         return None
-    if is_recurrent or found.fits:
-        return found
-    gated = found.with_gates() if len(found.qkv) == 3 else found
+    if is_recurrent or parts.fits:
+        return parts
+    gated = parts.with_gates() if len(parts.qkv) == 3 else parts
     return gated if gated.fits else None
 
 
@@ -124,7 +124,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Of its children, without dropouts, which do nothing here."""
+    """The names of a module's children, without dropouts, which do nothing here."""
     return {name for name, child in module.named_children() if type(child) is not nn.Dropout}
 
 
@@ -151,8 +151,8 @@ def shape_of(layer: nn.Module) -> tuple[int, int] | None:
     """(outputs, inputs) of a linear layer, packed or not; None for other layers."""
     if (panels := getattr(layer, "panels", None)) is not None:
         return panels.outputs, panels.inputs
-    found = linear_of(layer)
-    return None if found is None else tuple(found[0].shape)
+    linear = linear_of(layer)
+    return None if linear is None else tuple(linear[0].shape)
 
 
 @torch.no_grad()
@@ -166,9 +166,9 @@ def norm_of(module: nn.Module) -> Norm | None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if epsilon is None or getattr(module, "weight", None) is None:
         return None
-    own = module.weight.detach()
-    x = torch.linspace(-1, 1, len(own), dtype=torch.float32).to(own)[None]
-    for weight in (own, 1 + own):
+    scale = module.weight.detach()
+    x = torch.linspace(-1, 1, len(scale), dtype=torch.float32).to(scale)[None]
+    for weight in (scale, 1 + scale):
         if is_same(nn.functional.rms_norm(x, weight.shape, weight, epsilon), module(x)):
             return Norm(epsilon, weight)
     return None

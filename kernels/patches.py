@@ -1,6 +1,6 @@
 """What is changed in transformers' modules, and why it is changed in place.
 
-A model's modules are transformers' own, and several others may hold one of them: an output layer
+A model's modules belong to transformers, and several others may hold one of them: an output layer
 shares its embedding, a head of a drafter its target's layers, and code of a family finds a module
 by its name and asks for its weight's type or size. So a module stays where it is.
 
@@ -59,7 +59,7 @@ class PanelLinear(nn.Module):
 
 
 class PanelEmbedding(nn.Embedding):
-    """What an embedding becomes."""
+    """What an embedding becomes: its weight lies in panels."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., inputs], in the type that the embedding had."""
@@ -68,7 +68,7 @@ class PanelEmbedding(nn.Embedding):
 
 
 class ReleasedModule(nn.Module):
-    """In the place of a module whose weights are elsewhere."""
+    """Stands in the place of a module whose weights are elsewhere."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("this module's weights are in panels")
@@ -92,13 +92,13 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
     """Put the weights of all linear layers in `module` in panels, in place.
 
     The originals are freed. Panels that are there already are quantised, too. Layers that are in
-    `besides` as well are left to whoever packs that.
+    `besides` as well are left out: they are packed with that module.
     """
     others = set(besides.modules()) if besides else set()
     for layer in set(module.modules()) - others:
-        found = linear_of(layer)
-        if found is not None and layer.weight.dtype in DTYPES:
-            put_panels(layer, Panels.of(*found, quantize))
+        linear = linear_of(layer)
+        if linear is not None and layer.weight.dtype in DTYPES:
+            put_panels(layer, Panels.of(*linear, quantize))
         elif quantize and isinstance(layer, PanelLinear):
             layer.panels.quantise()
 
@@ -107,7 +107,7 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
 def quantise_embedding(model: nn.Module) -> None:
     """Turn the embedding of a model of transformers into 8-bit blocks, in place."""
     embedding = model.get_input_embeddings()
-    # Gemma's embeddings have a scale for all words, and do nothing else of their own.
+    # Gemma's embeddings have a scale for all words, and do nothing else.
     if type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale"):
         scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
         panels = Panels.of(embedding.weight, None, "int8")
@@ -118,18 +118,18 @@ def quantise_embedding(model: nn.Module) -> None:
 
 
 def panels_of(layer: nn.Module) -> Panels:
-    """The weight of a linear layer or an embedding in panels: its own, or new ones."""
-    found = getattr(layer, "panels", None)
-    if found is None:
-        found = Panels.of(*(linear_of(layer) or (layer.weight, None)))
-    return found
+    """The panels of a linear layer or an embedding; new ones if it is not packed yet."""
+    panels = getattr(layer, "panels", None)
+    if panels is None:
+        panels = Panels.of(*(linear_of(layer) or (layer.weight, None)))
+    return panels
 
 
 def panels_in(model: nn.Module) -> set[Panels]:
-    """Those of all modules, each once."""
+    """The panels of all modules of a model, each once."""
     experts = (getattr(part, "matrices", ()) for part in model.modules())
-    found = {own for matrices in experts for side in matrices for own in side}
-    return found | {getattr(part, "panels", None) for part in model.modules()} - {None}
+    packed = {panels for matrices in experts for side in matrices for panels in side}
+    return packed | {getattr(part, "panels", None) for part in model.modules()} - {None}
 
 
 def num_weights(model: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
     pack block by block, the modules' weights freed → compare with the model → keep, or leave
 
-Blocks are chosen by structure (parts.py), and compared with transformers' own forward on a few
+Blocks are chosen by structure (parts.py), and compared with transformers' forward on a few
 random tokens. Where they differ, the modules go on, with their linear layers in panels.
 """
 
@@ -37,22 +37,22 @@ def layers_of(decoder: nn.Module) -> tuple[Any, Any]:
 @torch.no_grad()
 def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, Rope]:
     """Tables of cos and sin by kind of layer, for positions below `length`."""
-    given, found = (room(1, 1, 1), torch.arange(length)[None]), {}
+    inputs, ropes = (room(1, 1, 1), torch.arange(length)[None]), {}
     for kind in dict.fromkeys(kinds):
-        cos, sin = module(*given, kind) if isinstance(module.rope_type, dict) else module(*given)
+        cos, sin = module(*inputs, kind) if isinstance(module.rope_type, dict) else module(*inputs)
         width = cos.shape[-1]
         halves = [table[0, :, : width // 2].float().contiguous() for table in (cos, sin)]
-        found[kind] = Rope(width, length, *map(address, halves))
-        found[kind].tables = halves  # they stay for as long as it does
-    return found
+        ropes[kind] = Rope(width, length, *map(address, halves))
+        ropes[kind].tables = halves  # the structure points to their memory
+    return ropes
 
 
 @torch.no_grad()
 def recompute_rope_tables(module: nn.Module | None, ropes: dict[str, Rope]) -> None:
     """Compute the tables anew in double, so that they are the same on every machine.
 
-    transformers' own float32 angles are as far from these as their roundings explain; a table that
-    is not stays as it is, since the module then turns in a way that is not known here.
+    transformers' float32 angles are as far from these as their roundings explain; a table that
+    is further off stays, since the module then turns in a way that is not known here.
     """
     for kind, rope in ropes.items():
         prefix = f"{kind}_" if isinstance(module.rope_type, dict) else ""
@@ -67,19 +67,19 @@ def recompute_rope_tables(module: nn.Module | None, ropes: dict[str, Rope]) -> N
         usual = torch.tensor(powers, dtype=torch.float64).float().double()
         frequencies = usual if torch.allclose(usual, theirs, rtol=1e-6, atol=0) else theirs
         made = [torch.empty_like(table) for table in rope.tables]
-        sizes, given = made[0].shape, address(frequencies, dtype=torch.float64)
-        library.load().tabulate(*map(address, made), *sizes, given, ctypes.c_double(scale))
+        sizes, pointer = made[0].shape, address(frequencies, dtype=torch.float64)
+        library.load().tabulate(*map(address, made), *sizes, pointer, ctypes.c_double(scale))
         # Roundings of the frequency, of the angle, and of cos and sin.
         angles = torch.arange(sizes[0])[:, None] * frequencies
         explained = (1 + abs(scale)) * torch.finfo(torch.float32).eps * (angles + 4)
         pairs = list(zip(rope.tables, made, strict=True))
-        if all(((table - own).abs() <= explained).all() for table, own in pairs):
-            for table, own in pairs:
-                table.copy_(own)
+        if all(((table - new).abs() <= explained).all() for table, new in pairs):
+            for table, new in pairs:
+                table.copy_(new)
 
 
 def can_tabulate(rotary: nn.Module | None) -> bool:
-    """Whether it rotates by the position alone and not by the length of the text."""
+    """Whether `rotary` turns by the position alone and not by the length of the text."""
     return rotary is not None and not any(
         kind in str(rotary.rope_type) for kind in ("dynamic", "longrope")
     )
@@ -89,10 +89,10 @@ def can_tabulate(rotary: nn.Module | None) -> bool:
 def decoder_of(
     model: PreTrainedModel, length: int, windows: dict[str, int | None], is_known: bool = False
 ) -> Decoder | None:
-    """The decoder of a model of transformers for texts of up to `length` tokens, if it is one.
+    """The decoder of a model of transformers for texts of up to `length` tokens; None for others.
 
-    The linear layers of blocks that are known are in panels afterwards, even if they are not one.
-    What `is_known` is not compared.
+    The linear layers of blocks that are known are in panels afterwards, even where None is
+    returned. A model that `is_known` is not compared.
     """
     decoder, config = model.get_decoder(), model.config.get_text_config()
     layers, last = layers_of(decoder)
@@ -111,12 +111,12 @@ def decoder_of(
     most = length if table is None else min(length, table.num_embeddings)
     shifts = {0, most - count}  # far on, too: some families scale by the position
     blocks = [
-        Block(own, kind, windows[kind], getattr(layer, "residual_multiplier", 1.0))
-        for own, kind, layer in zip(parts, kinds, layers, strict=True)
+        Block(part, kind, windows[kind], getattr(layer, "residual_multiplier", 1.0))
+        for part, kind, layer in zip(parts, kinds, layers, strict=True)
     ]
-    found = Decoder(blocks, ropes_of(rotary, kinds, length + 1) if table is None else {})
-    _take_ends(found, model, last_norm)
-    return found if is_known or all(_agrees(found, model, ids, at) for at in shifts) else None
+    packed = Decoder(blocks, ropes_of(rotary, kinds, length + 1) if table is None else {})
+    _take_ends(packed, model, last_norm)
+    return packed if is_known or all(_agrees(packed, model, ids, at) for at in shifts) else None
 
 
 def _take_ends(decoder: Decoder, model: PreTrainedModel, last_norm: Norm) -> None:
@@ -150,17 +150,17 @@ def release(decoder: Decoder, model: PreTrainedModel) -> None:
     put_panels(output, decoder.output)
 
 
-def _run(found: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...]) -> Any:
+def _run(decoder: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...]) -> Any:
     """Logits [N, V] of a text that begins at position `shift`, and states behind `layers`."""
     count, rows = len(ids), Rows()
-    found.attach_zeros(count)
+    decoder.attach_zeros(count)
     rows.chain(0, 0, count)
     rows.ids, rows.wanted = ids.tolist(), list(range(count))
-    passed = [net.passed([None], [None], count) for net in found.nets]
-    return found(rows, layers=layers, shift=shift, counts=[count], passed=passed)
+    passed = [net.passed([None], [None], count) for net in decoder.nets]
+    return decoder(rows, layers=layers, shift=shift, counts=[count], passed=passed)
 
 
-def _agrees(found: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> bool:
+def _agrees(decoder: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> bool:
     """Whether each layer of a model gives what the decoder's gives, but for roundings.
 
     What a layer gave is replaced by the decoder's state, so roundings do not add up. Where inputs
@@ -168,7 +168,7 @@ def _agrees(found: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> 
     agree but for roundings of the modules, and those in which a number jumps are near.
     """
     layers, _ = layers_of(model.get_decoder())
-    logits, states = _run(found, ids, shift, tuple(range(len(layers))))
+    logits, states = _run(decoder, ids, shift, tuple(range(len(layers))))
     expected = list[Tensor]()
 
     def note(_: nn.Module, args: object, output: Any) -> Any:
@@ -185,7 +185,7 @@ def _agrees(found: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> 
     pairs = [*zip(states.values(), expected, strict=True), (logits, last)]
     distances = torch.cat([(a - b).abs().amax(-1) / b.abs().amax(-1) for a, b in pairs])
     usual = max(64 * torch.finfo(torch.float32).eps, 4 * torch.finfo(model.dtype).eps)
-    is_rounded = any(panels.reads != "float32" for panels in found.panels)
+    is_rounded = any(panels.reads != "float32" for panels in decoder.panels)
     most = max(8 * usual, _JUMP if is_rounded else 0)
     return float(distances.median()) <= usual and float(distances.max()) <= most
 

@@ -13,7 +13,7 @@ from . import library
 from .library import address
 from .structs import STRUCTS
 
-Convolution, _Passage, _Given = map(STRUCTS.get, ("convolution", "conv_text", "rule_input"))
+Convolution, _Passage, _RuleInput = map(STRUCTS.get, ("convolution", "conv_text", "rule_input"))
 Rule = STRUCTS["rule"]  # how a token changes a state [heads, width, columns]
 
 
@@ -23,7 +23,7 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each text's tokens [t, C], behind its tail [taps - 1, C]: results, and the next tails.
+    """Convolve each text's tokens [t, C], behind its tail [taps - 1, C]: results and next tails.
 
     weight [taps, C], the oldest token's first; all float32 in the end. The tails stay as they are.
     """
@@ -36,8 +36,8 @@ def convolve(
     results, after = list(map(torch.empty_like, texts)), list(map(torch.empty_like, tails))
     passages = (_Passage * len(texts))(
         *(
-            _Passage(len(own[0]), channels, channels, *map(address, own))
-            for own in zip(texts, tails, after, results, strict=True)
+            _Passage(len(tensors[0]), channels, channels, *map(address, tensors))
+            for tensors in zip(texts, tails, after, results, strict=True)
         )
     )
     form = Convolution(channels, taps, False, address(weight), address(bias))
@@ -55,21 +55,21 @@ def step(
     """
     size, keys = (rule.heads, rule.width, rule.columns), (rule.key_heads, rule.width)
     shapes = keys, keys, (rule.heads, rule.columns), (rule.heads,), (rule.heads,)
-    kept, given, found = [], [], []
+    references, structs, results = [], [], []
     for text, state in zip(texts, states, strict=True):
-        inputs = list(map(_numbers, text))
-        before = None if state is None else _numbers(state)
+        inputs, before = list(map(_numbers, text)), None if state is None else _numbers(state)
         for x, shape in zip(inputs, shapes, strict=True):
             assert x.shape == (len(inputs[0]), *shape), "sizes that do not go together"
         assert before is None or before.shape == size
         out = inputs[0].new_empty(len(inputs[0]), rule.heads, rule.columns)
-        found.append((inputs[0].new_empty(size), out))
-        kept += [inputs, before]
+        results.append((inputs[0].new_empty(size), out))
+        references += [inputs, before]
         steps = rule.key_heads * rule.width, rule.heads * rule.columns, rule.heads
-        places = map(address, (*inputs, before, *found[-1]))
-        given.append(_Given(len(out), *steps, *places))
-    library.compute("apply_rule", ctypes.byref(rule), (_Given * len(given))(*given), len(given))
-    return found
+        places = map(address, (*inputs, before, *results[-1]))
+        structs.append(_RuleInput(len(out), *steps, *places))
+    rule_inputs = (_RuleInput * len(structs))(*structs)
+    library.compute("apply_rule", ctypes.byref(rule), rule_inputs, len(rule_inputs))
+    return results
 
 
 def convolve_in_python(
@@ -91,7 +91,7 @@ def step_in_python(
     rule: Rule, texts: Sequence[Sequence[Tensor]], states: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
     """What `step` gives but for roundings, on any device."""
-    found = []
+    results = []
     for text, state in zip(texts, states, strict=True):
         keys, queries, values, logs, betas = (x.float() for x in text)
         both = torch.stack([keys, queries])  # [2, t, key_heads, width]
@@ -107,10 +107,10 @@ def step_in_python(
             change = value - torch.bmm(key, state) if rule.corrects else value
             state.baddbmm_(key.mT, change * beta[:, None, None])
             outputs.append(torch.bmm(query, state)[:, 0])
-        found.append((state, torch.stack(outputs)))
-    return found
+        results.append((state, torch.stack(outputs)))
+    return results
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """As C reads them; to be kept until it has done so."""
+    """Contiguous float32 numbers; the caller holds them until C has read them."""
     return x.detach().float().contiguous()

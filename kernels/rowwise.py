@@ -80,7 +80,7 @@ def _is_unsteady(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> b
 
 
 class RowWise(TorchFunctionMode):
-    """Within it these functions are the ones above, whoever calls them: a model's own code."""
+    """Within it torch's functions are the ones above, in the code of a model, too."""
 
     def __init__(self, model: nn.Module) -> None:
         """Weights of `model` that its code multiplies with by itself are put in panels, once."""
@@ -99,9 +99,9 @@ class RowWise(TorchFunctionMode):
         if name == "linear" and args[1].dtype in DTYPES:
             return self._multiply(*args, **options)
         if name in ("matmul", "bmm", "mm"):
-            found = self._product(*args)
-            if found is not None:
-                return found
+            product = self._product(*args)
+            if product is not None:
+                return product
         if name in _UNSTEADY or _is_unsteady(name, args, options):
             self.unsteady.add(name)
         return function(*args, **options)
@@ -110,11 +110,11 @@ class RowWise(TorchFunctionMode):
         return weight.untyped_storage().data_ptr() in self._kept
 
     def _product(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """x @ y in one order of every sum; None where there is no way to have it."""
+        """x @ y in one order of every sum; None where the sums can have several orders."""
         if y.dim() in (2, 3) and y.dtype in DTYPES and self._is_kept(y):
             if y.dim() == 2:
                 return self._multiply(x, y.T)
-            return torch.stack([self._multiply(*own) for own in zip(x, y.mT, strict=True)])
+            return torch.stack([self._multiply(*pair) for pair in zip(x, y.mT, strict=True)])
         if min(x.dim(), y.dim()) < 2 or x.shape[-1] > _FEW:
             return None
         terms = zip(x.split(1, -1), y.split(1, -2), strict=True)

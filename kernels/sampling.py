@@ -25,7 +25,7 @@ def choice_of(transforms: Transforms, seed: int = 0) -> ctypes.Structure:
 
 
 def doubts_of(chances: list[float], mean: float, least: float) -> ctypes.Structure:
-    """sampling.h's `doubts`."""
+    """sampling.h's `doubts`, by which a draft stops."""
     return STRUCTS["doubts"](tuple(chances), mean, least)
 
 
@@ -70,13 +70,13 @@ def survivors(scores: Tensor, transforms: Transforms) -> tuple[np.ndarray, np.nd
 def leaders(
     scores: Tensor, transforms: Transforms, most: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """The same of the first `most` tokens in order, and what all tokens weigh, cut or not."""
+    """Weights and ids of the first `most` tokens in order, and the weight of all, cut or not."""
     row = _row(scores)
     most = min(most, len(row))
     weights, ids, total = np.empty(most), np.empty(most, np.int64), ctypes.c_double()
     how, at = ctypes.byref(choice_of(transforms)), ctypes.byref(total)
-    found = _function("leaders")(how, address(row), len(row), most, _data(weights), _data(ids), at)
-    count = checked(found)
+    code = _function("leaders")(how, address(row), len(row), most, _data(weights), _data(ids), at)
+    count = checked(code)
     return weights[:count], ids[:count], total.value
 
 
@@ -95,14 +95,14 @@ def goes_on(doubts: ctypes.Structure, confidence: list[float]) -> bool:
 
 
 def _row(scores: Tensor) -> Tensor:
-    """Numbers [V] that C can read; it is to be kept until C has done so."""
+    """Scores [V] that C can read; the caller holds them until C has read them."""
     if scores.dim() != 1:
         raise ValueError("scores must be a row of numbers")
     return _numbers(scores)
 
 
 def _numbers(scores: Tensor) -> Tensor:
-    """The same of rows [n, V]."""
+    """Scores [n, V] or [V] as contiguous float32 numbers on the CPU."""
     if not (scores.is_cpu and scores.dtype is torch.float32 and scores.is_contiguous()):
         scores = scores.detach().to("cpu", torch.float32).contiguous()
     if not 0 < scores.shape[-1] <= _MOST_TOKENS:
@@ -121,6 +121,6 @@ def _how(transforms: Transforms, seed: int) -> Any:
 
 @cache
 def _function(name: str, returns: Any = ctypes.c_int64) -> Callable[..., Any]:
-    found: Any = getattr(library.load(), name)
-    found.restype = returns
-    return found
+    function: Any = getattr(library.load(), name)
+    function.restype = returns
+    return function

@@ -2,7 +2,7 @@
 
 plain blocks                       whole forwards in C (forward.py, decoder.py)
 other families on a CPU            transformers' modules, their sums in C (modules.py)
-attention by a family's own code   transformers' modules and masks, linear layers in C
+attention by special code          transformers' modules and masks, linear layers in C
 no compiler, another device        transformers' modules
 """
 
@@ -50,13 +50,13 @@ def speed_up(
         return
     # A packed file that has no reference was compared at an earlier start.
     is_known = bool(model.fingerprint) and model.reference is None
-    if found := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
-        model.compiled = KernelForward(model, found)
-        release(found, model.model)
+    if decoder := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
+        model.compiled = KernelForward(model, decoder)
+        release(decoder, model.model)
         if quantize:
             if check:
                 check(model)
-            found.quantise(has_own_embedding)
+            decoder.quantise(has_own_embedding)
         return
     early = None if check else quantize  # without a check, quantise at once
     pack(model.model, early)
@@ -85,15 +85,15 @@ def report_of(model: Model) -> Report:
 
 def _run_flat(model: Model) -> None:
     """Let the model's texts stand side by side, if its modules do not mix them."""
-    usual, own = model.model.config._attn_implementation, ModuleForward(model, Modules(model))
+    usual, forward = model.model.config._attn_implementation, ModuleForward(model, Modules(model))
     attend_in_c(model.model)
     rows = [model.cache.open_row() for _ in range(min(2, model.cache.num_rows))]
     try:
-        if own.shares(rows):
-            model.compiled = own
+        if forward.shares(rows):
+            model.compiled = forward
             return
     except (IndexError, RuntimeError, TypeError, ValueError):
-        pass  # attention by other code of its own, or ideas of its own of a batch
+        pass  # special code for attention, or another form of a batch
     finally:
         for row in rows:
             model.cache.close_row(row)

@@ -21,25 +21,25 @@ _DECLARED = re.compile(r"((?:\*|const\b|\s)*)(\w+)(?:\[(\d+)\])?")
 
 
 def _structs() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    structs: dict[str, Any] = {}
     for header in _HEADERS:
         code = re.sub("//.*", "", (Path(__file__).parent / "c" / header).read_text("utf-8"))
         for body, name in re.findall(r"typedef struct \w*\s*{([^}]*)} (\w+);", code):
-            fields = {"_fields_": list(_fields(body, found))}
-            found[name] = type(name, (ctypes.Structure,), fields)
-    return found
+            fields = {"_fields_": list(_fields(body, structs))}
+            structs[name] = type(name, (ctypes.Structure,), fields)
+    return structs
 
 
 def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Of declarations such as `const float *x, *y;` or `double chances[10], mean;`."""
+    """Fields declared as in `const float *x, *y;` or `double chances[10], mean;`."""
     for kind, declared in re.findall(r"(?:const |struct )*(\w+) ([^;]+);", body):
-        own = known.get(kind) or _NUMBERS.get(kind)
+        c_type = known.get(kind) or _NUMBERS.get(kind)
         for each in declared.split(","):
             stars, name, count = _DECLARED.fullmatch(each).groups()
-            of = own
+            field_type = c_type
             if "*" in stars:
-                of = ctypes.POINTER(own) if own in known.values() else ctypes.c_void_p
-            yield name, of * int(count) if count else of
+                field_type = ctypes.POINTER(c_type) if c_type in known.values() else ctypes.c_void_p
+            yield name, field_type * int(count) if count else field_type
 
 
 STRUCTS = _structs()

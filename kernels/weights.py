@@ -40,7 +40,7 @@ class Panels:
         pieces: Iterable[np.ndarray],
         bias: Tensor | None = None,
     ) -> None:
-        """Of a GGUF tensor's bytes: the same numbers in another order.
+        """Take over a GGUF tensor's bytes: the same numbers in another order.
 
         `pieces` are uint8 [rows, bytes of a row]; all but the last one have whole panels of rows.
         """
@@ -79,7 +79,7 @@ class Panels:
     def of(
         cls, weight: Tensor, bias: Tensor | None = None, quantize: str | None = None
     ) -> "Panels":
-        """Of a weight [outputs, inputs] in float32 or bfloat16."""
+        """Panels of a weight [outputs, inputs] in float32 or bfloat16."""
         weight, shape = weight.detach(), tuple(weight.shape)
         if quantize:
             return cls("Q8", shape, _rounded(weight), bias)
@@ -89,15 +89,15 @@ class Panels:
 
     @staticmethod
     def side_by_side(matrices: Sequence["Panels"]) -> ctypes.Structure:
-        """linear.h's `layer`; the matrices have to stay."""
-        return _Layer(len(matrices), tuple(ctypes.pointer(own.struct) for own in matrices))
+        """linear.h's `layer` of these matrices, which the caller holds."""
+        return _Layer(len(matrices), tuple(ctypes.pointer(matrix.struct) for matrix in matrices))
 
     def unpacked(self) -> Tensor:
         """The weight [outputs, inputs]."""
         return self.rows(torch.arange(self.outputs))
 
     def quantise(self) -> None:
-        """Make 8-bit blocks of it, for all who compute with it."""
+        """Make 8-bit blocks of the matrix, for all modules that share it."""
         self._fill("Q8", _rounded(self.unpacked()))
 
     @property
@@ -123,10 +123,10 @@ class Panels:
         flat = ids.reshape(-1).to(torch.int64).contiguous()
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.outputs:
             raise IndexError(f"rows must be from 0 to {self.outputs - 1}")
-        found = library.room(len(flat), self.inputs)
-        given, taken = library.address(flat, dtype=torch.int64), library.address(found)
-        library.load().read_rows(ctypes.byref(self.struct), len(flat), given, taken)
-        return found.view(*ids.shape, self.inputs)
+        embeddings = library.room(len(flat), self.inputs)
+        indexes, written = library.address(flat, dtype=torch.int64), library.address(embeddings)
+        library.load().read_rows(ctypes.byref(self.struct), len(flat), indexes, written)
+        return embeddings.view(*ids.shape, self.inputs)
 
 
 def _room(size: int) -> Tensor:
