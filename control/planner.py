@@ -1,4 +1,4 @@
-"""The planner says who drafts for each request in a cycle, and how many tokens at most.
+"""The planner says which drafter drafts for each request in a cycle, and how many tokens at most.
 
     plan → (the engine drafts and verifies) → learn, for each request → record_cycle
 
@@ -146,7 +146,7 @@ class Planner(FixedK):
         return Task(decision=said)
 
     def _missed(self, s: TextSequence, name: str) -> int:
-        """The tokens of a text that a drafter does not know; for a tree, of who knows least."""
+        """The tokens of a text that a drafter does not know; for a tree, the most of a member."""
         names = self._pool.members(s.drafting, TREE) if name == TREE else [name]
         return len(s.tokens) - min(self.candidates[s].records[name].num_read for name in names)
 
@@ -162,7 +162,7 @@ class Planner(FixedK):
     def _choose(
         self, plan: Plan, sequences: list[TextSequence], batch: int, cycles: int = 0
     ) -> list[Decision]:
-        """Choose for these of a batch. Returns the decisions on those who have a choice.
+        """Choose for these of a batch. Returns the decisions on requests that have a choice.
 
         It is the first choice for so many cycles: 0, if it is one for newcomers alone.
         """

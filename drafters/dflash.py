@@ -96,7 +96,7 @@ class BlockConfig:
 
 
 class BlockKeys:
-    """What a layer's block sees in the place of a KV cache: the context's keys, then its own."""
+    """What a layer's block sees in the place of a KV cache: keys of the context, then of it."""
 
     def __init__(self, layer: nn.Module, context: Tensor, rope: list[Tensor], cache: Any) -> None:
         """Of an attention `layer`, made of context [B, N, D]; `cache`, if any, keeps them."""

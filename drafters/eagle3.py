@@ -176,7 +176,7 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.rotary_emb = LlamaRotaryEmbedding(layer)
-        self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has its own
+        self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has one
 
     @property
     def target_ids(self) -> Tensor:

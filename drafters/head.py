@@ -79,7 +79,7 @@ class HeadState(ModelState):
 
 
 class HeadDrafter(Drafter):
-    """Drafts from the target's hidden states, with KV caches of its own, batched over requests."""
+    """Drafts from the target's hidden states, with separate KV caches, batched over requests."""
 
     needs_hidden = True
     stops_early = True
@@ -181,7 +181,7 @@ class AutoregressiveDrafter(HeadDrafter):
     ) -> None:
         """`words` [n] are the target's ids of those that the head may draft; None: all.
 
-        `is_target_s` says that its layers are the target's own.
+        `is_target_s` says that its layers are part of the target.
         """
         super().__init__(context)
         target, num_rows = context.target, self._cache.num_rows

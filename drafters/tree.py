@@ -12,7 +12,7 @@ child, and so on (see `verify`). All later code, from the verdict to the page, s
 this path as a chain. The KV cache keeps the accepted ones.
 
 A tree comes from one model (TreeBuilder), or from several drafters at once (`merged`). It needs the
-coupled rule, which accepts a token if it is the target's own choice: then one choice judges all
+coupled rule, which accepts a token if it is the target's choice: then one choice judges all
 branches. The rule of rejection would have to correct for each rejected branch, so there drafts are
 chains. They are also chains without compiled kernels.
 
