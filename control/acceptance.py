@@ -19,12 +19,12 @@ from messages import Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
-_TYPICAL_KEPT, _WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter; cases it stands for
+_TYPICAL_KEPT, _WEIGHT = 0.99, 4.0  # of a typical record, with each cycle; cases a prior counts as
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
 
 
 class Calibration:
-    """How often tokens are accepted that a drafter was so sure of, by tenths of its confidence."""
+    """How often a drafter's tokens are accepted, by tenths of its confidence in them."""
 
     def __init__(self, is_copy: bool = False) -> None:
         """Before anything was seen it is believed; of a copy of the target it says nothing."""
@@ -40,13 +40,13 @@ class Calibration:
         self.mean += (1 - _TYPICAL_KEPT) * (is_accepted - self.mean)
 
     def chance(self, confidence: float) -> float:
-        """That such a token is accepted, if those before it are."""
+        """The chance that a token of this confidence is accepted, if those before it are."""
         tenth = min(9, int(10 * confidence))
         return self._accepted[tenth] / self._reached[tenth]
 
 
 class Shares:
-    """Of each position in a draft: in how many cases it was a hit. New cases fade old ones.
+    """For each position in a draft: in how many cases it was a hit. New cases fade old ones.
 
     Example: after add(range(2), 3, 0.85) positions 1 to 3 have a case, and 1 and 2 a hit.
     """

@@ -99,7 +99,7 @@ class Decision(NamedTuple):
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the sentence."""
+        """A dict for JSON, with the sentence."""
         values = {
             name: round(v, 4) if isinstance(v, float) else v for name, v in self._asdict().items()
         }
@@ -121,7 +121,7 @@ class Decision(NamedTuple):
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 
-RESTING = Decision("", 0, is_rest=True)  # of whom nothing was said yet
+RESTING = Decision("", 0, is_rest=True)  # a request without a decision yet
 
 
 def _short(value: float) -> str:
@@ -262,7 +262,7 @@ class Controller:
     def __init__(
         self, num_target_weights: int, *others: dict[str, int], copies: Collection[str] = ()
     ) -> None:
-        """What Costs takes, and which drafters are copies of the target."""
+        """The arguments of Costs, and the names of drafters that are copies of the target."""
         self.costs, self._copies = Costs(num_target_weights, *others), copies
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
@@ -272,14 +272,14 @@ class Controller:
 
     @classmethod
     def of(cls, target: Model, drafters: dict[str, Any]) -> "Controller":
-        """For the core's target and its drafters, each with its name."""
+        """The controller for the core's target and its drafters by name."""
         sizes = {name: getattr(each, "num_step_weights", 0) for name, each in drafters.items()}
         at_once = {name: n for name, drafter in drafters.items() if (n := drafter.drafts_at_once)}
         copies = [name for name, drafter in drafters.items() if drafter.is_copy]
         return cls(target.num_weights, sizes, at_once, copies=copies)
 
     def record(self, name: str, rule: str) -> Acceptance:
-        """For a new request, whose drafts are judged by `rule`."""
+        """A fresh record for a new request, whose drafts are judged by `rule`."""
         kind = TreeAcceptance if name == TREE else Acceptance
         fresh = kind(calibration=Calibration(name in self._copies))
         return kind(self._typical.setdefault((name, rule), fresh))

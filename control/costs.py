@@ -82,7 +82,7 @@ class CostLine:
         return _OUTLIER * ms * sqrt(self._grows(other) / self._grows(size) * other / size)
 
     def moments(self) -> tuple[float, float, float]:
-        """Of the medians of each class of sizes: variance, covariance and the slope to expect."""
+        """Of the medians by class of sizes: their variance, covariance and expected slope."""
         every = [one for known in self._latest.values() for one in known]
         level = median_low(ms / self._grows(size) for ms, size, _ in every)
         points = []
@@ -98,7 +98,7 @@ class CostLine:
         return variance, covariance, mean_ms / (mean + 1 / self.share)
 
     def fit(self, slope: float) -> None:
-        """By a slope that is known, through the median of what is left."""
+        """Fit the line with a known slope, through the median of the remaining times."""
         every = [one for known in self._latest.values() for one in known]
         self.slope = min(slope, median_low(ms / size for ms, size, _ in every))
         self.fixed = median_low(ms - self.slope * size for ms, size, _ in every)
@@ -126,12 +126,12 @@ class DraftPrice(NamedTuple):
 
     @property
     def first_ms(self) -> float:
-        """Of a draft of one token."""
+        """The price of a draft of one token."""
         return self.call_ms + self.step_ms
 
 
 class Prices(NamedTuple):
-    """What things cost in a batch, in ms."""
+    """What passes, rows and drafts cost in a batch, in ms."""
 
     plain_ms: float  # a pass without drafts
     row_ms: float  # a drafted token in it
@@ -219,11 +219,11 @@ class Costs:
             self.reads[name] = [*known, read_ms][-_LATEST:]
 
     def pass_line(self, batch: int) -> CostLine:
-        """Of the class of batches nearest to this size that was measured; else nominal."""
+        """The line of the measured class of batches nearest to this size; else nominal."""
         return _nearest(self.passes, batch) if self.passes else CostLine(_TOKEN_SHARE)
 
     def prices(self, batch: int, requests: int) -> Prices:
-        """Of a batch in which so many requests may draft."""
+        """The prices of a batch in which so many requests may draft."""
         is_new = any(line.count < 2 * _LEARN_EACH for line in self.passes.values())
         if len(self._cycles) >= (1 if is_new else _LEARN_EACH):
             self._learn()
@@ -256,7 +256,7 @@ class Costs:
         return DraftPrice(call, step, read)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, by class of batches; a draft step is that of the smallest batch in it."""
+        """A dict for JSON, by class of batches; a draft step is that of its smallest batch."""
         classes = {}
         for size, line in sorted(dict(self.passes).items()):
             batch = 1 << size - 1
@@ -272,6 +272,6 @@ class Costs:
 
 
 def _nearest(lines: dict[int, CostLine], size: int) -> CostLine:
-    """Of the class nearest to this size."""
+    """The line of the class nearest to this size."""
     kind = size.bit_length()
     return lines.get(kind) or lines[min(lines, key=lambda other: abs(other - kind))]

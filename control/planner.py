@@ -20,7 +20,7 @@ from .controller import RESTING, Candidate, Controller, Decision
 
 _FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 _FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
-# Of a cycle: drafts were chosen, or are those chosen before; nothing is, or there is nobody to.
+# Kinds of cycle: drafts chosen now; chosen earlier; none, in a rest; no request may draft.
 CHOSEN, KEPT, RESTS, IDLE = "chosen", "kept", "rests", "idle"
 
 
@@ -130,7 +130,7 @@ class Planner(FixedK):
         return plan
 
     def _kept(self, s: TextSequence) -> Task:
-        """What was chosen before, where it is still possible."""
+        """The task chosen before, where it is still possible."""
         task = self._chosen.get(s, Task())
         can = task.limit and (task.drafter in s.drafting.states or task.drafter == TREE)
         return task._replace(limit=min(task.limit, limit_of(s))) if can else nothing(s)
@@ -235,7 +235,7 @@ class Planner(FixedK):
             record.last = cycle.number
 
     def _learn_of(self, name: str, s: TextSequence, cycle: Cycle) -> None:
-        """What a cycle says of one drafter."""
+        """Learn from a cycle about one drafter."""
         candidate, text = self.candidates[s], s.drafting
         record, draft = candidate.records[name], text.drafts.get(name)
         tokens = [token.id for token in cycle.tokens]

@@ -44,7 +44,7 @@ class Statistics:
     prefills: int = 0  # target forwards that read a prompt and gave its first token
     target_passes: int = 0  # target forwards after those
     drafted_at: list[int] = field(default_factory=list)  # by position in the draft
-    # Of those drafted: with everything before them accepted.
+    # Drafted tokens with everything before them accepted.
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)  # cycles by tokens accepted
@@ -123,7 +123,7 @@ class Statistics:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Of the tokens after the prefill's."""
+        """Mean ms per token after the prefill's token."""
         return ratio(
             self.draft_ms + self.verify_ms + self.other_ms, self.completion_tokens - self.prefills
         )

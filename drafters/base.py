@@ -131,7 +131,7 @@ class Chain:
         return token
 
     def draft(self, vocab_size: int = 0) -> Draft:
-        """What was drawn; `vocab_size` of the target, where the drafter knows fewer tokens."""
+        """The drawn tokens as a Draft; `vocab_size` is the target's, which may be larger."""
         probs = torch.stack(self._probs) if self._probs else None
         if probs is not None and probs.shape[1] < vocab_size:
             probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[1]))

@@ -58,7 +58,7 @@ class TreeBuilder:
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
-        """For at most `limit` tokens."""
+        """A tree of at most `limit` tokens."""
         self._state, self._limit = state, limit
         self._branch: Path = ()
         self._chances: dict[Path, float] = {}
@@ -66,7 +66,7 @@ class TreeBuilder:
 
     @property
     def _chance(self) -> float:
-        """That the whole branch is accepted."""
+        """The chance that the whole branch is accepted."""
         return self._chances.get(self._branch, 1.0)
 
     def extend(self, logits: Tensor, _: Sample) -> int:

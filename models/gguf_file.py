@@ -71,7 +71,7 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes, of shape[-1] weights. Rows are whole blocks."""
+        """Bytes of a row, which has shape[-1] weights. Rows are whole blocks."""
         block, num_bytes = GGML_QUANT_SIZES[self.type]
         return self.shape[-1] // block * num_bytes
 

@@ -68,7 +68,7 @@ def choose(files: list[str], wanted: str | None) -> list[str]:
 
 
 def _stem(file: str) -> str:
-    """Without the ending, and the number of a part."""
+    """A file's name without the ending and the number of a part."""
     part = PART.fullmatch(file)
     return part[1] if part else file[: -len(".gguf")]
 

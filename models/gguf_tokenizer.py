@@ -127,7 +127,7 @@ def _facts_of(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed(value: Any) -> Any:
-    """What is quickly compared, and takes little memory."""
+    """A form of `value` that is quickly compared, and takes little memory."""
     return value.tobytes() if isinstance(value, Texts | np.ndarray) else value
 
 

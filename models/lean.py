@@ -53,11 +53,11 @@ class _Parts:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """It was run when it was imported."""
+        """Does nothing: the module was run when it was imported."""
 
 
 def _load() -> ModuleType:
-    """The compiler, which takes the place of this module."""
+    """The compiler, imported in the place of its lazy module."""
     if isinstance(sys.modules.get(_COMPILER), _LazyCompiler):
         del sys.modules[_COMPILER]
         sys.meta_path.remove(_Parts)

@@ -39,7 +39,7 @@ _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each 
 
 
 class ModelOptions(Protocol):
-    """What of the command line says how a model is loaded."""
+    """The options of the command line that say how a model is loaded."""
 
     dtype: str
     device: str
@@ -80,7 +80,7 @@ class _Read:
     tokenizer: Tokenizer
     report: dict[str, Any]  # what transformers tells of the weights
     fingerprint: str | None = None  # of a GGUF file that is served as it is
-    # Of one that was unpacked: has a copy of the model compute with the blocks of the file.
+    # For an unpacked file: makes a copy of the model compute with the blocks of the file.
     pack_copy: Callable[[PreTrainedModel], None] | None = None
     check_header: gguf_check.Check | None = None
 

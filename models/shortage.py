@@ -39,7 +39,7 @@ def tell_error(reason: str) -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends the process, mostly an import that failed."""
+    """sys.excepthook: handles what ends the process, mostly an import that failed."""
     if is_shortage(error):
         raise SystemExit(told(error))
     sys.__excepthook__(kind, error, trace)

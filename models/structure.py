@@ -101,7 +101,7 @@ class _Watch:
                     self.rules[module.layer_idx] = rule
 
     def watched(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What stands in the place of one of transformers' mask makers."""
+        """The replacement of one of transformers' mask makers."""
 
         def make_and_note(*args: Any, mask_function: Rule, **options: Any) -> Tensor:
             """Make the whole mask, and note it with its rule."""
