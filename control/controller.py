@@ -228,12 +228,12 @@ class Choice:
         price, runs = self.prices.drafts[name], self._costs.runs_model(name)
         ms = self.prices.row_ms + (0.0 if name in self.model_ms else price.first_ms)
         users, losses = Counter(option.drafter for option in self.options), []
-        for i, (candidate, option) in enumerate(zip(self.candidates, self.options, strict=True)):
+        for i, (candidate, best) in enumerate(zip(self.candidates, self.options, strict=True)):
             record = candidate.able.get(name)
-            if record and record.since and option.drafter != name:
-                spared_ms = self.model_ms.get(option.drafter, 0.0) * (users[option.drafter] == 1)
-                more_ms = ms - spared_ms + runs * record.unread * price.read_ms
-                losses.append((option.gain + self.rate * more_ms - record.reach(1)[0], i))
+            if record and record.since and best.drafter != name:
+                spare_ms = self.model_ms.get(best.drafter, 0.0) if users[best.drafter] == 1 else 0.0
+                more_ms = ms - spare_ms + runs * record.unread * price.read_ms
+                losses.append((best.gain + self.rate * more_ms - record.reach(1)[0], i))
         lost, i = min(losses, default=(inf, 0))
         if lost > saved:
             return False
