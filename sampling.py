@@ -7,7 +7,7 @@ Weights are exp((score − largest score) / temperature). Tokens are ordered by 
 equal scores the lower id comes first. Each cut keeps the first tokens of this order:
 
     top-k    the first k tokens stay, and all others with the score of the k-th
-    top-p    a token stays if those before it weigh less than top_p of all that top-k kept
+    top-p    a token stays if those before it weigh less than top_p of all that top-k left
     min-p    a token stays if it weighs at least min_p (the first one weighs 1)
 
 A draw is a race. Each token takes the time e / weight, and the fastest token is chosen:
@@ -137,7 +137,7 @@ def exp(x: np.ndarray) -> np.ndarray:
 class Noise:
     """The noise of one request. It holds no state, so any thread may use it at any time."""
 
-    # At one position each use has its own number. Rejection sampling draws a token with DRAW,
+    # At one position each use has another number. Rejection sampling draws a token with DRAW,
     # judges it with ACCEPT and replaces it with RECOVER. Positions after a rejected token use their
     # numbers again, because nobody has seen what these gave.
     DRAW, ACCEPT, RECOVER = range(1, 4)

@@ -1,4 +1,4 @@
-"""The growing text of a request: tokens are decoded, and stop strings are found, as they come."""
+"""The growing text of a request: tokens are decoded, and stop strings detected, as they come."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -80,8 +80,8 @@ class TextStream:
 
     def _append(self, new: str, kind: str) -> bool:
         searched, tail = len(self._tail), self._tail + new
-        found = [tail.find(s, max(0, searched - len(s) + 1)) for s in self._stop]
-        cut = min((at for at in found if at >= 0), default=len(tail))
+        matches = [tail.find(s, max(0, searched - len(s) + 1)) for s in self._stop]
+        cut = min((at for at in matches if at >= 0), default=len(tail))
         self._pieces.append((new, kind))
         self._begins.append(self._length)
         self._length += cut - searched

@@ -19,12 +19,12 @@ from messages import Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
-_TYPICAL_KEPT, _WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter; cases it stands for
+_TYPICAL_KEPT, _WEIGHT = 0.99, 4.0  # of a typical record, with each cycle; cases a prior counts as
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
 
 
 class Calibration:
-    """How often tokens are accepted that a drafter was so sure of, by tenths of its confidence."""
+    """How often a drafter's tokens are accepted, by tenths of its confidence in them."""
 
     def __init__(self, is_copy: bool = False) -> None:
         """Before anything was seen it is believed; of a copy of the target it says nothing."""
@@ -40,13 +40,13 @@ class Calibration:
         self.mean += (1 - _TYPICAL_KEPT) * (is_accepted - self.mean)
 
     def chance(self, confidence: float) -> float:
-        """That such a token is accepted, if those before it are."""
+        """The chance that a token of this confidence is accepted, if those before it are."""
         tenth = min(9, int(10 * confidence))
         return self._accepted[tenth] / self._reached[tenth]
 
 
 class Shares:
-    """Of each position in a draft: in how many cases it was a hit. New cases fade old ones.
+    """For each position in a draft: in how many cases it was a hit. New cases fade old ones.
 
     Example: after add(range(2), 3, 0.85) positions 1 to 3 have a case, and 1 and 2 a hit.
     """
@@ -125,17 +125,17 @@ class Acceptance:
             self.since += 1
             return
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
-        kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
+        decay, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
         seen = drafted, accepted if places is None else places, max(asked, drafted)
-        self._count(*seen, kept)
+        self._count(*seen, decay)
         if self.typical:
             self.typical._count(*seen, _TYPICAL_KEPT)
 
-    def _count(self, drafted: int, accepted: Any, asked: int, kept: float) -> None:
-        """Count a draft by position; what was counted before weighs `kept` of what it did."""
+    def _count(self, drafted: int, accepted: Any, asked: int, decay: float) -> None:
+        """Count a draft by position; what was counted before is multiplied by `decay`."""
         self._tire()
-        self.drafted.add(range(drafted), asked, kept)
-        self.accepted.add(range(accepted), min(asked, accepted + 1), kept)
+        self.drafted.add(range(drafted), asked, decay)
+        self.accepted.add(range(accepted), min(asked, accepted + 1), decay)
 
     def _tire(self) -> None:
         """A cycle more: estimates are made again, at every 4th one once there are many."""
@@ -182,7 +182,7 @@ class Acceptance:
             self.steps += (1 - _KEPT) * (steps - self.steps)
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
-        """A draft with its drafter's confidence in each token, if it told; `accepted` were."""
+        """Learn from a draft's `confidence` in each token; the first `accepted` were accepted."""
         calibration = (self.typical or self).calibration
         for i, sure in enumerate(confidence[: accepted + 1]):
             calibration.observe(sure, i < accepted)
@@ -200,9 +200,9 @@ class TreeAcceptance(Acceptance):
     Whatever became of those before it: it may follow another one.
     """
 
-    def _count(self, drafted: int, accepted: Collection[int], asked: int, kept: float) -> None:
+    def _count(self, drafted: int, accepted: Collection[int], asked: int, decay: float) -> None:
         self._tire()
-        self.accepted.add(accepted, drafted, kept)
+        self.accepted.add(accepted, drafted, decay)
 
     def reach(self, count: int) -> list[float]:
         """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""

@@ -1,4 +1,4 @@
-"""Where K is chosen: how many tokens to draft, and who drafts. As many as pay, none if none do.
+"""Where K is chosen: how many tokens to draft, by which drafter. As many as pay, none if none do.
 
     tokens of a draft:    α₁ + α₁α₂ + … + α₁…α_K
     its time:             the call + K · (a step of the drafter + a row of the pass)
@@ -8,12 +8,12 @@
 questions that the rule leaves open.
 
 *What is the rate?* What time is worth: the tokens per ms that the texts gave on average, over their
-last cycles. This cycle's own would be greedy. Example: n-gram finds nothing for once, and a model
+last cycles. This cycle's rate would be greedy. Example: n-gram finds nothing for once, and a model
 would draft eight tokens at half the usual rate. Two are better: then n-gram may go on.
 
 *Who pays for a step that several share?* Requests are looked at by themselves but for this: a
-model's step is taken for all who draft with it. So for each model it is found how many steps bring
-most to all together; a step costs nothing to who joins it. Two models would run one after the
+model's step is taken for all requests that draft with it. So for each model the steps that bring
+most to all together are counted; joining a step costs nothing. Two models would run one after the
 other, so requests that may choose have the same one.
 
 *What if a drafter is thought not to pay?* It is tried all the same now and then, in a probe of one
@@ -99,7 +99,7 @@ class Decision(NamedTuple):
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the sentence."""
+        """A dict for JSON, with the sentence."""
         values = {
             name: round(v, 4) if isinstance(v, float) else v for name, v in self._asdict().items()
         }
@@ -121,7 +121,7 @@ class Decision(NamedTuple):
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 
-RESTING = Decision("", 0, is_rest=True)  # of whom nothing was said yet
+RESTING = Decision("", 0, is_rest=True)  # a request without a decision yet
 
 
 def _short(value: float) -> str:
@@ -175,7 +175,7 @@ class Choice:
             if not costs.runs_model(name):
                 self._join({i: options[-1] for i, options in self._drafts(name).items()})
         models, asking = list(filter(costs.runs_model, self._counts)), set(range(len(candidates)))
-        while models:  # the one that brings most; another one for who cannot have this
+        while models:  # the one that brings most; then another for requests that cannot have it
             shares = {name: self._share(name, asking) for name in models}
             name = max(models, key=lambda name: shares[name][0])
             gain, ms, options = shares[name]
@@ -186,22 +186,22 @@ class Choice:
             models = [n for n in models if any(n in candidates[i].able for i in asking)]
 
     def _join(self, options: dict[int, Option]) -> None:
-        """Let those who gain by it do this instead."""
+        """Give each request its option in `options` if that gains more than the present one."""
         for i, option in options.items():
             if option.gain > self.options[i].gain:
                 self.options[i] = option
 
     def _drafts(self, name: str) -> dict[int, list[Option]]:
-        """The best drafts of up to 1, 2, … tokens, of who may have them; steps of a model apart."""
-        price, runs, found = self.prices.drafts[name], self._costs.runs_model(name), {}
+        """The best drafts of up to 1, 2, … tokens, by request; steps of a model apart."""
+        price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
         for i, candidate in enumerate(self.candidates):
             if record := candidate.able.get(name):
                 limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
                 served = min(_SERVED, max(1, candidate.remaining // 2))
                 once_ms = record.unread * price.read_ms / served if runs else 0.0
                 token_ms = record.coverage * self.prices.row_ms + (0.0 if runs else price.step_ms)
-                found[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
-        return found
+                drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
+        return drafts
 
     def _share(self, name: str, asking: set[int]) -> tuple[float, float, dict[int, Option]]:
         """How many steps of a model these requests take together, so that all gain the most.
@@ -209,31 +209,31 @@ class Choice:
         Returns what they gain by it, in how many ms of the model, and what each may do then.
         """
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
-        drafts = {i: own for i, own in self._drafts(name).items() if i in asking}
-        taken = [self.candidates[i].able[name].taken(len(own)) for i, own in drafts.items()]
+        drafts = {i: each for i, each in self._drafts(name).items() if i in asking}
+        taken = [self.candidates[i].able[name].taken(len(each)) for i, each in drafts.items()]
         steps = max((self.candidates[i].able[name].steps for i in drafts), default=1.0)
         ms = price.call_ms
         for k, chances in enumerate(zip_longest(*taken, fillvalue=0.0)):
             taken_ms = price.step_ms * (1 - prod(1 - chance for chance in chances))
             ms += taken_ms * (steps if k else 1.0)
-            options = {i: own[min(k, len(own) - 1)] for i, own in drafts.items()}
-            more = [max(0.0, own.gain - self.options[i].gain) for i, own in options.items()]
+            options = {i: each[min(k, len(each) - 1)] for i, each in drafts.items()}
+            more = [max(0.0, option.gain - self.options[i].gain) for i, option in options.items()]
             gain = sum(more) - self.rate * ms
             if gain > best[0]:
                 best = gain, ms, options
         return best
 
     def probe(self, name: str, saved: float) -> bool:
-        """Let who loses least draft a token with an idle drafter, if that loses `saved` at most."""
+        """Let the request that loses least, at most `saved`, draft a token with an idle drafter."""
         price, runs = self.prices.drafts[name], self._costs.runs_model(name)
         ms = self.prices.row_ms + (0.0 if name in self.model_ms else price.first_ms)
-        users, losses = Counter(own.drafter for own in self.options), []
-        for i, (candidate, own) in enumerate(zip(self.candidates, self.options, strict=True)):
+        users, losses = Counter(option.drafter for option in self.options), []
+        for i, (candidate, best) in enumerate(zip(self.candidates, self.options, strict=True)):
             record = candidate.able.get(name)
-            if record and record.since and own.drafter != name:
-                spared_ms = self.model_ms.get(own.drafter, 0.0) if users[own.drafter] == 1 else 0.0
-                more_ms = ms - spared_ms + runs * record.unread * price.read_ms
-                losses.append((own.gain + self.rate * more_ms - record.reach(1)[0], i))
+            if record and record.since and best.drafter != name:
+                spare_ms = self.model_ms.get(best.drafter, 0.0) if users[best.drafter] == 1 else 0.0
+                more_ms = ms - spare_ms + runs * record.unread * price.read_ms
+                losses.append((best.gain + self.rate * more_ms - record.reach(1)[0], i))
         lost, i = min(losses, default=(inf, 0))
         if lost > saved:
             return False
@@ -241,7 +241,7 @@ class Choice:
         return True
 
     def decision(self, i: int, speedup: float) -> Decision:
-        """Of one request, with its reasons: where nobody drafts, of who comes nearest to it."""
+        """A request's decision, with its reasons: without a draft, those of the nearest drafter."""
         option, records, nearest = self.options[i], self.candidates[i].able, -inf
         for name in (option.drafter,) if option.num_tokens else records:
             record, price = records[name], self.prices.drafts[name]
@@ -252,8 +252,8 @@ class Choice:
             alpha = record.reach(1)[0]
             if alpha - even > nearest:
                 nearest, c = alpha - even, price.first_ms / self.prices.plain_ms
-                found = name, option.num_tokens, alpha, c, even, more, speedup, i == self.probing
-        return Decision(*found)
+                fields = name, option.num_tokens, alpha, c, even, more, speedup, i == self.probing
+        return Decision(*fields)
 
 
 class Controller:
@@ -262,30 +262,30 @@ class Controller:
     def __init__(
         self, num_target_weights: int, *others: dict[str, int], copies: Collection[str] = ()
     ) -> None:
-        """What Costs takes, and which drafters are copies of the target."""
+        """The arguments of Costs, and the names of drafters that are copies of the target."""
         self.costs, self._copies = Costs(num_target_weights, *others), copies
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
-        self._rests: dict[tuple[int, frozenset], Rest] = {}  # by class of batches, and who drafts
+        self._rests: dict[tuple[int, frozenset], Rest] = {}  # by class of batches and drafters
         self._plain: dict[int, deque[float]] = {}  # what plain cycles of a class take
 
     @classmethod
     def of(cls, target: Model, drafters: dict[str, Any]) -> "Controller":
-        """For the core's target and its drafters, each with its name."""
-        sizes = {name: getattr(own, "num_step_weights", 0) for name, own in drafters.items()}
-        at_once = {name: n for name, own in drafters.items() if (n := own.drafts_at_once)}
-        copies = [name for name, own in drafters.items() if own.is_copy]
+        """The controller for the core's target and its drafters by name."""
+        sizes = {name: getattr(each, "num_step_weights", 0) for name, each in drafters.items()}
+        at_once = {name: n for name, drafter in drafters.items() if (n := drafter.drafts_at_once)}
+        copies = [name for name, drafter in drafters.items() if drafter.is_copy]
         return cls(target.num_weights, sizes, at_once, copies=copies)
 
     def record(self, name: str, rule: str) -> Acceptance:
-        """For a new request, whose drafts are judged by `rule`."""
+        """A fresh record for a new request, whose drafts are judged by `rule`."""
         kind = TreeAcceptance if name == TREE else Acceptance
         fresh = kind(calibration=Calibration(name in self._copies))
         return kind(self._typical.setdefault((name, rule), fresh))
 
     def rest(self, batch: int, who: frozenset[str | None]) -> Rest:
-        """Of batches of about this size, for which `who` may draft."""
+        """The rest of batches of about this size, for which the drafters `who` may draft."""
         size = batch.bit_length()
         if (size, who) not in self._rests:
             plain = self._plain.setdefault(size, Recent())

@@ -19,14 +19,14 @@ from math import inf, sqrt
 from statistics import median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
-_LATEST, _OLDEST = 8, 200  # measurements of one size that are kept, and for how many of all
+_LATEST, _OLDEST = 8, 200  # measurements of one size that are stored, and for how many of all
 _CONFIRMED = 3  # measurements until a cost is believed whatever it is
 _WARM = 12  # drafts of a drafter until that holds: its first ones may all have been cold
 _OUTLIER = 3.0  # times as long: an accident, or the first call
 _DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
 _RIDGE = 4.0
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
-_FEW_UNREAD = 4  # tokens of each request that a draft reads by the way, as it does in any case
+_FEW_UNREAD = 4  # tokens of each request that a draft reads at no cost, as it does in any case
 _READ_SHARE = 0.05  # of a step: a token that a drafter has to read
 _STEP_SHARE = 1.0  # of a draft of one token half is its step and half the call, before measuring
 _LEAST_SHARE = 0.1  # of a pass: what a step of a drafter without weights may cost
@@ -62,13 +62,13 @@ class CostLine:
         """
         self.count += 1
         for kind, known in list(self._latest.items()):
-            kept = [
+            recent = [
                 (other_ms, other, which)
                 for other_ms, other, which in known
                 if which > self.count - _OLDEST
                 and (other_ms <= _OUTLIER * ms or other_ms <= self._most(other, size, ms))
             ]
-            self._latest[kind] = deque(kept, maxlen=_LATEST)
+            self._latest[kind] = deque(recent, maxlen=_LATEST)
         kind = int(size) if size < 8 else 8 + int(size) // 8
         self._latest.setdefault(kind, deque(maxlen=_LATEST)).append((ms, size, self.count))
 
@@ -82,7 +82,7 @@ class CostLine:
         return _OUTLIER * ms * sqrt(self._grows(other) / self._grows(size) * other / size)
 
     def moments(self) -> tuple[float, float, float]:
-        """Of the medians of each class of sizes: variance, covariance and the slope to expect."""
+        """Of the medians by class of sizes: their variance, covariance and expected slope."""
         every = [one for known in self._latest.values() for one in known]
         level = median_low(ms / self._grows(size) for ms, size, _ in every)
         points = []
@@ -98,7 +98,7 @@ class CostLine:
         return variance, covariance, mean_ms / (mean + 1 / self.share)
 
     def fit(self, slope: float) -> None:
-        """By a slope that is known, through the median of what is left."""
+        """Fit the line with a known slope, through the median of the remaining times."""
         every = [one for known in self._latest.values() for one in known]
         self.slope = min(slope, median_low(ms / size for ms, size, _ in every))
         self.fixed = median_low(ms - self.slope * size for ms, size, _ in every)
@@ -111,8 +111,8 @@ def fit(lines: Collection[CostLine]) -> None:
     expected before sizes differ counts as much as a few measurements: a ridge.
     """
     every = [line.moments() for line in lines]
-    covariance = sum(own[1] for own in every) + _RIDGE * sum(own[2] for own in every) / len(every)
-    slope = max(0.0, covariance / (sum(own[0] for own in every) + _RIDGE))
+    covariance = sum(m[1] for m in every) + _RIDGE * sum(m[2] for m in every) / len(every)
+    slope = max(0.0, covariance / (sum(m[0] for m in every) + _RIDGE))
     for line in lines:
         line.fit(slope)
 
@@ -121,17 +121,17 @@ class DraftPrice(NamedTuple):
     """What a drafter's draft costs, in ms."""
 
     call_ms: float  # whatever its length
-    step_ms: float  # each step: of a model one token of all who draft, else a token of one request
+    step_ms: float  # each step: for a model a token of all requests that draft, else of one request
     read_ms: float  # each token of the text that it has missed
 
     @property
     def first_ms(self) -> float:
-        """Of a draft of one token."""
+        """The price of a draft of one token."""
         return self.call_ms + self.step_ms
 
 
 class Prices(NamedTuple):
-    """What things cost in a batch, in ms."""
+    """What passes, rows and drafts cost in a batch, in ms."""
 
     plain_ms: float  # a pass without drafts
     row_ms: float  # a drafted token in it
@@ -175,7 +175,7 @@ class Costs:
     def observe_pass(self, batch: int, rows: int, ms: float) -> None:
         """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
 
-        The drafts that were told of before are those of this cycle.
+        The drafts observed before this call are those of this cycle.
         """
         if len(self._cycles) < _LEARN_EACH:  # of more there is little to learn
             self._cycles.append((batch, rows, ms, self._told))
@@ -190,7 +190,7 @@ class Costs:
             line = self.passes.setdefault(batch.bit_length(), CostLine(_TOKEN_SHARE))
             believed = line.at(rows) if line.count else ms
             line.observe(rows, ms)
-            if line.count == 1:  # what drafts cost is told from it
+            if line.count == 1:  # the price of drafts is derived from it
                 fit([line])
             # In a cycle that was slow as a whole it was not the drafter that has become slower.
             slowdown = max(1.0, ms / believed) if believed else 1.0
@@ -206,8 +206,8 @@ class Costs:
             steps = 1
         elif not self.runs_model(name):  # one request after the other
             steps, size, ms = 1, 1, ms / sum(counts)
-        own = self._draft(name, size, self.pass_line(size).at(size))
-        expected = own.call_ms + steps * own.step_ms
+        price = self._draft(name, size, self.pass_line(size).at(size))
+        expected = price.call_ms + steps * price.step_ms
         is_reading = self.runs_model(name) and unread > _FEW_UNREAD * len(counts)
         if not is_reading or _OUTLIER * ms < expected:
             lines = self.drafts.setdefault(name, {})
@@ -219,11 +219,11 @@ class Costs:
             self.reads[name] = [*known, read_ms][-_LATEST:]
 
     def pass_line(self, batch: int) -> CostLine:
-        """Of the class of batches nearest to this size that was measured; else nominal."""
+        """The line of the measured class of batches nearest to this size; else nominal."""
         return _nearest(self.passes, batch) if self.passes else CostLine(_TOKEN_SHARE)
 
     def prices(self, batch: int, requests: int) -> Prices:
-        """Of a batch in which so many requests may draft."""
+        """The prices of a batch in which so many requests may draft."""
         is_new = any(line.count < 2 * _LEARN_EACH for line in self.passes.values())
         if len(self._cycles) >= (1 if is_new else _LEARN_EACH):
             self._learn()
@@ -256,11 +256,11 @@ class Costs:
         return DraftPrice(call, step, read)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, by class of batches; a draft step is that of the smallest batch in it."""
-        found = {}
+        """A dict for JSON, by class of batches; a draft step is that of its smallest batch."""
+        classes = {}
         for size, line in sorted(dict(self.passes).items()):
             batch = 1 << size - 1
-            found["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
+            classes["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
                 "pass_ms": round(line.fixed, 4),
                 "token_ms": round(line.slope, 4),
                 "draft_step_ms": {
@@ -268,10 +268,10 @@ class Costs:
                     for name in list(self.drafts)
                 },
             }
-        return found
+        return classes
 
 
 def _nearest(lines: dict[int, CostLine], size: int) -> CostLine:
-    """Of the class nearest to this size."""
+    """The line of the class nearest to this size."""
     kind = size.bit_length()
     return lines.get(kind) or lines[min(lines, key=lambda other: abs(other - kind))]

@@ -1,4 +1,4 @@
-"""The planner says who drafts for each request in a cycle, and how many tokens at most.
+"""The planner says which drafter drafts for each request in a cycle, and how many tokens at most.
 
     plan → (the engine drafts and verifies) → learn, for each request → record_cycle
 
@@ -20,7 +20,7 @@ from .controller import RESTING, Candidate, Controller, Decision
 
 _FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 _FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
-# Of a cycle: drafts were chosen, or are those chosen before; nothing is, or there is nobody to.
+# Kinds of cycle: drafts chosen now; chosen earlier; none, in a rest; no request may draft.
 CHOSEN, KEPT, RESTS, IDLE = "chosen", "kept", "rests", "idle"
 
 
@@ -130,7 +130,7 @@ class Planner(FixedK):
         return plan
 
     def _kept(self, s: TextSequence) -> Task:
-        """What was chosen before, where it is still possible."""
+        """The task chosen before, where it is still possible."""
         task = self._chosen.get(s, Task())
         can = task.limit and (task.drafter in s.drafting.states or task.drafter == TREE)
         return task._replace(limit=min(task.limit, limit_of(s))) if can else nothing(s)
@@ -146,7 +146,7 @@ class Planner(FixedK):
         return Task(decision=said)
 
     def _missed(self, s: TextSequence, name: str) -> int:
-        """The tokens of a text that a drafter does not know; for a tree, of who knows least."""
+        """The tokens of a text that a drafter does not know; for a tree, the most of a member."""
         names = self._pool.members(s.drafting, TREE) if name == TREE else [name]
         return len(s.tokens) - min(self.candidates[s].records[name].num_read for name in names)
 
@@ -162,7 +162,7 @@ class Planner(FixedK):
     def _choose(
         self, plan: Plan, sequences: list[TextSequence], batch: int, cycles: int = 0
     ) -> list[Decision]:
-        """Choose for these of a batch. Returns the decisions on those who have a choice.
+        """Choose for these of a batch. Returns the decisions on requests that have a choice.
 
         It is the first choice for so many cycles: 0, if it is one for newcomers alone.
         """
@@ -235,7 +235,7 @@ class Planner(FixedK):
             record.last = cycle.number
 
     def _learn_of(self, name: str, s: TextSequence, cycle: Cycle) -> None:
-        """What a cycle says of one drafter."""
+        """Learn from a cycle about one drafter."""
         candidate, text = self.candidates[s], s.drafting
         record, draft = candidate.records[name], text.drafts.get(name)
         tokens = [token.id for token in cycle.tokens]

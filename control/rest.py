@@ -1,4 +1,4 @@
-"""Does drafting pay at all? Told by the clock: tokens a second with drafts and without.
+"""Does drafting pay at all? The clock decides: tokens a second with drafts and without.
 
     plan · kept … kept · plan · kept … kept · rest … rest · plan · kept …
     └─────── a look: tokens, ms ───────┘      └ ms ┘
@@ -6,7 +6,7 @@
 What the controller expects of drafts leaves out what it takes to choose them, to read what was
 missed, and whatever else the machine does meanwhile. So all of a cycle's time is held against all
 of its tokens. Where drafts lose, nothing is chosen for so long that a look loses a small part of
-the time. And where choosing takes long, a choice is kept for some cycles.
+the time. And where choosing takes long, a choice serves some cycles.
 """
 
 from collections import deque
@@ -64,10 +64,10 @@ class Rest:
             self.tokens += tokens
             self.time += time
 
-    def _fade(self, kept: float) -> None:
-        self.cycles *= kept
-        self.tokens *= kept
-        self.time *= kept
+    def _fade(self, decay: float) -> None:
+        self.cycles *= decay
+        self.tokens *= decay
+        self.time *= decay
 
     def see_plain(self, batch: int, ms: float) -> None:
         """A cycle without drafts."""

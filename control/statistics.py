@@ -44,7 +44,7 @@ class Statistics:
     prefills: int = 0  # target forwards that read a prompt and gave its first token
     target_passes: int = 0  # target forwards after those
     drafted_at: list[int] = field(default_factory=list)  # by position in the draft
-    # Of those drafted: with everything before them accepted.
+    # Drafted tokens with everything before them accepted.
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)  # cycles by tokens accepted
@@ -56,7 +56,7 @@ class Statistics:
     def record(self, drafted: int, kinds: list[str], beside: int = 0) -> None:
         """Count one cycle: `drafted` tokens judged, and the kind of each token that stays.
 
-        `beside` more were drafted in other branches; positions are those of the text's own.
+        `beside` more were drafted in other branches; positions are those of the text's branch.
         Example: record(3, ["accepted", "recovered"]) counts 3 drafted, 1 accepted, 1 recovered.
         """
         accepted = kinds.count("accepted")
@@ -123,7 +123,7 @@ class Statistics:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Of the tokens after the prefill's."""
+        """Mean ms per token after the prefill's token."""
         return ratio(
             self.draft_ms + self.verify_ms + self.other_ms, self.completion_tokens - self.prefills
         )
@@ -146,8 +146,8 @@ class Statistics:
         """Expected tokens per cycle / (draft tokens per cycle · c + t_verify), by `costs`.
 
         With one alpha for all positions a draft of n tokens gives 1 + α + … + αⁿ of them. The
-        engine's own time is left out, and so are differences between positions: measured against
-        predicted tells what those cost.
+        time of the engine itself is left out, and so are differences between positions: measured
+        against predicted shows what those cost.
         """
         alpha = ratio(self.num_accepted_draft_tokens, sum(self.reached_at)) or 0.0
         drafted = sum(count * alpha**i for i, count in enumerate(self.drafted_at, 1))
@@ -159,8 +159,8 @@ class Statistics:
         """The `speculative_decoding` block; the histogram has K + 1 buckets, K the largest seen."""
         num_spec_tokens = max(num_spec_tokens, len(self.acceptance_histogram) - 1)
         missing = num_spec_tokens + 1 - len(self.acceptance_histogram)
-        told = {"num_spec_tokens": num_spec_tokens} | {n: getattr(self, n) for n in _COUNTERS}
-        return told | {"acceptance_histogram": self.acceptance_histogram + [0] * missing}
+        counts = {"num_spec_tokens": num_spec_tokens} | {n: getattr(self, n) for n in _COUNTERS}
+        return counts | {"acceptance_histogram": self.acceptance_histogram + [0] * missing}
 
     def per_position(self) -> dict[str, list[float | None]]:
         """Acceptance by position in the draft: of all drafted, and of those that were reached."""

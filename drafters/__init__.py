@@ -1,4 +1,4 @@
-"""Drafters by name: `load("ngram", context)`; your own: `load("mine.py:Mine", context)`."""
+"""Drafters by name: `load("ngram", context)`; from a file: `load("mine.py:Mine", context)`."""
 
 import importlib.util
 import sys
@@ -56,7 +56,7 @@ def load(name: str, context: Context) -> Drafter:
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise
-    except Exception as error:  # a drafter of one's own may fail in any way
+    except Exception as error:  # a user's drafter may raise anything
         file, what = getfile(drafter_class), f"drafter {name} failed to start: {in_short(error)}"
         if place := line_of(error, file):
             raise ValueError(what + place) from error
@@ -77,12 +77,12 @@ def load_all(
     ValueError if one asked for does not fit.
     """
     loaded: dict[str, Drafter] = {}
-    own = wanted if wanted not in (AUTO, TREE, PLAIN) else None
+    selected = wanted if wanted not in (AUTO, TREE, PLAIN) else None
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
-    context = replace(context, wanted=own)
-    default, asked = wanted, {own, "ngram", *context.named}
-    for name in dict.fromkeys([own, *NAMES] if own else NAMES):
-        if name == _COSTLY and name != own and not chooses:
+    context = replace(context, wanted=selected)
+    default, asked = wanted, {selected, "ngram", *context.named}
+    for name in dict.fromkeys([selected, *NAMES] if selected else NAMES):
+        if name == _COSTLY and name != selected and not chooses:
             continue
         try:
             drafter = load(name, context)
@@ -93,9 +93,9 @@ def load_all(
                 LOG.warning("going on without %s: %s", name, error)
             continue  # this target has no MTP head, say
         if drafter.name in (*loaded, AUTO, TREE, PLAIN):
-            raise ValueError(f"the name {drafter.name!r} of {own} is taken: give it another")
+            raise ValueError(f"the name {drafter.name!r} of {selected} is taken: give it another")
         loaded[drafter.name] = drafter
-        if name == own:
+        if name == selected:
             default = drafter.name
     if wanted is None:
         default = AUTO if len(loaded) > 1 and may_choose else first_choice(loaded)
@@ -108,11 +108,11 @@ def _check(drafter: Drafter, context: Context) -> None:
     if not isinstance(at_once, int) or at_once < 0:
         raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
     for name in ("open", "propose", "propose_batch", "observe", "close"):
-        wanted, own = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
+        wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
         try:
-            signature(own).bind(*wanted[1:])
+            signature(method).bind(*wanted[1:])
         except TypeError as error:
-            place = line_of(error, getfile(type(drafter)), own)
+            place = line_of(error, getfile(type(drafter)), method)
             what = f"{name} of {drafter.name} is called with other arguments{place}"
             raise ValueError(f"{what}: write def {name}({', '.join(wanted)})") from error
     if not drafter.needs_hidden or context.target is None:
@@ -141,12 +141,12 @@ def _class_from_file(name: str) -> type[Drafter]:
         place = line_of(error, spec.origin or "")
         what = f"drafter file {path_text!r} failed to load: {in_short(error)}{place}"
         raise ValueError(what) from error
-    found = getattr(module, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Drafter)):
-        if not isinstance(found, type) or found.__module__ != spec.name:
+    drafter_class = getattr(module, attribute, None)
+    if not (isinstance(drafter_class, type) and issubclass(drafter_class, Drafter)):
+        if not isinstance(drafter_class, type) or drafter_class.__module__ != spec.name:
             raise ValueError(f"drafter file {path_text!r} has no class {attribute!r} of its own")
-        where = f"{path_text}, line {getsourcelines(found)[1]}"
+        where = f"{path_text}, line {getsourcelines(drafter_class)[1]}"
         raise ValueError(f"{attribute} is no drafter ({where}): write class {attribute}(Drafter)")
-    if "name" not in vars(found):  # an inherited name is another drafter's
-        found.name = attribute
-    return found
+    if "name" not in vars(drafter_class):  # an inherited name is another drafter's
+        drafter_class.name = attribute
+    return drafter_class

@@ -70,11 +70,11 @@ class Context:
     prompt_lookup_min: int = 1
     wanted: str | None = None  # the drafter that the command line names
     named: tuple[str, ...] = ()  # and those whose models it names
-    fast: bool = True  # models of one's own may run in kernels/
+    fast: bool = True  # a drafter's models may run in kernels/
     quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
     mmap: bool = False  # whether weights may stay in mapped files
-    mtp: str | None = None  # folder or hub id of an MTP head that is not the target's own
+    mtp: str | None = None  # folder or hub id of an MTP head outside the target's checkpoint
     eagle3: str | None = None  # and of an EAGLE-3 head
     dflash: str | None = None  # and of a DFlash head
     prefix_cache_mb: int = 0  # for the keys and values of prompts read before; 0: none
@@ -131,7 +131,7 @@ class Chain:
         return token
 
     def draft(self, vocab_size: int = 0) -> Draft:
-        """What was drawn; `vocab_size` of the target, where the drafter knows fewer tokens."""
+        """The drawn tokens as a Draft; `vocab_size` is the target's, which may be larger."""
         probs = torch.stack(self._probs) if self._probs else None
         if probs is not None and probs.shape[1] < vocab_size:
             probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[1]))

@@ -96,10 +96,10 @@ class BlockConfig:
 
 
 class BlockKeys:
-    """What a layer's block sees in the place of a KV cache: the context's keys, then its own."""
+    """What a layer's block sees in the place of a KV cache: keys of the context, then the block."""
 
     def __init__(self, layer: nn.Module, context: Tensor, rope: list[Tensor], cache: Any) -> None:
-        """Of an attention `layer`, made of context [B, N, D]; `cache`, if any, keeps them."""
+        """The keys of an attention `layer` for context [B, N, D]; `cache`, if any, holds them."""
         shape = -1, layer.head_dim
         key = layer.k_norm(layer.k_proj(context).unflatten(-1, shape)).transpose(1, 2)
         self._key = apply_rotary_pos_emb(key, key, *rope)[1]
@@ -220,7 +220,7 @@ class DFlashDrafter(HeadDrafter):
         return not (is_sliding if is_causal is None else is_causal), window or None
 
     def _masks(self, positions: Tensor, num_keys: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """By kind of attention what blocks at `positions` [B, size] see: additive."""
+        """Additive masks of blocks at `positions` [B, size], by kind of attention."""
         keys = torch.arange(num_keys, device=positions.device)
         queries, masks = positions[:, None, :, None], {}
         for kind in dict.fromkeys(self._config.layer.layer_types):

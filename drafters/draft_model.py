@@ -46,7 +46,7 @@ class DraftModelDrafter(Drafter):
             raise ValueError(
                 "the drafter draft_model needs a model: give --draft-model DIR_OR_HUB_ID"
             )
-        if draft.cache.recurrent:  # a draft takes several forwards, and few states are kept
+        if draft.cache.recurrent:  # a draft takes several forwards, and few states are stored
             raise ValueError(
                 f"draft model {draft.name} has recurrent layers, which only a target may have: "
                 "give another --draft-model, or use --drafter ngram"
@@ -87,7 +87,7 @@ class DraftModelDrafter(Drafter):
             self._rewind(state)
         model, cache = self._draft, self._draft.cache
         fed = [state.text[cache.lengths[state.row] :] for state in states]
-        # A target of more (padded) rows may have been given an id that the draft model cannot read.
+        # A target of more (padded) rows may read an id that the draft model cannot read.
         limits = [
             limit if max(ids) < model.vocab_size else 0
             for limit, ids in zip(max_tokens, fed, strict=True)
@@ -120,7 +120,7 @@ class DraftModelDrafter(Drafter):
         """Among how many words drafts choose: the frequent ones, while texts keep to those.
 
         The output layer is a large part of a small model, so fewer words make a step faster. Ids
-        are in the order in which the tokenizer's training found the words: the most frequent first.
+        are in the order in which the tokenizer's training added the words: the most frequent first.
         """
         recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
         num_rare = sum(token >= self._num_frequent for token in recent)

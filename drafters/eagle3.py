@@ -111,12 +111,12 @@ class HeadConfig:
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Whose inputs are read where a head's config does not say."""
+    """The layers whose inputs are read where a head's config does not say."""
     return 2, num_layers // 2, num_layers - 3
 
 
 def names_of(target: Model) -> set[str]:
-    """By what a target may be known: the folders that it lies in, or the name of its file.
+    """Names of a target: the folders that it lies in, or the name of its file.
 
     Example: …/models--org--Name/snapshots/0e9e… is the hub's copy of org/Name, and
     Name.Q4_K_M.gguf a file of it.
@@ -176,7 +176,7 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.rotary_emb = LlamaRotaryEmbedding(layer)
-        self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has its own
+        self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has one
 
     @property
     def target_ids(self) -> Tensor:

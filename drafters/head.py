@@ -79,7 +79,7 @@ class HeadState(ModelState):
 
 
 class HeadDrafter(Drafter):
-    """Drafts from the target's hidden states, with KV caches of its own, batched over requests."""
+    """Drafts from the target's hidden states, with separate KV caches, batched over requests."""
 
     needs_hidden = True
     stops_early = True
@@ -87,7 +87,7 @@ class HeadDrafter(Drafter):
 
     @classmethod
     def build(cls, context: Context) -> "HeadDrafter":
-        """With the head that the option of the drafter's name names.
+        """The drafter with the head that the option of the drafter's name selects.
 
         The head is in the type and on the device of the target's embeddings. Raises ValueError,
         with one line, if no head is named, or if this one cannot be used.
@@ -181,7 +181,7 @@ class AutoregressiveDrafter(HeadDrafter):
     ) -> None:
         """`words` [n] are the target's ids of those that the head may draft; None: all.
 
-        `is_target_s` says that its layers are the target's own.
+        `is_target_s` says that its layers are part of the target.
         """
         super().__init__(context)
         target, num_rows = context.target, self._cache.num_rows
@@ -327,6 +327,6 @@ class _Pairs:
         for layer in range(1, min(num_steps + 1, len(self._hidden))):
             *older, new = self._hidden[layer]
             new = new[: max(0, len(new) - (layer - 1))]  # those behind are of drafted tokens
-            # Of the last pair that it read the token was a draft. Copies: the rest may go.
+            # The last pair it read has a drafted token. The clone lets the rest be freed.
             has_read = layer < num_steps
             state.hidden[layer] = [new[-1:].clone()] if has_read else [*older, new.clone()]

@@ -1,10 +1,10 @@
-"""Multi-token prediction: extra layers of the target's own, one per draft step (DeepSeek-V3).
+"""Multi-token prediction: extra layers of the target, one per draft step (DeepSeek-V3).
 
     embedding of the next token [D] ─ norm ─┐
     the target's last state [D] ───── norm ─┴→ eh_proj ─→ decoder layer ─ norm ─→ h' ─ lm_head ─→ d₁
                                                                    the next step's state ┘
 
-Weights: transformers' MtpModel, from the target's own checkpoint, or from one of the same layout
+Weights: transformers' MtpModel, from the target's checkpoint, or from one of the same layout
 that was trained for a target without such layers: `--mtp FOLDER`. head.py has how a head drafts.
 
 Source: arXiv 2412.19437. Not covered: layers with a window of attention.
@@ -68,7 +68,7 @@ class MtpDrafter(AutoregressiveDrafter):
         try:
             head = _load(model, num_layers)
             check_numbers(head.layers)  # the rest is the target's
-        except Exception as error:  # a family that registers no MTP weights fails in its own way
+        except Exception as error:  # a family that registers no MTP weights may raise anything
             reason = why_not_loaded(error)
             raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error
         head.to(context.target.model.device).eval().set_attn_implementation(

@@ -25,7 +25,7 @@ from .base import Context, Drafter
 
 
 class NgramDrafter(Drafter):
-    """Proposes from the request's own text."""
+    """Proposes from the text of its request alone."""
 
     name: ClassVar[str] = "ngram"
 

@@ -3,11 +3,11 @@
     KV cache (the target's)    The cat │ sat
     the copy drafts            The cat │ sat on a        reads the target's keys, writes after them
     truncated again            The cat │
-    the target verifies        The cat │ sat on the      its pass writes its own keys there
+    the target verifies        The cat │ sat on the      its pass writes its keys there
 
 Linear layers of the copy have weights of eight bits (kernels/weights.py): a quarter of float32's
 bytes, or half of bfloat16's. It mostly chooses as the target does. Where a GGUF file was unpacked
-for the target, the copy has the file's own blocks: the target's numbers in fewer bytes still. All
+for the target, the copy has the blocks of the file: the target's numbers in fewer bytes still. All
 else is shared with the target: embedding, norms and KV cache. So the copy reads no prompt.
 
 Not covered: mixtures of experts, whose experts would stay floats.
@@ -29,7 +29,7 @@ _FEW_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pa
 
 
 class SelfInt8Drafter(DraftModelDrafter):
-    """Runs a smaller copy of the target on the target's own KV cache."""
+    """Runs a smaller copy of the target on the KV cache of the target."""
 
     name: ClassVar[str] = "self_int8"
     shares_cache = is_copy = True

@@ -47,7 +47,7 @@ class Match(NamedTuple):
 class SuffixIndex:
     """A growing text, and for each n-gram in it all places just after it.
 
-    Example: after extend([1, 2, 3, 1, 2, 4, 1, 2]) the text's own longest suffix that was followed
+    Example: after extend([1, 2, 3, 1, 2, 4, 1, 2]) the text's longest suffix that was followed
     is Match(2, [5, 2]). Two tokens of it -> [4, 1], 0.4 + 0.4 · 0.75.
     """
 
@@ -150,7 +150,7 @@ class SuffixState:
 
 
 class SuffixDrafter(Drafter):
-    """Proposes from the request's own text and from past outputs of the server."""
+    """Proposes from the text of its request and from past outputs of the server."""
 
     name: ClassVar[str] = "suffix"
     keeps_outputs = True
@@ -160,7 +160,7 @@ class SuffixDrafter(Drafter):
         return cls(context.suffix_cache)
 
     def __init__(self, capacity: int = 0) -> None:
-        """`capacity`: tokens of past outputs that are kept; 0 for none."""
+        """`capacity`: tokens of past outputs that are stored; 0 for none."""
         self.past = PastOutputs(capacity)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> SuffixState:
@@ -183,7 +183,7 @@ class SuffixDrafter(Drafter):
             for index, match in zip(indexes, matches, strict=True)
             if index is state.index or match.length > matches[0].length
         ]
-        return max(drafts, key=lambda draft: draft[1])[0]  # of equal scores the text's own
+        return max(drafts, key=lambda draft: draft[1])[0]  # of equal scores the draft from the text
 
     def evidence(self, state: SuffixState) -> int:
         """How many tokens the last guess rests on, of the text or of past outputs."""

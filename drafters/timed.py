@@ -47,7 +47,7 @@ def line_of(error: BaseException, file: str, *methods: Any) -> str:
 
 
 class TimedDrafter(Drafter):
-    """`inner`, called in one thread of its own.
+    """`inner`, called in one separate thread.
 
     Raises TimeoutError when a call is late, and RuntimeError when the drafter wants to exit.
     """
@@ -72,9 +72,9 @@ class TimedDrafter(Drafter):
         self._thread.start()
 
     def line_of(self, error: Exception, name: str) -> str:
-        """Where the drafter failed in its method `name`, or in what the base's own goes by."""
-        own, other = type(self._inner), "open" if name == "observe" else "propose"
-        return line_of(error, getfile(own), *(getattr(own, n, None) for n in (name, other)))
+        """Where the drafter failed in its method `name`, or in one that the base class calls."""
+        kind, other = type(self._inner), "open" if name == "observe" else "propose"
+        return line_of(error, getfile(kind), *(getattr(kind, n, None) for n in (name, other)))
 
     def propose(self, state: Any, max_tokens: int) -> Draft:
         return self._call(self._inner.propose, state, max_tokens)
@@ -98,7 +98,7 @@ class TimedDrafter(Drafter):
         try:
             return future.result(self._limit_s)
         except TimeoutError as error:
-            if future.done():  # the drafter's own
+            if future.done():  # raised by the drafter itself
                 raise
             self._is_hanging = True
             late = self._late(f"a call took longer than {self._limit_s:g} s (--drafter-timeout)")
@@ -118,7 +118,7 @@ class TimedDrafter(Drafter):
 
 def _serve(calls: "queue.SimpleQueue[Any]") -> None:
     """Make the calls, until there is None: then one of them took too long."""
-    torch.set_num_threads(1)  # of this thread: a pool of its own would take the target's cores
+    torch.set_num_threads(1)  # of this thread: a second pool would take the target's cores
     with suppress(_Interrupt):  # what ends a loop may come when it has just ended
         while (call := calls.get()) is not None:
             future, method, arguments = call

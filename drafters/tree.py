@@ -12,7 +12,7 @@ child, and so on (see `verify`). All later code, from the verdict to the page, s
 this path as a chain. The KV cache keeps the accepted ones.
 
 A tree comes from one model (TreeBuilder), or from several drafters at once (`merged`). It needs the
-coupled rule, which accepts a token if it is the target's own choice: then one choice judges all
+coupled rule, which accepts a token if it is the target's choice: then one choice judges all
 branches. The rule of rejection would have to correct for each rejected branch, so there drafts are
 chains. They are also chains without compiled kernels.
 
@@ -58,7 +58,7 @@ class TreeBuilder:
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
-        """For at most `limit` tokens."""
+        """A tree of at most `limit` tokens."""
         self._state, self._limit = state, limit
         self._branch: Path = ()
         self._chances: dict[Path, float] = {}
@@ -66,7 +66,7 @@ class TreeBuilder:
 
     @property
     def _chance(self) -> float:
-        """That the whole branch is accepted."""
+        """The chance that the whole branch is accepted."""
         return self._chances.get(self._branch, 1.0)
 
     def extend(self, logits: Tensor, _: Sample) -> int:

@@ -6,7 +6,7 @@
 
 vLLM makes the proposer once, and calls `propose` after each pass. It shows its batch's rows and
 does not say whose they are: a row may be another request's than it was. So each row's text is
-compared with what the row's drafter has read. What goes on is told as a verdict; any other text is
+compared with what the row's drafter has read. What goes on becomes a verdict; any other text is
 a new request's.
 
 The pool stands between, as in the server: a drafter that fails, or proposes ids that do not exist,
@@ -25,7 +25,7 @@ from . import Context, Noise, load
 from .pool import DraftedText, DrafterPool, Task
 
 VARIABLE = "SPECULATIVE_DRAFTER"  # has the drafter's name, as --drafter has it
-TOKENS_ONLY = ("ngram", "suffix")  # of our own; those from a file are asked
+TOKENS_ONLY = ("ngram", "suffix")  # built in; drafters from a file are asked
 
 
 class Proposer:

@@ -56,9 +56,9 @@ class Entry:
 
     @property
     def card(self) -> dict[str, Any]:
-        """What /health tells of the model's origin."""
-        told = {name: getattr(self, name) for name in ("title", "licence", "origin")}
-        return told | {"source": f"{self.package} {self.version} on PyPI"}
+        """The model's origin as /health reports it."""
+        fields = {name: getattr(self, name) for name in ("title", "licence", "origin")}
+        return fields | {"source": f"{self.package} {self.version} on PyPI"}
 
 
 CATALOGUE = {
@@ -92,7 +92,7 @@ EMBEDDED = {  # models of this repository by name
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept."""
+    """The folder of fetched models."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "speculative-decoding"
 
@@ -156,10 +156,10 @@ def _fetch(entry: Entry, file: Path) -> None:
     try:
         PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
         with zipfile.ZipFile(download(entry, work)) as archive:
-            found = Path(archive.extract(entry.member, work))
-        with open(found, "rb") as written:  # whole, whenever the power is cut
+            extracted = Path(archive.extract(entry.member, work))
+        with open(extracted, "rb") as written:  # whole, whenever the power is cut
             os.fsync(written.fileno())
-        found.rename(file)
+        extracted.rename(file)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         _under_way.clear()
@@ -184,7 +184,7 @@ def download(entry: Entry, work: Path) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     command += ["--only-binary=:all:", "--require-hashes", "--retries=2", "--timeout=15"]
     command += ["--dest", str(work), "--requirement", str(requirement)]
-    # pip draws its progress on stdout, which is for our own output. A log gets none of it.
+    # pip draws its progress on stdout, which is for the program's output. A log gets none of it.
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     environment = os.environ | {"TMPDIR": str(work)}  # /tmp may be small
     with subprocess.Popen(

@@ -78,8 +78,8 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
         raise ValueError(f"{'it lacks' if key in wanted else 'unknown weight'} {key}")
     for key, weight in weights.items():
         if weight.shape != wanted[key].shape:
-            found, expected = list(weight.shape), list(wanted[key].shape)
-            raise ValueError(f"{key} is {found} instead of {expected}")
+            actual, expected = list(weight.shape), list(wanted[key].shape)
+            raise ValueError(f"{key} is {actual} instead of {expected}")
     module.load_state_dict(weights)
 
 
@@ -114,8 +114,8 @@ def why_not_loaded(error: Exception) -> str:
     for weight, lines in sorted(getattr(report, "conversion_errors", {}).items()):
         if lines.strip():
             return f"{weight}: {lines.splitlines()[-2:][0][:300]}"
-    for weight, found, wanted in sorted(getattr(report, "mismatched_keys", ())):
-        return f"{weight}: {list(found)} instead of {list(wanted)}"
+    for weight, shape, wanted in sorted(getattr(report, "mismatched_keys", ())):
+        return f"{weight}: {list(shape)} instead of {list(wanted)}"
     return in_short(error)
 
 
@@ -142,13 +142,13 @@ def _set_heap(most: int) -> None:
 
 @own_pages()
 def own_weights(module: nn.Module) -> None:
-    """Copy the weights that lie in a mapped file into memory of our own, one by one.
+    """Copy the weights that lie in a mapped file into memory of this process, one by one.
 
     Tied weights stay tied, as each parameter stays the same object.
     """
 
-    def own(weight: Tensor) -> Tensor:
+    def copied(weight: Tensor) -> Tensor:
         """The weight, or its copy: only what torch allocated can be resized."""
         return weight if weight.untyped_storage().resizable() else weight.clone()
 
-    module._apply(own)  # the way of `to`
+    module._apply(copied)  # as Module.to does

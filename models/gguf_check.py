@@ -33,9 +33,9 @@ def check_of(file: GgufFile) -> Check:
 
 def _check(name: str, architecture: str, facts: Facts, model: PreTrainedModel, length: int) -> None:
     """Raises StartError if a module computes with another number than the header has."""
-    for what, found, expected in _numbers(architecture, facts, model, length):
-        found, expected = np.float64(found), np.float64(expected)
-        if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-5, atol=0):
+    for what, actual, expected in _numbers(architecture, facts, model, length):
+        actual, expected = np.float64(actual), np.float64(expected)
+        if actual.shape != expected.shape or not np.allclose(actual, expected, rtol=1e-5, atol=0):
             where = f"{what} of the loaded model is not what the file's header says"
             raise StartError(f"{name} cannot be served: {where} (please report this)")
 

@@ -1,6 +1,6 @@
 """A packed model's matrices are compared with what gguf unpacks of the file, bit by bit.
 
-So a fault of gguf_tensors.py or of the kernels is found, in the order of rows or in a block's bits,
+So a fault of gguf_tensors.py or of the kernels shows up, in the order of rows or in a block's bits,
 before the model is served.
 """
 
@@ -29,7 +29,7 @@ def compare(model: PreTrainedModel) -> None:
     """Compare a packed model's matrices with what gguf unpacks. Raises StartError if a bit differs.
 
     Of each name and type, such as keys in Q4_K, the smallest matrix is taken: its first rows, some
-    in the middle and the last ones. Where transformers' own table moves rows, all are.
+    in the middle and the last ones. Where transformers' table moves rows, all are.
     """
     with open_model(model.path) as file, np.errstate(all="ignore"):  # numbers may be none
         empty = empty_model(file, config_of(file), torch.float32)

@@ -255,7 +255,7 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
 
 
 def _alternate(keys: _Keys, fields: dict[str, Any], every: int, layers: int) -> None:
-    """Gemma's layers: most of them have a window, and in Gemma 3 those rotate in another way."""
+    """Gemma's layers: most of them have a window, and in Gemma 3 those rotate otherwise."""
     head, base = fields["head_dim"], fields["rope_parameters"]["rope_theta"]
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     is_third = fields["model_type"] == "gemma3_text"
@@ -273,8 +273,8 @@ def _alternate(keys: _Keys, fields: dict[str, Any], every: int, layers: int) -> 
     if keys.take("rope.dimension_count_swa", head) != head or not (is_third or local == base):
         raise keys.bad("rope.freq_base_swa or rope.dimension_count_swa is not as this family's")
     if is_third:
-        own = {"rope_type": "default", "rope_theta": local}
-        fields["rope_parameters"] = {kinds[0]: fields["rope_parameters"], kinds[1]: own}
+        unscaled = {"rope_type": "default", "rope_theta": local}
+        fields["rope_parameters"] = {kinds[0]: fields["rope_parameters"], kinds[1]: unscaled}
 
 
 def _scaling(keys: _Keys, length: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes, of shape[-1] weights. Rows are whole blocks."""
+        """Bytes of a row, which has shape[-1] weights. Rows are whole blocks."""
         block, num_bytes = GGML_QUANT_SIZES[self.type]
         return self.shape[-1] // block * num_bytes
 
@@ -136,9 +136,9 @@ class GgufFile(AbstractContextManager):
         """
         num_bytes = tensor.num_bytes - start if num_bytes is None else num_bytes
         assert 0 <= start <= start + num_bytes <= tensor.num_bytes
-        given = np.empty(num_bytes, np.uint8)
-        _fill(self._files[tensor.part], given, tensor.offset + start, self.paths[tensor.part])
-        return given
+        data = np.empty(num_bytes, np.uint8)
+        _fill(self._files[tensor.part], data, tensor.offset + start, self.paths[tensor.part])
+        return data
 
     def _add(self, part: int) -> None:
         """Read the header of a part. The first one's metadata are the model's."""
@@ -152,9 +152,9 @@ class GgufFile(AbstractContextManager):
             raise BadFile(f"cannot read {path}: {error.strerror}") from error
         if not stat.S_ISREG(state.st_mode):
             raise BadFile(f"{path} is not a file")
-        given = bytearray(min(state.st_size, _HEAD))
-        _fill(file, given, 0, path)
-        head = _Head(given, state.st_size, path)
+        first = bytearray(min(state.st_size, _HEAD))
+        _fill(file, first, 0, path)
+        head = _Head(first, state.st_size, path)
         metadata, tensors = head.read(part)
         self._digest.update(head.seen)
         # As texts, for they may be anything.
@@ -189,9 +189,9 @@ def _parts(path: str) -> list[str]:
     return paths
 
 
-def _fill(file: int, given: np.ndarray | bytearray, offset: int, path: str) -> None:
-    """Read bytes from `offset` on until the array is full."""
-    view = memoryview(given)
+def _fill(file: int, buffer: np.ndarray | bytearray, offset: int, path: str) -> None:
+    """Read bytes from `offset` on until `buffer` is full."""
+    view = memoryview(buffer)
     while view:
         try:
             count = os.preadv(file, [view[: 1 << 30]], offset)
@@ -205,8 +205,8 @@ def _fill(file: int, given: np.ndarray | bytearray, offset: int, path: str) -> N
 class _Head:
     """The first bytes of a file of `size` bytes, and how far they have been read."""
 
-    def __init__(self, given: bytearray, size: int, path: str) -> None:
-        self._bytes, self._size, self._path, self._at = given, size, path, 0
+    def __init__(self, first: bytearray, size: int, path: str) -> None:
+        self._bytes, self._size, self._path, self._at = first, size, path, 0
 
     @property
     def seen(self) -> bytearray:
@@ -265,9 +265,9 @@ class _Head:
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         reader = struct.Struct(form)
-        found = reader.unpack_from(self._bytes, self._at)
+        values = reader.unpack_from(self._bytes, self._at)
         self._at += reader.size
-        return found
+        return values
 
     def _take(self, count: int) -> int:
         """Go on by `count` bytes; where they begin. Raises EOFError if they are not there."""

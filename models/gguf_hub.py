@@ -1,6 +1,6 @@
 """GGUF files of the Hugging Face hub, by the names that people know: OWNER/NAME-GGUF:Q4_K_M.
 
-Behind the colon stands how the weights are packed, as the file's own name ends. Without it Q4_K_M
+Behind the colon stands how the weights are packed, as the file's name ends. Without it Q4_K_M
 is meant, which is the usual one, or else the first file there is. All parts of a model in several
 files are fetched. What is in the hub's cache is taken from there, without a network; so is the
 first file there if a name says nothing and the hub cannot be asked.
@@ -23,23 +23,23 @@ _USUAL, _SECONDS = "q4_k_m", 20
 
 def is_named(name: str) -> bool:
     """Whether a name means a GGUF file of the hub; a folder or file of that name comes first."""
-    found = _NAME.fullmatch(name)
-    is_file = bool(found and (found[2] or found[1].lower().endswith("gguf")))
+    match = _NAME.fullmatch(name)
+    is_file = bool(match and (match[2] or match[1].lower().endswith("gguf")))
     return is_file and not Path(name).exists()
 
 
 def fetch(name: str) -> str:
     """The file on this machine, or its first part. Raises BadFile, in one line that says why."""
     repository, wanted = _NAME.fullmatch(name).groups()
-    if kept := _kept(repository, wanted or _USUAL):
-        return kept
+    if cached := _cached(repository, wanted or _USUAL):
+        return cached
     try:
         files = [entry.rfilename for entry in model_info(repository, timeout=_SECONDS).siblings]
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise BadFile(f"the hub has no {repository}, or it is not for everybody") from error
     except Exception as error:  # no network, or a hub that fails
-        if kept := _kept(repository, wanted):
-            return kept
+        if cached := _cached(repository, wanted):
+            return cached
         raise BadFile(f"cannot ask the hub for {repository}: {in_short(error)}") from error
     chosen = choose(files, wanted)
     if not chosen:
@@ -68,7 +68,7 @@ def choose(files: list[str], wanted: str | None) -> list[str]:
 
 
 def _stem(file: str) -> str:
-    """Without the ending, and the number of a part."""
+    """A file's name without the ending and the number of a part."""
     part = PART.fullmatch(file)
     return part[1] if part else file[: -len(".gguf")]
 
@@ -81,7 +81,7 @@ def _kind(file: str) -> str:
     return re.split(rf"[-./]|_(?={_TYPE.pattern})", _stem(file))[-1]
 
 
-def _kept(repository: str, wanted: str | None) -> str | None:
+def _cached(repository: str, wanted: str | None) -> str | None:
     """The file in the hub's cache, if all its parts are there: nobody is asked for it then."""
     try:
         folder = Path(snapshot_download(repository, local_files_only=True))

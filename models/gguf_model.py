@@ -2,7 +2,7 @@
 
     open_model  ->  config_of (gguf_config.py)  ->  load_model  ->  compare (gguf_compare.py)
 
-transformers' own loader would parse the file three times, 5 s each where the vocabulary is large,
+transformers' loader would parse the file three times, 5 s each where the vocabulary is large,
 and unpack on one core, with a second copy of every tensor. Here a tensor goes from the file to its
 place in pieces, on all cores. Where matrices stay as they are, all else is float32.
 """
@@ -223,7 +223,7 @@ def _use_panels(model: PreTrainedModel, matrices: dict[str, Panels | list[Panels
 def pack_copy(path: str, model: PreTrainedModel) -> None:
     """Have a copy of a model compute with the blocks of the file that was unpacked for the model.
 
-    Their numbers are the model's own, and only inputs are rounded, so the copy drafts well. Raises
+    Their numbers are the model's, and only inputs are rounded, so the copy drafts well. Raises
     BadFile.
     """
     with open_model(path) as file:

@@ -3,7 +3,7 @@
     blk.0.attn_q.weight in Q4_K  ->  model.layers.0.self_attn.q_proj.weight: floats, or panels
 
 Names, and the rows that llama.cpp has put into another order, are read from transformers' tables.
-Floats are the numbers of gguf's own `dequantize`, rounded once to the dtype asked for. Panels hold
+Floats are the numbers of gguf's `dequantize`, rounded once to the dtype asked for. Panels hold
 a file's blocks as they are: only their order changes, and a matrix lies in memory once.
 
 A new type of blocks goes into FORMS, once the kernels multiply it; gguf unpacks it without that.

@@ -8,7 +8,7 @@ A file holds a vocabulary, and a few keys that say how it is used. It is of one 
              are bytes; a text, and each text behind a special token, gets a space in front
     gemma4   characters, merged by a list; other characters are bytes
 
-With another rule the model is given other tokens than it was trained on, and nothing else tells. So
+With another rule the model reads other tokens than it was trained on, and nothing else shows it. So
 a rule that is not held here is refused, and so is a key that nobody reads. A control token and a
 user-defined one stand for their text wherever it occurs, before anything is split.
 
@@ -90,7 +90,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         if reason := _why_not(facts, words, kinds):
             raise BadFile(f"{file.name}: {reason}")
         _last[:] = [(made_of, _made_of(facts, words, kinds))]
-    # As `tokenizer_object` it would be copied, by way of JSON, in 0.5 s.
+    # As `tokenizer_object` it would be copied through JSON, in 0.5 s.
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
     tokenizer._tokenizer = backend = _last[0][1]
     options = {key: facts[key] for key in ("add_bos_token", "add_eos_token")}
@@ -110,24 +110,24 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
 def _facts_of(metadata: dict[str, Any]) -> dict[str, Any]:
     """What a file says of its tokenizer, and llama.cpp's defaults."""
     keys = (key for key in metadata if key.startswith("tokenizer."))
-    given = {key.removeprefix("tokenizer.ggml."): metadata[key] for key in keys}
-    if not 0 <= given.get("padding_token_id", 0) < len(given["tokens"]):
-        del given["padding_token_id"]  # nothing is padded by it
-    architecture, is_piece = metadata["general.architecture"], given["model"] == "llama"
+    entries = {key.removeprefix("tokenizer.ggml."): metadata[key] for key in keys}
+    if not 0 <= entries.get("padding_token_id", 0) < len(entries["tokens"]):
+        del entries["padding_token_id"]  # nothing is padded by it
+    architecture, is_piece = metadata["general.architecture"], entries["model"] == "llama"
     facts = {
         "architecture": architecture,
-        "add_bos_token": is_piece or given.get("pre") in _WHOLE_WORDS,
+        "add_bos_token": is_piece or entries.get("pre") in _WHOLE_WORDS,
         "add_eos_token": False,
         "add_space_prefix": is_piece and not architecture.startswith("gemma"),
     }
     if is_piece:
         facts |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     # Gemma 4 always has a BOS, whatever its files say.
-    return facts | given | ({"add_bos_token": True} if given["model"] == "gemma4" else {})
+    return facts | entries | ({"add_bos_token": True} if entries["model"] == "gemma4" else {})
 
 
 def _packed(value: Any) -> Any:
-    """What is quickly compared, and takes little memory."""
+    """A form of `value` that is quickly compared, and takes little memory."""
     return value.tobytes() if isinstance(value, Texts | np.ndarray) else value
 
 
@@ -179,8 +179,8 @@ def _made_of(facts: dict[str, Any], words: list[str], kinds: list[int]) -> Token
     else:
         merges = [(m[: (at := m.find(" ", 1))], m[at + 1 :]) for m in facts["merges"]]
     is_whole = model == "gpt2" and rule in _WHOLE_WORDS
-    given = {"byte_fallback": model != "gpt2", "ignore_merges": is_whole}
-    backend = Tokenizer(models.BPE(vocabulary, merges, **given))
+    options = {"byte_fallback": model != "gpt2", "ignore_merges": is_whole}
+    backend = Tokenizer(models.BPE(vocabulary, merges, **options))
     if model == "gpt2":
         splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[rule]]
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

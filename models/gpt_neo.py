@@ -16,11 +16,11 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 
 def follow_masks(model: nn.Module, num_keys: int) -> None:
-    """Let a GPT-Neo attend by the 4-D masks it is given, of up to `num_keys` keys. In place."""
+    """Let a GPT-Neo attend by the caller's 4-D masks, of up to `num_keys` keys. In place."""
     for module in model.modules():
         if type(module) is not GPTNeoSelfAttention:
             continue
-        # The module's own mask lets everything through from now on. A view: it takes no memory.
+        # The mask in the module lets everything through from now on. A view: it takes no memory.
         module.bias = module.bias.new_ones(1, 1, 1, 1).expand(1, 1, num_keys, num_keys)
         if module.attention_type == "local":
             module.register_forward_pre_hook(_narrow, with_kwargs=True)
@@ -30,7 +30,7 @@ def _narrow(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any,
     """Mask what is further back than the layer's window."""
     window = module.config.window_size
     mask: Tensor = options["attention_mask"]  # additive [B, 1, T, L], and causal
-    if hasattr(mask, "place"):  # of kernels/modules.py, which is told the window
+    if hasattr(mask, "place"):  # of kernels/modules.py, which takes the window
         return args, options | {"attention_mask": mask.place.mask(mask.dtype, window)}
     positions = (mask == 0).sum(-1, keepdim=True) - 1
     is_far = torch.arange(mask.shape[-1], device=mask.device) <= positions - window

@@ -3,7 +3,7 @@
 transformers and torch have functions that are marked for torch's compiler, and transformers imports
 torch.distributed.tensor wherever torch was built with it. Both bring a thousand modules, and a
 server would start a second later for code that it never runs. So in the compiler's place stands a
-module that leaves marked functions as they are, and gives way to the compiler once anything else
+module that leaves marked functions as they are, and is replaced by the compiler once anything else
 is asked of it. And while transformers is imported, torch says that it is not distributed.
 """
 
@@ -53,11 +53,11 @@ class _Parts:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """It was run when it was imported."""
+        """Does nothing: the module was run when it was imported."""
 
 
 def _load() -> ModuleType:
-    """The compiler, which takes its own place."""
+    """The compiler, imported in the place of its lazy module."""
     if isinstance(sys.modules.get(_COMPILER), _LazyCompiler):
         del sys.modules[_COMPILER]
         sys.meta_path.remove(_Parts)

@@ -33,13 +33,13 @@ from .template import renderer
 LOG = logging.getLogger("loading")
 PROGRESS = logging.getLogger("progress")
 
-LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
+LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for users that ask for it
 _opened: dict[str, GgufFile] = {}  # until they are read, so that headers are parsed once
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
 class ModelOptions(Protocol):
-    """What of the command line says how a model is loaded."""
+    """The options of the command line that say how a model is loaded."""
 
     dtype: str
     device: str
@@ -80,7 +80,7 @@ class _Read:
     tokenizer: Tokenizer
     report: dict[str, Any]  # what transformers tells of the weights
     fingerprint: str | None = None  # of a GGUF file that is served as it is
-    # Of one that was unpacked: has a copy of the model compute with the file's own blocks.
+    # For an unpacked file: makes a copy of the model compute with the blocks of the file.
     pack_copy: Callable[[PreTrainedModel], None] | None = None
     check_header: gguf_check.Check | None = None
 
@@ -190,7 +190,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
 
 @own_pages()
 def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
-    """Read a folder or a hub id. The weights come last, once all else is found sound."""
+    """Read a folder or a hub id. The weights come last, once all else is checked."""
     _check_folder(name)
     trust = {"trust_remote_code": options.trust_remote_code}
     # First: a wrong id fails here, after one small file.

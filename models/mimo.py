@@ -1,6 +1,6 @@
 """MiMo (XiaomiMiMo/MiMo-7B), which transformers lacks: a Qwen2 with a layer that drafts.
 
-The published folders bring code of their own, which a server does not run. It adds one thing to
+The published folders bring Python code, which a server does not run. It adds one thing to
 Qwen2: the MTP layer, whose weights are `model.mtp_layers.0.*`. Here they are left in the file, and
 drafters/mtp.py reads them.
 """

@@ -224,15 +224,15 @@ def prompts_of(path: str | Path) -> dict[str, str]:
     entries: list[Any] = [{"prompt": line} for line in lines]
     if Path(path).suffix == ".jsonl":
         entries = list(map(json.loads, lines))
-    found = {}
+    prompts = {}
     for i, entry in enumerate(entries, 1):
         text = entry.get("prompt") if isinstance(entry, dict) else None
         if not isinstance(text, str) or not text:
             raise ValueError(f"{path}: prompt {i} is not an object with the field prompt, a text")
-        found[str(entry.get("name", i))] = text
-    if not found or len(found) < len(entries):
-        raise ValueError(f"{path}: {'a name stands twice' if found else 'there are no prompts'}")
-    return found
+        prompts[str(entry.get("name", i))] = text
+    if not prompts or len(prompts) < len(entries):
+        raise ValueError(f"{path}: {'a name stands twice' if prompts else 'there are no prompts'}")
+    return prompts
 
 
 def ids_of(texts: dict[str, str], target: Model, is_raw: bool = False) -> dict[str, list[int]]:

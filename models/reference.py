@@ -1,4 +1,4 @@
-"""Before a model is served, its logits are compared with those of transformers' own plain forward.
+"""Before a model is served, its logits are compared with those of transformers' plain forward.
 
 A model may fail in ways that raise no error: a mask that is laid over the wrong keys, a position
 that is counted from the wrong end, a cache that a layer reads in another order. So two random texts
@@ -9,8 +9,8 @@ through the KV cache in chunks, alone and in batches with the second, with refus
     check(model)                        when all is prepared
 
 Both sides compute with the same config and weights. So a GGUF file's header is read once more by
-gguf_check.py, and the weights of a file that is served as it is are compared with gguf's, too. What
-was found is kept in the user's cache folder.
+gguf_check.py, and the weights of a file that is served as it is are compared with gguf's, too. The
+result is stored in the user's cache folder.
 
 Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
 of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
@@ -56,12 +56,12 @@ class Reference:
     logits: list[Tensor]
     tolerance: float
     is_mixture: bool
-    note: Path | None  # to be written when all is found equal
+    note: Path | None  # to be written when all logits are equal
 
     @classmethod
     @torch.inference_mode()
     def of(cls, cached: Model) -> "Reference | None":
-        """The reference of a CachedModel whose modules are still transformers' own.
+        """The reference of a CachedModel whose modules are still those of transformers.
 
         None if the same file was compared before, by the same code.
         Raises StartError if transformers itself cannot run it.
@@ -113,13 +113,13 @@ class Reference:
     @torch.inference_mode()
     def _distance(self, cached: Model) -> float:
         """How far the tokens' logits are from those expected: the farthest, or the median."""
-        found = [torch.zeros(1)]
+        parts = [torch.zeros(1)]
         for text, end, logits in _readings(cached, self.texts):
             first = len(self.texts[text]) - len(self.logits[text])  # the first token compared
             if end > first:
                 expected = self.logits[text][: end - first][-len(logits) :]
-                found.append(_distances(logits[-len(expected) :], expected).cpu())
-        distances = torch.cat(found)
+                parts.append(_distances(logits[-len(expected) :], expected).cpu())
+        distances = torch.cat(parts)
         return float(distances.median() if self.is_mixture else distances.max())
 
 

@@ -21,7 +21,7 @@ _KINDS = ("dynamic", "longrope")
 
 def rotations(model: nn.Module) -> list[tuple[Any, str | None, dict[str, Any]]]:
     """(module, kind of layer or None for all, rope parameters) of what depends on the length."""
-    found = []
+    scaled = []
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         if types is None or not hasattr(module, "config"):
@@ -29,9 +29,9 @@ def rotations(model: nn.Module) -> list[tuple[Any, str | None, dict[str, Any]]]:
         for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:
             if any(name in str(kind) for name in _KINDS):
                 parameters = module.config.rope_parameters
-                own = parameters[layer_type] if layer_type else parameters
-                found.append((module, layer_type, own))
-    return found
+                chosen = parameters[layer_type] if layer_type else parameters
+                scaled.append((module, layer_type, chosen))
+    return scaled
 
 
 def contexts(model: nn.Module, longest: int) -> tuple[int, int]:

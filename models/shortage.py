@@ -1,7 +1,7 @@
 """Too little memory, or too few threads, is one line and exit 2, not a traceback.
 
 Importing torch may take more memory than there is. So the core imports this file before torch. It
-also keeps other libraries from starting threads of their own, and Python from looking for garbage
+also keeps other libraries from starting more threads, and Python from looking for garbage
 too often. Signals end a server well from here on.
 """
 
@@ -39,7 +39,7 @@ def tell_error(reason: str) -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends the process, mostly an import that failed."""
+    """sys.excepthook: handles what ends the process, mostly an import that failed."""
     if is_shortage(error):
         raise SystemExit(told(error))
     sys.__excepthook__(kind, error, trace)

@@ -1,8 +1,8 @@
-"""What a KV cache must know of a model, found out by running it: windows, and layers that cache.
+"""What a KV cache must know of a model, measured by running it: windows, and layers that cache.
 
 A config does not tell it. A Llama whose config has a `sliding_window` ignores it, and a layer may
-keep two caches. So the model reads a few tokens while its mask makers are watched. A mask maker is
-given a rule, (query position, key position) -> seen or not, and a rule can be asked about positions
+keep two caches. So the model reads a few tokens while its mask makers are watched. A mask maker
+takes a rule, (query position, key position) -> seen or not, and a rule can be asked about positions
 far behind those few tokens.
 
 The KV cache serves two rules: a token sees all tokens before it, or the last `window` of them.
@@ -43,9 +43,9 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class Structure:
-    """What `examine` found."""
+    """The result of `examine`."""
 
-    windows: dict[str, int | None]  # by kind of layer, how far back it sees; None: all the way
+    windows: dict[str, int | None]  # by kind of layer, how far back it sees; None: to the start
     num_cache_layers: int
     length: int  # how many positions the windows hold for
     has_experts: bool  # whether layers choose among experts
@@ -59,7 +59,7 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
     are none. Raises UnsupportedModel.
     """
     config = model.config.get_text_config()
-    # ALiBi's position bias cannot be given as a 4-D mask.
+    # ALiBi's position bias cannot be expressed as a 4-D mask.
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise UnsupportedModel("uses ALiBi, which is not supported")
     if "position_ids" not in signature(model.forward).parameters:
@@ -77,7 +77,7 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
         kind = kinds[layer] if layer < len(kinds) else FULL
         if windows.setdefault(kind, window) != window:
             raise UnsupportedModel("has layers of one kind with different windows")
-    if len(set(windows.values())) < 2:  # layers that make no mask of their own follow the others
+    if len(set(windows.values())) < 2:  # layers that make no mask follow the others
         windows = dict.fromkeys([FULL, *kinds], next(iter(windows.values()), None))
     windows = dict.fromkeys(kinds) | windows
     num_cache_layers = num_cache_layers or config.num_hidden_layers
@@ -95,13 +95,13 @@ class _Watch:
 
     def note(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward hook. A block comes before its attention, so the attention's mask stays."""
-        for given in (*args, *options.values()):
+        for argument in (*args, *options.values()):
             for mask, rule in self.made:
-                if mask is given:
+                if mask is argument:
                     self.rules[module.layer_idx] = rule
 
     def watched(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What stands in the place of one of transformers' mask makers."""
+        """The replacement of one of transformers' mask makers."""
 
         def make_and_note(*args: Any, mask_function: Rule, **options: Any) -> Tensor:
             """Make the whole mask, and note it with its rule."""
@@ -119,13 +119,13 @@ def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
     """Let the model read a few tokens.
 
     Returns each layer's rule, how many layers of a cache it uses, and whether some of these hold
-    states. Layers that make their own masks have no rule here. Raises UnsupportedModel.
+    states. Layers that make masks themselves have no rule here. Raises UnsupportedModel.
     """
     ids, watch = torch.ones(1, _NUM_READ, dtype=torch.long, device=model.device), _Watch()
     with ExitStack() as stack:
         for name in ("sdpa", "eager"):
             _MAKERS[name] = watch.watched(_MAKERS[name])
-            stack.callback(_MAKERS.pop, name)  # transformers' own then show again
+            stack.callback(_MAKERS.pop, name)  # transformers' makers are visible again
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 hook = module.register_forward_pre_hook(watch.note, with_kwargs=True)

@@ -1,7 +1,7 @@
 """A child that writes conversations as texts, with bounds of time and memory.
 
 A chat template is code that comes with a model, and one operation of it may ask for any time and
-memory. In the child transformers' own function renders it. A line of JSON is sent, and one comes
+memory. In the child a function of transformers renders it. A line of JSON is sent, and one comes
 back. The child ends by itself when the time is over, or we are gone. Only Linux bounds memory.
 """
 
@@ -32,7 +32,7 @@ class Renderer:
             self._end()  # its pipes are closed
             words = [sys.executable, "-P", __file__]  # -P: modules beside it are none of others
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            # In a session of its own it gets no Ctrl-C, which is for us.
+            # In a separate session it gets no Ctrl-C, which is for us.
             self.child = subprocess.Popen(words, start_new_session=True, **pipes)
         return self.child
 
