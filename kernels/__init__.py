@@ -1,35 +1,50 @@
 """Computes models in C, with equal bits by construction: a row's depend on that row alone.
 
-This is the room's face: all that other rooms may use. The docstrings stand where the names are
-defined, in the files below.
+This is the room's face: all that other rooms may use. README.md tells how a pass runs.
+
+    setup                        before weights are read: whether models are computed in C
+    speed_up                     sets `model.compiled`, the forward of a CachedModel in C
+    report_of                    whether a model's bits depend on how it is computed: a Report
+    are_used, exclusive          whether kernels compute; within `exclusive` torch leaves the cores
+    KernelForward                what `model.compiled` is: a call, and what it says of itself
+    speed_up_head                a head's layers in C (KernelHead), by mtp_layer or eagle_layer
+    speed_up_blocks              a DFlash head's layers, which look ahead
+    run_mtp_layer                an MTP layer in transformers' modules, where nothing is compiled
+    can_chain, draft_chain       a draft of several tokens in one call, and where that can be
+    vocabulary_of                the tokens that such a draft chooses among
+    can_choose, choose, survivors, leaders, confidence
+                                 what sampling.py computes, with the same bits
+    Panels, LANES                a matrix in panels of so many outputs: floats, or a file's bytes
+    put_panels, put_experts      let a module compute with panels; matrices_of names the experts'
+    num_weights, why_not_int8    of a model, packed or not; why a device has no int8
+    Rule, convolve, step         what recurrent layers do to their states, in C and …_in_python
+    DeltaNet, DeltaStates        a gated delta net that C computes, and what a pass leaves of it
+    can_tabulate, norm_of, parts_of, softplus, with_globals
+                                 how transformers' modules are read, and what is put in their place
+
+Each name's docstring, with shapes and errors, stands where it is defined.
 """
 
 from importlib import import_module
 from typing import Any
 
 _FILES = {
-    # Before a model is loaded: whether to compute in C. Afterwards: `model.compiled`, its forward.
     "start": ("setup", "speed_up", "report_of"),
     "forward": ("KernelForward", "Report"),
-    "library": ("are_used", "exclusive"),  # exclusive: torch leaves the cores to the kernels
-    # Heads of drafters in C, and a draft of several tokens in one call.
+    "library": ("are_used", "exclusive"),
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",
         "run_mtp_layer",
     ),
     "chain": ("draft_chain", "can_chain", "vocabulary_of"),
-    # What sampling.py does, with the same bits.
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence"),
-    # Matrices in the kernels' layout, of floats or of a GGUF file's bytes.
     "weights": ("Panels", "LANES", "why_not_int8"),
     "patches": ("put_panels", "num_weights", "with_globals"),
     "experts": ("matrices_of", "put_experts"),
-    # What recurrent layers do to their states.
     "recurrent": ("Rule", "convolve", "convolve_in_python", "step", "step_in_python"),
     "decoder": ("DeltaNet", "DeltaStates"),
     "reading": ("can_tabulate",),
     "rowwise": ("softplus",),
-    # What transformers' modules consist of.
     "parts": ("norm_of", "parts_of"),
 }  # fmt: skip
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
