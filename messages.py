@@ -231,7 +231,6 @@ class Doubts(NamedTuple):
 
 
 Json = dict[str, Any]  # an object of JSON, or what is to become one
-Layers = tuple[int, ...]  # -1: the final norm's output; i: block i's, for all but the last block
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-import demo
 from control.statistics import Statistics
 from messages import Engine, Request
-from models.prompts import ids_of, prompts_of
+from models.prompts import ids_of, prompts_of, read_prompts
 from serving.options import ROOT, Options, between
 
 # A test run has imported the core already. A second copy would have classes of its own.
@@ -61,7 +60,7 @@ CHATS = by_kind(prompts_of(ROOT / "benchmarks" / "chat.jsonl"))
 
 def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
     """Token ids of the demo prompts by kind and name."""
-    return by_kind(ids_of(demo.read_prompts(), engine.target, is_raw=True))
+    return by_kind(ids_of(read_prompts(), engine.target, is_raw=True))
 
 
 def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:

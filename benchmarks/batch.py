@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 import benchmarks as bench
-import demo
 from benchmarks.servers import FORGETFUL, OURS, Server, ask, started
 from drafters.pool import PLAIN
+from models.prompts import read_prompts
 from serving.options import between
 
 SIZES = (1, 4, 8, 16)
@@ -33,7 +33,7 @@ def measure(given: Any) -> list[dict[str, Any]]:
         chat = {"chat": health["chat_template"]}
         bodies = [
             {"prompt": text, "max_tokens": given.tokens // 2 + 7 * i % 16 * given.tokens // 15}
-            for i, text in enumerate(list(demo.read_prompts(chat["chat"]).values()) * 16)
+            for i, text in enumerate(list(read_prompts(chat["chat"]).values()) * 16)
         ]
         for size in given.sizes:
             methods = {

@@ -21,10 +21,9 @@ from statistics import median
 from typing import Any
 
 import benchmarks as bench
-import demo
 from benchmarks.servers import FORGETFUL, OURS, PAUSE_S, at_once, started
 from messages import Request
-from models.prompts import ids_of
+from models.prompts import ids_of, read_prompts
 from serving.options import between
 
 CASES = {
@@ -42,7 +41,7 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
     """One row per drafter and number of clients."""
     engine, rows = bench.load_engine(**CASES[case]), []
     flags = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
-    texts = demo.read_prompts(bool(engine.target.tokenizer.chat_template))
+    texts = read_prompts(bool(engine.target.tokenizer.chat_template))
     prompts = list(ids_of(texts, engine.target).values())
 
     def call(way: str, drafter: str, prompts: list[list[int]], count: int) -> Tokens:

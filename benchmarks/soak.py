@@ -49,9 +49,9 @@ import numpy as np
 from tqdm import tqdm
 
 import benchmarks as bench
-import demo
 from benchmarks import servers
 from benchmarks.lossless import SAMPLINGS
+from models.prompts import read_prompts
 from serving.options import seconds
 
 TIMEOUT_S, MAX_TOKENS = 120.0, 160
@@ -77,7 +77,7 @@ class Text(NamedTuple):
     logprobs: Any
 
 
-TEXTS = list(demo.read_prompts().values())
+TEXTS = list(read_prompts().values())
 STOPS = ("\n", " the", ",", "return", "}", ". ", "green", "é")
 # What is no request for text: method, path, body and status. The tests try many more.
 OTHER: dict[str, tuple[str, str, str | None, int]] = {

@@ -110,6 +110,7 @@ class Planner(FixedK):
         self._chosen.pop(s, None)
 
     def plan(self, batch: list[TextSequence]) -> Plan:
+        """Choose who drafts for each sequence, keep what was chosen before, or let all rest."""
         plan = Plan([], names=frozenset([s.request.drafter for s in batch]))
         new = [s for s in batch if s.num_steps and s not in self._chosen]
         if self._left and len(new) <= len(batch) // _FEW:

@@ -86,8 +86,8 @@ class SelfInt8Drafter(DraftModelDrafter):
     def _clear(self, row: int, begin: int, end: int) -> None:
         """Zero what a draft that failed has written: a NaN would spoil the target's attention."""
         cache, slot = self._draft.cache, self._draft.cache.slot(row)
-        for layer in (layer for layer in cache.layers if layer.is_initialized):
-            layer.keys[slot, :, begin:end] = layer.values[slot, :, begin:end] = 0
+        for buffer in cache.buffers():
+            buffer[slot, :, begin:end] = 0
 
     def observe(self, state: ModelState, verdict: Verdict) -> None:
         """The engine truncates."""

@@ -175,7 +175,7 @@ class Modules:
         cache = self._cached.cache
         place = cache.current = FlatPlace(cache.current, rows)
         ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
-        with self._mode, library.exclusive():
+        with self._mode:  # `run` leaves the cores to the kernels
             logits, states = self._cached.run(ids, place, wanted, layers)
         if place.num_attended < place.num_written // 2:
             raise TypeError("layers attend by code of their own")

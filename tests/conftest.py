@@ -19,6 +19,7 @@ import demo
 from drafters import Drafter
 from kernels import start
 from messages import Request, Verdict
+from models.prompts import read_prompts
 from sampling import Noise, truncated_softmax
 from serving import assembly, retry, trace
 from serving.options import Options
@@ -113,7 +114,7 @@ def demo_engine() -> Any:
 @pytest.fixture
 def main(demo_engine: Any, monkeypatch: Any, capsys: Any) -> Callable[..., tuple[int, str, str]]:
     """The command line on the engine that is loaded, and few demo prompts: (status, out, err)."""
-    prompts = demo.read_prompts()
+    prompts = read_prompts()
     few = {name: prompts[name] for name in ("repetitive_colours", "easy_facts", "hard_prose")}
     monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
     monkeypatch.setattr(demo, "read_prompts", lambda is_chat=False: few)
@@ -149,7 +150,7 @@ def demo_reference(reference: Callable[[Any], Any]) -> Any:
 def prompts() -> dict[str, list[int]]:
     """The demo prompts as token ids."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
+    return {name: tokenizer(text)["input_ids"] for name, text in read_prompts().items()}
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ import speculative_decoding as core
 import torch
 from conftest import TARGET, run, scripted_engine
 
-import demo
 import drafters
+from models.prompts import read_prompts
 from serving.options import Options
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
-NAMES = tuple(demo.read_prompts())
+NAMES = tuple(read_prompts())
 
 
 @pytest.mark.parametrize("k", [1, 4, 16])
