@@ -59,8 +59,10 @@ def measure(capsys, monkeypatch):
     def run(name, *arguments):
         monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
         prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
-        monkeypatch.setattr(bench.demo, "read_prompts", lambda is_chat=False: prompts)
         module = importlib.import_module(f"benchmarks.{name}")
+        for reader in (bench, module):
+            read = lambda is_chat=False: prompts  # noqa: E731
+            monkeypatch.setattr(reader, "read_prompts", read, raising=False)
         monkeypatch.setattr(module, "started", forked, raising=False)
         module.main(list(map(str, arguments)))
         *table, line = capsys.readouterr().out.splitlines()
