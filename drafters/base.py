@@ -149,6 +149,7 @@ class Drafter(ABC):
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
     drafts_at_once: int = 0  # tokens of its longest draft, if a shorter one costs as much
     # Built-in drafters only:
+    needs: str = ""  # a field of the request: without it no state is opened, else `take` gets it
     shares_cache: bool = False  # a state gets `row`, the target's
     stops_early: bool = False  # a state is a ModelState
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same

@@ -68,6 +68,8 @@ class DraftedText:
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # a drafter's fault that is to end the request
     num_cached: int = 0  # tokens of the prompt that came from the prefix cache
+    accepted: Counter[str] = field(default_factory=Counter)  # tokens, by drafter that `needs` a
+    rejected: Counter[str] = field(default_factory=Counter)  # field, and those verified in vain
     # Of chunks of a prompt that are read, by the position of their first token.
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     # Of the text since its beginning, one after the other: states [tokens, D] by layer.
@@ -121,9 +123,11 @@ class DrafterPool:
     def open(self, text: DraftedText) -> None:
         """Let the drafters that a new request names read along."""
         request, failed = text.request, dict[str, Exception]()
-        for name in self.choices[request.drafter] if request.drafter else ():
+        for name in self.readers(request):
             try:
                 state = self._call(name, "open", request.prompt, request.drafting, text.noise)
+                if needed := self.drafters[name].needs:
+                    state.take(getattr(request, needed))
                 text.states[name] = state
                 if self.drafters[name].shares_cache:
                     state.row = text.row
@@ -138,6 +142,12 @@ class DrafterPool:
             text.num_cached = self.prefixes.length(text.row)
             # Of no layers, too: what is read next does not begin at the text's first token.
             text.hidden = {0: hidden} if text.num_cached else {}
+
+    def readers(self, request: Request) -> list[str]:
+        """The drafters that read along with a request; first those for what it alone has."""
+        needs = {name: self.drafters[name].needs for name in self.choices.get(request.drafter, ())}
+        able = [name for name, field in needs.items() if not field or getattr(request, field)]
+        return sorted(able, key=lambda name: not needs[name])
 
     def remember_prompt(self, text: DraftedText, states: dict[int, Tensor]) -> None:
         """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""
@@ -282,9 +292,14 @@ class DrafterPool:
         num_rejected = verdict.drafted - verdict.accepted
         if num_rejected:  # else a view of each would cost as much as all else here
             hidden = {layer: states[:-num_rejected] for layer, states in hidden.items()}
-        came, text.hidden, text.draft = Missed(verdict.tokens, hidden), {}, None
+        came, verified = Missed(verdict.tokens, hidden), text.draft or Draft()
+        text.hidden, text.draft = {}, None
         self.remember_prompt(text, hidden)
         for name in [name for name in text.drafts if name in text.states]:
+            if self.drafters[name].needs:
+                num_verified, num_kept = fate(text.drafts[name].tokens, verified, verdict.tokens)
+                text.accepted[name] += num_kept
+                text.rejected[name] += num_verified - num_kept
             if is_last and not self.drafters[name].keeps_outputs:
                 continue
             try:
@@ -405,6 +420,23 @@ def check_tokens(tokens: object, vocab_size: int) -> None:
             how = "" if kind == "int" else f" (a {kind}: write int(token))"
             what = f"proposed {token!r:.100}, which is no id below {vocab_size}"
             raise ValueError(what + how)
+
+
+def fate(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
+    """How many tokens of a drafter's chain were verified, and how many of them the text got.
+
+    Those behind an end of text count as not verified. `came` are the tokens that the text got.
+
+    Example: 5 6 7 in a tree that has 5 6 and 5 8; the text got 5 8 9 -> 2, 1.
+    """
+    at, num_verified, num_kept = -1, 0, 0
+    for token in chain:
+        below = [i for i in verified.children(at) if verified.tokens[i] == token]
+        if not below or num_kept == len(came):
+            break
+        at, num_verified = below[0], num_verified + 1
+        num_kept += came[num_kept] == token and num_kept == num_verified - 1
+    return num_verified, num_kept
 
 
 def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:

@@ -14,9 +14,16 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
-from drafters.pool import PLAIN
+from drafters.pool import AUTO, PLAIN, TREE
 from messages import Engine, Json, Request, RequestError, Sampling, check_prompt
-from models.prompts import Tokenizer, chat_ids, is_text, large_bodies, prompt_ids
+from models.prompts import (
+    Tokenizer,
+    chat_ids,
+    is_text,
+    large_bodies,
+    prediction_ids,
+    prompt_ids,
+)  # fmt: skip
 
 
 def parse_json(data: bytes) -> Json:
@@ -44,6 +51,7 @@ def parse_json(data: bytes) -> Json:
 
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
+_PREDICTION = "prediction"  # the name of the field, and of its drafter
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
 Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
@@ -83,7 +91,7 @@ _CHECKS: dict[str, Check] = {
         "true, false or an integer from 0 to 20",
     ),
 }
-_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options"])
+_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options"])
 _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
 _SAMPLING = [field.name for field in fields(Sampling)]
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
@@ -131,6 +139,19 @@ def _read_prompt(
     return prompt
 
 
+def _expect(fields: Json, known: Json, tokenizer: Tokenizer | None, max_length: int) -> list[str]:
+    """Put the prediction's ids into the fields, whose drafter is chosen; returns warnings."""
+    value, drafter = known.get("prediction", ""), fields["drafter"]
+    fields["prediction"] = ids = prediction_ids(value, tokenizer, max_length)
+    if known.get("drafter") == _PREDICTION and not ids:
+        raise RequestError("drafter prediction goes with a prediction", param="drafter")
+    if ids and drafter not in (AUTO, TREE, _PREDICTION):
+        return [f"prediction was not used: the drafter is {drafter or PLAIN}"]
+    if ids and "num_speculative_tokens" not in known:  # long drafts pay: most tokens are right
+        fields["num_speculative_tokens"] = MAX_SPECULATIVE_TOKENS
+    return []
+
+
 def parse_fields(
     body: Json, tokenizer: Tokenizer | None, drafters: Collection[str], defaults: Json,
     model: str, max_length: int, vocab_size: int,
@@ -174,11 +195,12 @@ def parse_fields(
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
     fields["sampling"] = Sampling(**{name: fields.pop(name) for name in _SAMPLING})
+    warnings = _expect(fields, known, tokenizer, max_length)
     unknown = islice((name for name in body if name not in _KNOWN), _MAX_NAMED)
     notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown]
     if more := len(body) - len(body.keys() & _KNOWN.keys()) - len(notes):
         notes.append(f"{more} more unknown fields were ignored")
-    return fields, notes
+    return fields, warnings + notes
 
 
 def parse_request(
