@@ -24,12 +24,12 @@ __all__ = [
 _REGISTRY = {
     "ngram": "drafters.ngram:NgramDrafter",
     "suffix": "drafters.suffix:SuffixDrafter",
-    "prediction": "drafters.prediction:PredictionDrafter",
     "draft_model": "drafters.draft_model:DraftModelDrafter",
     "mtp": "drafters.mtp:MtpDrafter",
     "eagle3": "drafters.eagle3:Eagle3Drafter",
     "dflash": "drafters.dflash:DFlashDrafter",
     "self_int8": "drafters.self_int8:SelfInt8Drafter",
+    "prediction": "drafters.prediction:PredictionDrafter",
 }
 NAMES = tuple(_REGISTRY)
 _COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it

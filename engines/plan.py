@@ -265,7 +265,7 @@ def show_plan(engine: Engine, options: Options, flags: Namespace) -> int:
     for name, drafter in engine.pool.drafters.items():
         if name in _SGLANG or (name not in NAMES and not drafter.needs_hidden):
             names.append(name)
-        elif name not in left_out:
+        elif name not in left_out and not drafter.needs:  # no prompt here has what it needs
             left_out.append(name)
     options = replace(options, max_running=flags.max_running or RUNNING_ELSEWHERE)
     prompts = prompts_for(engine, options, flags)

@@ -673,7 +673,9 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
         return made
 
     late, at_once = drafts(False), drafts(True)
-    assert late == at_once and {name for name, tokens, _ in late if tokens} == set(loaded)
+    assert late == at_once and {name for name, tokens, _ in late if tokens} == {*loaded} - {
+        "prediction"
+    }
 
 
 @pytest.mark.parametrize("name", ["draft_model", "mtp"])
