@@ -7,6 +7,7 @@ requests without a prediction.
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
@@ -19,7 +20,8 @@ from control.controller import Candidate
 from control.rest import Rest
 from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
-from messages import Draft, Request
+from engines.app import refuse_what_it_cannot
+from messages import Draft, Request, RequestError
 from models import prompts as reading
 from models.prompts import prediction_ids
 from serving.options import Options
@@ -101,6 +103,13 @@ def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
         assert s.output == text and s.drafting.accepted["prediction"] >= least * len(text)
         if prediction == text:
             assert max(len(event["proposals"]) for event in events) == 16
+
+
+def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
+    """Where drafts lose by the clock for other texts, a prediction is tried all the same."""
+    for prediction in ((), (5, 6), ()):
+        run(engine, prompts["easy_facts"], prediction=prediction, drafter="auto", max_tokens=6)
+    assert len({who for _, who in engine.controller._rests}) == 2
 
 
 def test_a_certain_draft_pays_though_rows_have_become_dearer():
@@ -232,7 +241,7 @@ def test_it_proposes_what_it_was_given_alone():
         ([5, 6, 7], Draft([4, 5], parents=[-1, -1]), [4, 9], (1, 0)),
         ([5, 6], Draft([4]), [4, 6], (0, 0)),
     ],
-    ids=str,
+    ids=["some", "all", "none", "end of text", "branch", "other branch", "absent"],
 )
 def test_the_fate_of_a_chain_is_counted_as_far_as_it_was_verified(chain, tree, came, counts):
     assert fate(chain, tree, came) == counts
@@ -334,9 +343,25 @@ def test_what_is_no_prediction_is_refused(client, route):
 def test_its_ids_are_those_of_the_text_alone(demo_engine, monkeypatch):
     """Without special tokens; a long one waits for its turn, as long prompts do."""
     tokenizer, sizes = demo_engine.target.tokenizer, []
-    ids = prediction_ids("def f(x):", tokenizer, 256)
-    assert tokenizer.decode(ids) == "def f(x):"
+
+    class Marking:
+        """A tokenizer that begins texts with a special token, unless it is told not to."""
+
+        get_vocab = tokenizer.get_vocab
+
+        def __call__(self, text, add_special_tokens=True, **options):
+            return {"input_ids": [0] * add_special_tokens + tokenizer(text)["input_ids"]}
+
     take = reading.long_texts.take
     monkeypatch.setattr(reading.long_texts, "take", lambda size: sizes.append(size) or take(size))
-    prediction_ids("x" * 30_000, tokenizer, 1 << 20)
-    assert sizes == [30_000]
+    for text in ("def f(x):", "x" * 30_000):
+        assert prediction_ids(text, Marking(), 1 << 20) == (*tokenizer(text)["input_ids"],)
+    assert sizes == [9, 30_000]
+
+
+def test_another_engine_refuses_it():
+    engine = SimpleNamespace(drafter=None, kind="vllm", num_spec_tokens=None)
+    with pytest.raises(RequestError, match="cannot draft from it") as refused:
+        refuse_what_it_cannot({"prompt": "x", "prediction": "y"}, engine)
+    assert refused.value.param == "prediction"
+    refuse_what_it_cannot({"prompt": "x", "prediction": ""}, engine)
