@@ -336,9 +336,8 @@ def compare(
     """One prompt by plain decoding and by each drafter, in turn; times are medians."""
     wanted = request_of(prompt, PLAIN, options)
     settings = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
-    drafters, default = engine.pool.drafters, engine.default_drafter
-    special = {TREE, *(name for name, drafter in drafters.items() if drafter.needs)} - {default}
-    methods = [name for name in engine.pool.choices if name not in special]
+    left_out = engine.pool.special | {TREE} - {engine.default_drafter}
+    methods = [name for name in engine.pool.choices if name not in left_out]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
     runs: dict[str, list[TextSequence]] = {name: [] for name in methods}
     for _ in range(repeats):

@@ -33,6 +33,7 @@ from serving.options import ROOT, Options, between
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
+SPECIAL = {"prediction"}  # drafters that need the field of that name in a request
 
 
 # ------------------------------------------------------------------------------------- engines

@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    choices = list(engine.pool.choices)
+    choices = [name for name in engine.pool.choices if name not in bench.SPECIAL]
     given.drafters = given.drafters or choices
     if unknown := set(given.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")

@@ -29,7 +29,8 @@ def measure(given: Any) -> list[dict[str, Any]]:
     command, rows = [*OURS, *FORGETFUL, "--model", given.model], list[dict[str, Any]]()
     with started([*command, "--max-running", str(max(SIZES))]) as server:
         health = server.health()
-        names = [PLAIN, *(name for name in health["drafters"] if name != bench.AUTO), bench.AUTO]
+        others = [n for n in health["drafters"] if n not in bench.SPECIAL | {bench.AUTO}]
+        names = [PLAIN, *others, bench.AUTO]
         chat = {"chat": health["chat_template"]}
         bodies = [
             {"prompt": text, "max_tokens": given.tokens // 2 + 7 * i % 16 * given.tokens // 15}
@@ -42,8 +43,8 @@ def measure(given: Any) -> list[dict[str, Any]]:
             }
             timed = bench.interleave(methods, given.runs, f"{size} clients")
             rows += [{"clients": size} | row_of(name, timed) for name in names]
-            others = [timed[name].ms for name in names[:-1]]
-            rows[-1]["of_best"] = of_best(timed[bench.AUTO].ms, others)
+            each_ms = [timed[name].ms for name in names[:-1]]
+            rows[-1]["of_best"] = of_best(timed[bench.AUTO].ms, each_ms)
     return rows
 
 

@@ -96,6 +96,7 @@ class DrafterPool:
         """
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
         self.prefixes, self.can_branch = prefixes, can_branch
+        self.special = {name for name, drafter in drafters.items() if drafter.needs}
         # What a request may ask for, and the drafters that this means: of several, the one to
         # begin with stands first.
         first = default if default in drafters else first_choice(drafters)
