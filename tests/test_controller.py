@@ -64,7 +64,7 @@ def controller(c=0.2, batch=1, **given):
 def settle(own, asks, batch):
     """The decisions on these once their texts have a pace: the last without a probe."""
     for _ in range(100):
-        decisions = own.plan(asks, batch)
+        decisions = own.decide(asks, batch)
         if not any(decision.is_probe for decision in decisions):
             found = decisions
     return found
@@ -230,8 +230,8 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(
     sampling = core.Sampling(temperature=0.8, verification=rule)
     request = Request(prompts["hard_docs"], 40, "mtp", 5, sampling=sampling)
     engine, least = engine_of(demo_engine, {"mtp": 1}), set()
-    plan, propose = engine.controller.plan, engine.pool.propose
-    engine.controller.plan = lambda *asks: [d._replace(least_chance=0.25) for d in plan(*asks)]
+    decide, propose = engine.controller.decide, engine.pool.propose
+    engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
 
     def proposed(texts, tasks):
         (task,) = tasks
@@ -295,7 +295,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     for _ in range(200):
         record.observe(K, 0)
     for _ in range(1000):
-        (decision,) = own.plan([Candidate({"own": record}, K, 1000)], 1)
+        (decision,) = own.decide([Candidate({"own": record}, K, 1000)], 1)
         asked.append(decision.num_tokens)
         record.observe(decision.num_tokens, 0)
     assert max(asked) == 1
@@ -303,7 +303,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     spent = sum(asked) * (decision.break_even - decision.alpha)
     assert 0.5 < spent / (PROBE_BUDGET * 1000) <= 1.01
     for _ in range(200):  # now the text has become easy
-        (decision,) = own.plan([Candidate({"own": record}, K, 1000)], 1)
+        (decision,) = own.decide([Candidate({"own": record}, K, 1000)], 1)
         record.observe(decision.num_tokens, decision.num_tokens)
     assert decision.num_tokens >= 5 and not decision.is_probe
 
@@ -324,7 +324,7 @@ def test_a_probe_pays_for_what_is_not_done_anyway_and_newcomers_get_none():
     asks = [Candidate({"own": record}, K, 1000) for record in records]
     own._saved["own"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
     for cycles in (0, 1):
-        probes = [decision.is_probe for decision in own.plan(asks, 4, cycles)]
+        probes = [decision.is_probe for decision in own.decide(asks, 4, cycles)]
         assert probes == [False] * 3 + [cycles > 0]
 
 
@@ -397,7 +397,7 @@ def live(own, num_cycles, slowness=()):
     """
     num_drafts, record = 0, own.record("own", "greedy")
     for cycle in range(num_cycles):
-        count = own.plan([Candidate({"own": record}, 5, 100)], 1)[0].num_tokens
+        count = own.decide([Candidate({"own": record}, 5, 100)], 1)[0].num_tokens
         times = slowness[cycle] if cycle < len(slowness) else 1.0
         if count:
             own.costs.observe_draft("own", [count], record.unread, times * count)
@@ -489,8 +489,8 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
 def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompts, temperature):
     """Each cycle's own tokens against the guess; a silent model always drafts."""
     engine = engine_of(demo_engine, {"silent": 0, "ngram": 0}, silent=lambda tokens, n: [])
-    plan, ngram = engine.controller.plan, demo_engine.pool.drafters["ngram"]
-    engine.controller.plan = lambda asks, batch, cycles: plan(
+    decide, ngram = engine.controller.decide, demo_engine.pool.drafters["ngram"]
+    engine.controller.decide = lambda asks, batch, cycles: decide(
         [Candidate({"silent": ask.records["silent"]}, ask.limit, 1) for ask in asks], batch
     )
     engine.planner.close = lambda s: None  # what it learned stays
@@ -582,17 +582,17 @@ def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prom
 
 
 @pytest.mark.parametrize(
-    ("size", "plans"),
+    ("size", "choices"),
     [(1, [(0, 1, 1), (1, 1, 1), (2, 2, 4)]), (4, [(0, 4, 1), (4, 4, 1), (1, 4, 0), (4, 4, 8)])],
 )
 def test_a_choice_serves_on_when_one_ends_and_where_one_joins_many(
-    demo_engine, prompts, size, plans
+    demo_engine, prompts, size, choices
 ):
     """It serves eight cycles. One of four ends in cycle 2, and in cycle 4 another's prompt is read:
     beside one other all is chosen anew, beside three it is chosen for alone.
     """
     engine, made = engine_of(demo_engine, {"own": 1}, own=script_of(1)), []
-    before(engine.controller, "plan", lambda asks, *given: made.append((len(asks), *given)))
+    before(engine.controller, "decide", lambda asks, *given: made.append((len(asks), *given)))
     engine.controller.rest(size, None).serves = lambda batch: 8
     requests = [Request(prompts["code_class"], n, "own", 2) for n in (40, 40, 40, 3)]
     batch = [engine.open(request) for request in requests[:size]]
@@ -601,7 +601,7 @@ def test_a_choice_serves_on_when_one_ends_and_where_one_joins_many(
             batch.append(engine.open(requests[0]))
         engine.step([s for s in batch if s.finish_reason is None])
         assert batch[0].drafting.drafts or cycle not in range(1, 5)
-    assert made == plans  # (who asks, of how many, cycles since the last choice for all)
+    assert made == choices  # (who asks, of how many, cycles since the last choice for all)
     for s in batch:
         engine.close(s)
 
@@ -625,7 +625,7 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     def note(asks, *_):
         known.extend((own.unread, own.since) for one in asks for own in one.able.values())
 
-    before(engine.controller, "plan", note)
+    before(engine.controller, "decide", note)
     engine.step([first, second])
     assert known == [(2, 2)] and first.num_steps == 5
     for sequence in (first, second):
@@ -637,7 +637,7 @@ def test_passes_are_measured_with_all_rows_without_choosing_and_prefills_not_at_
 ):
     engine, passes = engine_of(demo_engine, {"ngram": 0}), []
     engine.controller.costs.observe_pass = lambda *given: passes.append(given)
-    before(engine.controller, "plan", lambda *_: time.sleep(0.2))
+    before(engine.controller, "decide", lambda *_: time.sleep(0.2))
     _, events = run(engine, prompts["repetitive_colours"], max_tokens=20, drafter="ngram")
     rows = [len(event["proposals"]) + 1 for event in events[1:]]
     assert [(batch, fed) for batch, fed, _ in passes] == [(1, count) for count in rows]
