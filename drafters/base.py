@@ -37,8 +37,8 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
-    """Put torch's settings back behind a drafter that changes them, as loaders of models do.
+def restoring_settings() -> Iterator[None]:
+    """Restore torch's settings behind a drafter that changes them, as loaders of models do.
 
     The target and the other drafters compute by them, too. It costs some ten microseconds.
     """

@@ -19,7 +19,7 @@ from cache.prefix import PrefixCache
 from messages import Doubts, Draft, Request, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 
-from .base import Drafter, settings_kept
+from .base import Drafter, restoring_settings
 from .timed import TimedDrafter
 from .tree import heard, longest, merged
 
@@ -116,7 +116,7 @@ class DrafterPool:
         """Call a drafter's method. Ours leave torch's settings alone, and are called often."""
         call = getattr(self.drafters[name], method)
         is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
-        return (call if is_ours else settings_kept()(call))(*arguments)
+        return (call if is_ours else restoring_settings()(call))(*arguments)
 
     def open(self, text: DraftedText) -> None:
         """Let the drafters that a new request names read along."""

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kernels import LANES, Panels
 
-from .files import own_pages
+from .files import returned_pages
 from .gguf_file import BadFile, GgufFile, Tensor
 
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
@@ -47,7 +47,7 @@ Weights = dict[str, torch.Tensor]
 
 def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor's weights as floats. Raises BadFile for a type that gguf cannot unpack."""
-    with own_pages():
+    with returned_pages():
         weights = torch.empty(tensor.shape, dtype=dtype)
     rows = weights.view(-1, tensor.shape[-1])
     step = max(1, _PIECE // tensor.shape[-1])
@@ -140,7 +140,7 @@ class Plan:
         # The family's code may calculate with the weights, so they are rounded thereafter.
         weights = unpacked(file, self.tensor, torch.float32).numpy()
         _, weights = self._tables.convert(self.tensor, weights)
-        with own_pages():
+        with returned_pages():
             return torch.tensor(weights, dtype=dtype)
 
     def panels(self, file: GgufFile) -> Panels:
@@ -185,7 +185,7 @@ class Experts:
     def floats(self, file: GgufFile, dtype: torch.dtype) -> torch.Tensor:
         """The weights of all experts [experts, outputs, inputs]."""
         parts = [unpacked(file, part, dtype) for part in self._parts]
-        with own_pages():
+        with returned_pages():
             return torch.cat(parts, 1)
 
     def panels(self, file: GgufFile) -> list[Panels]:

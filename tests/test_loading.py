@@ -367,7 +367,7 @@ def test_weights_that_are_packed_one_by_one_go_back_to_the_system(tmp_path):
     code = """
 import sys, torch
 from safetensors.torch import load_file
-from models.files import own_weights
+from models.files import unmap_weights
 
 def anonymous():
     return int(next(line for line in open("/proc/self/status") if "RssAnon" in line).split()[1])
@@ -376,7 +376,7 @@ torch.ones(1 << 22)  # once it is free, glibc has smaller blocks in its heap
 layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(8))
 for layer in layers:
     layer.weight = torch.nn.Parameter(load_file(sys.argv[1])["weight"])
-own_weights(layers)
+unmap_weights(layers)
 before = anonymous()
 for layer in layers[1::2]:
     layer.weight = None
