@@ -26,7 +26,6 @@ import torch
 import benchmarks as bench
 import kernels
 from benchmarks.servers import memory_gb_per_s
-from demo_models.heads import write_gguf
 from models.catalogue import place_of
 from serving.options import between
 
@@ -36,14 +35,23 @@ BEHIND, NUM_TOKENS = 200, 24
 
 
 def retype(source: str, path: str, kind: str) -> None:
-    """The same GGUF file with matrices of another type."""
+    """Write the same GGUF file with matrices of another type."""
     reader, (matrices, number) = gguf.GGUFReader(source), KINDS[kind]
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     writer.add_file_type(number)
-    own = "GGUF.", "general.architecture", "general.file_type"
-    fields = [field for name, field in reader.fields.items() if not name.startswith(own)]
-    weights = ((t.name, gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors)
-    write_gguf(writer, fields, ((n, w, matrices if w.ndim > 1 else "F32") for n, w in weights))
+    written = "GGUF.", "general.architecture", "general.file_type"  # by the writer itself
+    for name, field in reader.fields.items():
+        if not name.startswith(written):
+            elements = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
+            writer.add_key_value(name, field.contents(), field.types[0], **elements)
+    for tensor in reader.tensors:
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        stored = gguf.GGMLQuantizationType[matrices if weights.ndim > 1 else "F32"]
+        writer.add_tensor(tensor.name, gguf.quants.quantize(weights, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:

@@ -53,11 +53,10 @@ def written(path, words, facts, architecture="llama"):
     return GgufFile(path)
 
 
-def pieces(folder, model="llama", words=(), architecture="llama", **facts):
-    """A file of characters that merge: the earlier word first, or by a list."""
-    more = {"scores": True} if model == "llama" else {"merges": ["▁ H", "e l", "▁H el"]}
+def pieces(folder, words=(), architecture="llama", **facts):
+    """A file of characters that merge: the earlier word first."""
     words = [*"▁Helo123abé\n", "▁H", "el", "lo", "▁▁", "▁Hel", *words]
-    given = {"model": model} | more | NAMED | facts
+    given = {"model": "llama", "scores": True} | NAMED | facts
     return written(folder / "a.gguf", [*BYTES, *words], given, architecture)
 
 
@@ -105,8 +104,6 @@ def test_sentencepiece_has_a_space_before_every_text(tmp_path, text, tokens):
         ({"add_bos_token": False}, "▁ a <｜User｜> ▁ ▁Hel lo"),
         ({"add_eos_token": True}, "<s> ▁ a <｜User｜> ▁ ▁Hel lo </s>"),
         ({"architecture": "phi3"}, "<s> ▁ a <｜User｜> ▁Hel lo"),  # it takes the space behind it
-        ({"model": "gemma4"}, "<s> a <｜User｜> ▁Hel l o"),
-        ({"model": "gemma4", "add_bos_token": False}, "<s> a <｜User｜> ▁Hel l o"),
     ],
 )
 def test_what_a_file_says_of_its_pieces_is_heeded(tmp_path, facts, tokens):
@@ -155,7 +152,6 @@ NOT_PIECES = [
     ({"words": ["日a"]}, "has words with '日'"),
     ({"words": ["el"]}, "has a token twice"),
     ({"model": "t5"}, "of the kind 't5'"),
-    ({"model": "gemma4", "merges": None}, "has no merges"),
     ({"add_bos_token": 1}, "'add_bos_token' has a wrong type"),
     ({"bos_token_id": 9999}, "bos_token_id is 9999, which is no token's id"),
     ({"remove_extra_whitespaces": True}, "'remove_extra_whitespaces', which is not supported"),
@@ -168,6 +164,7 @@ NOT_BYTES = [
     ({"pre": "kimi-k2"}, "is 'kimi-k2', which is unknown"),
     ({"pre": "default"}, "is 'default', which is unknown"),
     ({"pre": None}, "is None, which is unknown"),
+    ({"merges": None}, "has no merges"),
     ({"add_bos_token": True, "bos_token_id": None}, "adds BOS, and has no bos_token_id"),
     ({"add_space_prefix": True}, "add_space_prefix is not supported"),
 ]
@@ -184,14 +181,13 @@ def test_a_tokenizer_that_is_not_surely_right_is_refused(tmp_path, make, facts, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma4"])
-def test_a_tokenizer_without_an_unknown_token_works_or_is_refused(tmp_path, monkeypatch, model):
+def test_a_tokenizer_without_an_unknown_token_works_or_is_refused(tmp_path, monkeypatch):
     """What has no token is bytes. Without these, any text could fail once the server is ready."""
-    facts = {"unknown_token_id": None, "model": model}
-    assert tokens_of(pieces(tmp_path, **facts), "日")[-3:] == ["<0xE6>", "<0x97>", "<0xA5>"]
+    tokens = tokens_of(pieces(tmp_path, unknown_token_id=None), "日")
+    assert tokens[-3:] == ["<0xE6>", "<0x97>", "<0xA5>"]
     monkeypatch.setitem(globals(), "BYTES", BYTES[:-1])
     with pytest.raises(BadFile, match="lacks 1 of the bytes, first <0xFF>"):
-        tokenizer_of(pieces(tmp_path, **facts))
+        tokenizer_of(pieces(tmp_path, unknown_token_id=None))
 
 
 def test_a_tokenizer_is_tried_before_it_is_served(tmp_path, monkeypatch):
