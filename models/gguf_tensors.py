@@ -98,19 +98,21 @@ class Tables:
         """Whether the model has a place for a tensor, or for one expert's part of it."""
         return bool({name, name.removesuffix(".weight")} & self.names.keys())
 
-    def plans(self, file: GgufFile, model: PreTrainedModel) -> "dict[str, Plan | Experts]":
+    def conversions(
+        self, file: GgufFile, model: PreTrainedModel
+    ) -> "dict[str, Conversion | Experts]":
         """What becomes of each tensor in a model, by the tensor's name."""
         modules = dict(model.named_modules())
         is_mixture = file.metadata["general.architecture"] in MIXTURES
         return {
             name: Experts(tensor, self, file)
             if is_mixture and EXPERTS.fullmatch(name) and len(tensor.shape) == 3
-            else Plan(tensor, self, modules)
+            else Conversion(tensor, self, modules)
             for name, tensor in file.tensors.items()
         }
 
 
-class Plan:
+class Conversion:
     """What a tensor becomes: the parameter `target`, of `shape`; None for one that is not read."""
 
     def __init__(self, tensor: Tensor, tables: Tables, modules: dict[str, nn.Module]) -> None:

@@ -256,8 +256,8 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
     """With all rows as the file has them, and by one bit; at every start."""
     path = write_mixture(tmp_path / "a.gguf", "qwen3moe") if fault == "expert" else files["q8_0"]
     monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
-    plan = gguf_tensors.Experts if fault == "expert" else gguf_tensors.Plan
-    right = plan.panels
+    conversion = gguf_tensors.Experts if fault == "expert" else gguf_tensors.Conversion
+    right = conversion.panels
 
     def panels(self, file):
         if fault == "order":
@@ -267,7 +267,7 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
             (made[-1] if fault == "expert" else made)._data[0] ^= 1
         return made
 
-    monkeypatch.setattr(plan, "panels", panels)
+    monkeypatch.setattr(conversion, "panels", panels)
     name = {"order": "attn_[qk]", "expert": "_exps"}.get(fault, "")
     for _ in range(2):
         with pytest.raises(loading.StartError, match=f"{name}.* is not what gguf .*report this"):

@@ -21,7 +21,7 @@ import demo as terminal
 from control.costs import Costs
 from control.statistics import Statistics
 from drafters.vllm_proposer import VARIABLE, Proposer
-from engines import plan
+from engines import advice
 from messages import Request
 from serving.options import Options, parse_arguments
 
@@ -113,25 +113,25 @@ def counted(passes, accepted, drafted):
 def test_an_offer_is_tokens_by_time():
     costs = Costs(1000, {"model": 100, "free": 0, "block": 500}, {"block": 4})
     ten = counted(10, [6, 3], [10, 10, 10])
-    two = plan.offer("model", ten, costs, 2)
+    two = advice.offer("model", ten, costs, 2)
     assert two.tokens_per_pass == pytest.approx(1.9) and two.c == pytest.approx(0.1)
     assert two.cost == pytest.approx(0.2 + 1.06 / 1.02)
     assert two.expected_speedup == pytest.approx(1.9 / (0.2 + 1.06 / 1.02))
     assert two.t_verify_break_even == pytest.approx(1.7)
-    assert plan.offer("free", ten, costs, 3).cost == pytest.approx(1.08 / 1.02)
-    assert plan.offer("block", ten, costs, 3).cost == pytest.approx(0.5 + 1.08 / 1.02)
+    assert advice.offer("free", ten, costs, 3).cost == pytest.approx(1.08 / 1.02)
+    assert advice.offer("block", ten, costs, 3).cost == pytest.approx(0.5 + 1.08 / 1.02)
     rare = counted(10, [2], [3])
-    assert plan.offer("free", rare, costs, 1).cost == pytest.approx((1 + 0.02 * 1.3) / 1.02)
+    assert advice.offer("free", rare, costs, 1).cost == pytest.approx((1 + 0.02 * 1.3) / 1.02)
 
 
 def offers_of(*names, speedup=2.0):
-    return [plan.Offer(name, 4, 3.0, 0.1, 1.5, speedup - i / 10, 2.6)
+    return [advice.Offer(name, 4, 3.0, 0.1, 1.5, speedup - i / 10, 2.6)
             for i, name in enumerate(names)]  # fmt: skip
 
 
 def lines_of(offers, **options):
     given = {"model": "T", "max_running": 64} | options
-    return plan.command_lines(offers, Options(**given))
+    return advice.command_lines(offers, Options(**given))
 
 
 STEPS = "--speculative-num-steps 4 --speculative-eagle-topk 1"
@@ -167,7 +167,7 @@ def test_a_drafter_of_ours_is_handed_over(tmp_path, monkeypatch):
     lines = lines_of(offers_of("bigram", "ngram"), drafter=f"{file}:Bigram")
     assert lines["vLLM"].startswith(f"{VARIABLE}='{file}:Bigram' PYTHONPATH=")
     monkeypatch.chdir(tmp_path)  # vLLM may run in another folder
-    assert plan.environment("mine.py:Mine")[VARIABLE] == f"{tmp_path / 'mine.py'}:Mine"
+    assert advice.environment("mine.py:Mine")[VARIABLE] == f"{tmp_path / 'mine.py'}:Mine"
     assert "--speculative-algorithm NGRAM" in lines["SGLang"]  # the best that it has
 
 
@@ -196,7 +196,7 @@ def test_this_server_goes_in_front_of_what_either_line_starts():
     ],
 )  # fmt: skip
 def test_a_drafter_is_written_as_vllm_has_it(given, config):
-    written = plan.speculative_config(Options(model="T", num_speculative_tokens=5, **given))
+    written = advice.speculative_config(Options(model="T", num_speculative_tokens=5, **given))
     assert written == (config and {"num_speculative_tokens": 5} | config)
 
 
