@@ -69,7 +69,7 @@ class FixedK:
         """Forget a sequence."""
 
     def plan(self, batch: list[TextSequence]) -> Plan:
-        """Who drafts for each sequence, and how many tokens at most."""
+        """Give each sequence a drafter, and how many tokens it drafts at most."""
         return Plan(list(map(fixed, batch)))
 
     def learn(self, plan: Plan, s: TextSequence, cycle: Cycle) -> None:
@@ -110,7 +110,7 @@ class Planner(FixedK):
         self._chosen.pop(s, None)
 
     def plan(self, batch: list[TextSequence]) -> Plan:
-        """Choose who drafts for each sequence, reuse what was chosen before, or let all rest."""
+        """Choose a drafter for each sequence, reuse what was chosen before, or let all rest."""
         plan = Plan([], names=frozenset([s.request.drafter for s in batch]))
         new = [s for s in batch if s.num_steps and s not in self._chosen]
         if self._left and len(new) <= len(batch) // _FEW:
@@ -137,7 +137,7 @@ class Planner(FixedK):
         return task._replace(limit=min(task.limit, limit_of(s))) if can else nothing(s)
 
     def _resting(self, s: TextSequence) -> Task:
-        """Nobody drafts, but for a request with a fixed K."""
+        """The task in a rest: no draft, but for a request with a fixed K."""
         if s.request.fixed_k:
             return fixed(s)
         if not (s.drafting.states and s.num_steps):

@@ -33,7 +33,7 @@ LOG = logging.getLogger("drafters")
 class Task(NamedTuple):
     """What a request is to have drafted in a cycle."""
 
-    drafter: str = ""  # who drafts: a name, TREE for several at once, or nobody
+    drafter: str = ""  # a name, TREE for several at once, or empty for none
     limit: int = 0  # tokens, at most
     goes_on: Doubts | None = None  # when a draft stops early; None: never
     decision: Any = None  # of the controller, with its reasons: to be shown
@@ -109,7 +109,7 @@ class DrafterPool:
                 "layers"
             )
         self.failures: Counter[str] = Counter()  # of each drafter
-        # Of the last `propose`, by who drafted: steps by request (as a rule tokens), and ms.
+        # Of the last `propose`, by drafter or TREE: steps of each request (mostly tokens), and ms.
         self.spent: dict[str, tuple[list[int], float]] = {}
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
@@ -204,7 +204,7 @@ class DrafterPool:
         return names if names and self.can_grow(text) else list(text.states)[:1]
 
     def _note(self, name: str, texts: list[DraftedText], ms: float) -> None:
-        """Note what a call of a drafter took; who drafts for a tree alone is counted as that."""
+        """Note the cost of a call of a drafter, under TREE if all its drafts are for trees."""
         if all(text.task.drafter == TREE for text in texts):
             counts, before_ms = self.spent.get(TREE, ([text.task.limit for text in texts], 0.0))
             self.spent[TREE] = counts, before_ms + ms
