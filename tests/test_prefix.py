@@ -129,19 +129,19 @@ def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
 def test_the_draft_model_remembers_its_own_keys(demo_engine):
     drafter = demo_engine.pool.drafters["draft_model"]
     known = drafter._prefixes
-    before, prompt = known.num_found, [7, *SHARED]
+    before, prompt = known.num_hits, [7, *SHARED]
     for _ in range(2):
         run(demo_engine, prompt, max_tokens=8, drafter="draft_model")
-    assert known.num_found - before > 256
-    held, rejecting = known.num_found, core.Sampling(temperature=1, verification="rejection")
+    assert known.num_hits - before > 256
+    held, rejecting = known.num_hits, core.Sampling(temperature=1, verification="rejection")
     run(demo_engine, prompt, max_tokens=8, drafter="draft_model", sampling=rejecting)
-    assert known.num_found == held  # drafts decide the text there, and roundings with them
+    assert known.num_hits == held  # drafts decide the text there, and roundings with them
     run(demo_engine, prompt, max_tokens=8, drafter="draft_model", is_alone=True)
-    assert known.num_found == held  # nor for what is measured, which leaves nothing, either
+    assert known.num_hits == held  # nor for what is measured, which leaves nothing, either
     measured = [8, *SHARED]
     for alone in (True, False):
         run(demo_engine, measured, max_tokens=8, drafter="draft_model", is_alone=alone)
-        assert known.num_found == held
+        assert known.num_hits == held
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
