@@ -64,7 +64,7 @@ def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
 
 
 def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
-    """The same of CHATS, `each` of a kind at most; of the demo prompts without a chat template."""
+    """Token ids of CHATS, or of the demo prompts if there is no chat template; `each` of a kind."""
     kinds = demo_prompts(engine)
     if engine.target.tokenizer.chat_template:
         kinds = {kind: ids_of(texts, engine.target) for kind, texts in CHATS.items()}
@@ -159,7 +159,7 @@ class Spread(NamedTuple):
 
 
 def spread(figures: list[float]) -> Spread:
-    """Of the figures of all runs."""
+    """The median and the quartiles of the figures of all runs."""
     low, middle, high = quantiles(figures * (1 + (len(figures) == 1)), method="inclusive")
     return Spread(round(middle, 3), [round(low, 3), round(high, 3)])
 

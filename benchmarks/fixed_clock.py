@@ -37,7 +37,7 @@ class FixedClock(Planner):
     """A planner whose cycles take what they are said to take."""
 
     def __init__(self, engine: Engine, prices: argparse.Namespace) -> None:
-        """Of a new controller, that has learnt nothing."""
+        """Plan by a new controller, which has learnt nothing."""
         controller = Controller.of(engine.target, engine.pool.drafters)
         super().__init__(controller, engine.pool)
         self.prices, self.ms = prices, 0.0

@@ -102,7 +102,7 @@ def sample(engine: Engine, request: Request, num_samples: int) -> list[bench.Fin
 
 
 def first_tokens(engine: Engine, request: Request, num_samples: int) -> list[tuple]:
-    """The same, only the tokens."""
+    """The first tokens of `num_samples` runs of a request, with one seed after another."""
     return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, num_samples)]
 
 

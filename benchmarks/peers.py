@@ -99,7 +99,7 @@ class Peer:
 
 
 def ours(engine: Engine, request: Request) -> Result:
-    """The same by ours."""
+    """What our engine makes of a request."""
     ((output, statistics),) = bench.run_together(engine, [request])
     passes = statistics.prefills + statistics.target_passes
     return Result(output, passes, statistics.prompt_ms, 1)

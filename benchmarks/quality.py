@@ -72,7 +72,7 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
 
 
 def num_bytes(model: Any, matrices: Any) -> int:
-    """Of the matrices in panels (a decoder's, say), and what is left in the model's modules."""
+    """The bytes of matrices in panels, and of what is left in the model's modules."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return matrices.num_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
 

@@ -128,7 +128,7 @@ def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
 
 
 def read_stream(ask: Ask, *events: dict[str, Any]) -> Text:
-    """The same of all events of a stream."""
+    """The text of a stream, if its events fit it and the request. Raises Wrong."""
     *parts, last = events
     # Cycles, those of a comparison's plain decoding, and the answer.
     cycles = [event for event in parts if "plain" not in event]

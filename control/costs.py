@@ -82,7 +82,7 @@ class CostLine:
         return _OUTLIER * ms * sqrt(self._grows(other) / self._grows(size) * other / size)
 
     def moments(self) -> tuple[float, float, float]:
-        """Of the medians by class of sizes: their variance, covariance and expected slope."""
+        """The variance, covariance and expected slope of the medians by class of sizes."""
         every = [one for known in self._latest.values() for one in known]
         level = median_low(ms / self._grows(size) for ms, size, _ in every)
         points = []

@@ -118,7 +118,7 @@ class Eagle3(Student):
 
     @staticmethod
     def layers_of(num_layers: int) -> tuple[int, ...]:
-        """Those that are read where a head's config does not say."""
+        """The layers of the target that a head reads if its config names none."""
         if num_layers < 4:
             raise SystemExit(f"error: a head reads three layers, and the target has {num_layers}")
         return default_layers(num_layers)

@@ -65,7 +65,7 @@ class Offer:
     k: int
     tokens_per_pass: float
     c: float  # a draft step, in passes of plain decoding
-    cost: float  # a cycle, likewise
+    cost: float  # a cycle, in passes of plain decoding
     expected_speedup: float
     t_verify_break_even: float  # a pass that takes so many plain ones makes it as slow as plain
 

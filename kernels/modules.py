@@ -32,7 +32,7 @@ NAME = "kernels"  # transformers' name for our attention
 
 
 class FlatPlace:
-    """Where the rows of a forward go in the cache; stands in for the core's Place."""
+    """Where the rows of a forward go in the cache; stands in for a Place of cache/slots.py."""
 
     def __init__(self, place: Any, fed: Rows) -> None:
         self.slots, self.counts, self.ends = place.slots, place.counts, place.ends

@@ -136,7 +136,7 @@ class Conversion:
                 self._order = rows.ravel().astype(np.int64)
 
     def floats(self, file: GgufFile, dtype: torch.dtype) -> torch.Tensor:
-        """Its weights as the model has them."""
+        """The tensor's weights as the model has them."""
         if self._tables.changes_nothing:
             return unpacked(file, self.tensor, dtype)
         # The family's code may calculate with the weights, so they are rounded thereafter.
@@ -146,7 +146,7 @@ class Conversion:
             return torch.tensor(weights, dtype=dtype)
 
     def panels(self, file: GgufFile) -> Panels:
-        """Its weights [outputs, inputs] in panels."""
+        """The tensor's weights [outputs, inputs] in panels."""
         if self.form:
             return Panels(self.form, self.tensor.shape, self._pieces(file))
         floats = self.floats(file, torch.bfloat16)
