@@ -270,6 +270,20 @@ def assemble(options):
     return assembly.assemble_engine(options, core.load_model, core.Engine, core.sample)
 
 
+def load(model: Any, **options: Any) -> Any:
+    """An engine with this model; what is a Path may be one here."""
+    named = {name: str(o) if isinstance(o, Path) else o for name, o in options.items()}
+    return core.load_engine(Options(model=str(model), fixed_k=True, **named))
+
+
+def logits_of(target: Any, text: list[int]) -> torch.Tensor:
+    """A model's logits [T, V] for a text that it reads in one forward."""
+    row = target.cache.open_row()
+    logits = target.forward([row], [text], [len(text)]).logits[0]
+    target.cache.close_row(row)
+    return logits
+
+
 def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
     """One request to its end, as the worker runs it: the finished sequence and its events."""
     sequence, events = engine.open(Request(prompt, **fields)), []

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: each text becomes the tokens that llama.cpp's rules say.
+"""A GGUF file's tokenizer makes of each text the tokens that llama.cpp's rules say, or is refused.
 
 The vocabularies are tiny and made here. Their tokens are worked out by hand, from the rules in
 llama.cpp's src/llama-vocab.cpp, and named by their texts. One test, marked `network`, fetches
@@ -11,9 +11,10 @@ import tarfile
 
 import gguf
 import pytest
-from gguf import GGUFValueType as Kind
+from gguf_files import add_keys
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from demo_models.heads import write_gguf as finish
 from models import gguf_tokenizer
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_tokenizer import tokenizer_of
@@ -23,7 +24,6 @@ from text import TextStream
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = list(bytes_to_unicode().values())
 MERGES = ["Ġ a", "a b", "3 3", "33 3", "Ġ 3", "Ġ Â", "ĠÂ ½", "Ġ Ġ"]
-KINDS = {bool: Kind.BOOL, int: Kind.UINT32, str: Kind.STRING, float: Kind.FLOAT32}
 NAMED = {"bos_token_id": 1, "eos_token_id": 2}
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
 
@@ -41,30 +41,24 @@ def written(path, words, facts, architecture="llama"):
     if "scores" in facts:
         facts = facts | {"scores": [-float(i) for i in range(len(tokens))]}
     writer = gguf.GGUFWriter(path, architecture)
-    for name, value in ({"tokens": tokens, "token_type": kinds} | facts).items():
-        key = name if name == "chat_template" else f"ggml.{name}"
-        if isinstance(value, list):
-            writer.add_array(f"tokenizer.{key}", value)
-        elif value is not None:  # a key that is left out
-            writer.add_key_value(f"tokenizer.{key}", value, KINDS[type(value)])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    add_keys(writer, "tokenizer", {"chat_template": facts.pop("chat_template", None)})
+    add_keys(writer, "tokenizer.ggml", {"tokens": tokens, "token_type": kinds} | facts)
+    finish(writer, (), ())
     return GgufFile(path)
 
 
 def pieces(folder, words=(), architecture="llama", **facts):
     """A file of characters that merge: the earlier word first."""
     words = [*"▁Helo123abé\n", "▁H", "el", "lo", "▁▁", "▁Hel", *words]
-    given = {"model": "llama", "scores": True} | NAMED | facts
-    return written(folder / "a.gguf", [*BYTES, *words], given, architecture)
+    facts = {"model": "llama", "scores": True} | NAMED | facts
+    return written(folder / "a.gguf", [*BYTES, *words], facts, architecture)
 
 
 def byte_level(folder, pre, **facts):
     """A file of bytes that merge. No merge makes the token abc."""
     words = [*ALPHABET, *(merge.replace(" ", "") for merge in MERGES), "abc"]
-    given = {"model": "gpt2", "pre": pre, "merges": MERGES} | NAMED | facts
-    return written(folder / "a.gguf", words, given)
+    facts = {"model": "gpt2", "pre": pre, "merges": MERGES} | NAMED | facts
+    return written(folder / "a.gguf", words, facts)
 
 
 def tokens_of(file, text):
@@ -205,15 +199,15 @@ def test_llama_cpp_s_own_examples_are_equal(tmp_path):
         source.extractall(tmp_path, filter="data")
     num_equal = 0
     for texts in tmp_path.glob("*/vendor/llama.cpp/models/*.gguf.inp"):
-        vocabulary, given = texts.with_suffix(""), texts.read_bytes().decode()
+        vocabulary, content = texts.with_suffix(""), texts.read_bytes().decode()
         if "bert" in vocabulary.name:
             continue
         tokenizer = tokenizer_of(GgufFile(vocabulary))
         ids = [
             line.split() for line in vocabulary.with_suffix(".gguf.out").read_text().splitlines()
         ]
-        for text, wanted in zip(given.split("\n__ggml_vocab_test__\n"), ids, strict=False):
-            made = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert made == list(map(int, wanted)), (vocabulary.name, text)
+        for text, wanted in zip(content.split("\n__ggml_vocab_test__\n"), ids, strict=False):
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert tokens == list(map(int, wanted)), (vocabulary.name, text)
             num_equal += 1
     assert num_equal == 648
