@@ -1,21 +1,25 @@
-"""DFlash heads: what is computed, for which target, in which files; and the contract of all."""
+"""DFlash heads draft a block of tokens in one pass, by the formulas of their paper.
+
+Each token is drawn from the q of its place alone; and the numbers of a head are its target's. What
+every head promises is in test_heads.py.
+"""
+
+from functools import partial
 
 import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, assert_lossless, fresh_state
-from head_contract import *  # noqa: F403 a test of the contract is run where it is imported
+from conftest import assert_lossless, fresh_state
 from safetensors.torch import save_file
 from test_eagle3 import NUM_LAYERS, target_folder
 from transformers import AutoConfig
 
 from demo_models.heads import save_dflash
 from drafters.dflash import BlockConfig, DFlashHead
-from serving.options import Options
 
 __all__ = ["target_folder"]  # a fixture
-HEAD = ROOT / "demo_models" / "target_dflash"
+load = partial(contract.load, "dflash")
 MASK, SIZE, WINDOW = 5, 6, 9
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW,
@@ -70,24 +74,6 @@ def reference_logits(head, model, text):
         heads = contract.projected(own, rows, at)
         x = contract.with_mlp(own, x + contract.attended(own, heads, seen))
     return model.get_output_embeddings()(contract.normed(x, w["norm.weight"]))[1:]
-
-
-def load(model=None, head=None, **fields):
-    """An engine for the embedded target, or another one, with the embedded head or another one."""
-    model = str(model or "embedded")
-    fields = {"model": model, "fixed_k": True, "drafter": "dflash"} | fields
-    return core.load_engine(Options(dflash=head and str(head), **fields))
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["packed", "plain"])
-def demo_engine(request):
-    """The engine of the contract's tests; it finds the embedded head by itself."""
-    return load(kernels=request.param)
-
-
-@pytest.fixture(scope="module")
-def name():
-    return "dflash"
 
 
 # --------------------------------------------------------------------------- what it computes
@@ -164,21 +150,3 @@ BROKEN = contract.BROKEN | {
     "a vocabulary of 5000": contract.saying(vocab_size=5000),
     "unknown weight lm_head.weight": contract.holding("lm_head.weight", lambda _: torch.ones(2)),
 }
-
-
-@pytest.mark.parametrize("reason", BROKEN)
-def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, reason):
-    new_head(tmp_path)
-    BROKEN[reason](tmp_path)
-    # It is asked for by --dflash, and not passed over.
-    contract.assert_refused(lambda: load(target_folder, tmp_path, drafter=None), "DFlash", reason)
-
-
-def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts):
-    assert "dflash" not in core.load_engine(Options(model="embedded")).pool.drafters
-    with pytest.raises(ValueError, match="give --dflash"):
-        core.load_engine(Options(model=str(target_folder), drafter="dflash"))
-    engine = load(head=HEAD, drafter="auto", fixed_k=False)
-    assert {"dflash", "mtp", "ngram"} < set(engine.pool.choices["auto"])
-    assert engine.controller.costs.at_once == {"dflash": 7}
-    assert_lossless(engine, prompts["hard_story"], 40, "auto")
