@@ -11,6 +11,7 @@ import re
 import threading
 from dataclasses import replace
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
@@ -20,9 +21,11 @@ from conftest import (
     ROOT,
     WAYS,
     ScriptedDrafter,
+    assert_lossless,
     fresh_state,
     propose_and_close,
     run,
+    run_beside_fresh,
     scripted_engine,
     together,
 )
@@ -37,10 +40,8 @@ from kernels import library
 from messages import Draft, Request, RequestError
 from serving.options import Options
 
-DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 
-
-@pytest.fixture(scope="module", params=DRAFTERS)
+@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "mtp"])
 def name(request):
     return request.param
 
@@ -50,18 +51,11 @@ def name(request):
 
 @pytest.mark.parametrize("sampling", [GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
 def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name, sampling):
-    drafter, k, compared = demo_engine.pool.drafters[name], 4, 0
+    num_cycles = 0
     for prompt in ("repetitive_counting", "code_class", "hard_story"):
-        s = demo_engine.open(Request(prompts[prompt], 20, name, k, sampling=sampling))
-        while s.finish_reason is None:
-            limit, tokens = min(k, s.remaining - 1), list(s.tokens)
-            cycle = demo_engine.step([s])[s]
-            if cycle.number and limit:
-                state = fresh_state(demo_engine, drafter, tokens, sampling, s.noise)
-                assert propose_and_close(drafter, [state], [limit]) == [cycle.proposals]
-                compared += 1
-        demo_engine.close(s)
-    assert compared > 12
+        request = Request(prompts[prompt], 20, name, 4, sampling=sampling)
+        num_cycles += len(run_beside_fresh(demo_engine, request)[1])
+    assert num_cycles > 18
 
 
 def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
@@ -84,11 +78,10 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     ],
 )
 def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
-    drafter, noise = demo_engine.pool.drafters[name], core.Noise(7)
-    given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
-    text = prompts["hard_story"]
-    states = [fresh_state(demo_engine, drafter, text, given, noise) for _ in range(2)]
-    states[1].sampling = own
+    drafter, text, noise = demo_engine.pool.drafters[name], prompts["hard_story"], core.Noise(7)
+    asked, drawn = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
+    states = [fresh_state(demo_engine, drafter, text, asked, noise) for _ in range(2)]
+    states[1].sampling = drawn
     first, second = propose_and_close(drafter, states, [12, 12])
     assert first == second
 
@@ -99,13 +92,13 @@ def test_a_draft_knows_the_repetition_penalty_and_its_own_tokens(
     demo_engine, prompts, model, temperature
 ):
     """Under a penalty that forbids any repetition no token is drafted twice."""
-    given = {"sampling": core.Sampling(100.0, temperature), "drafter": model, "max_tokens": 16}
+    fields = {"sampling": core.Sampling(100.0, temperature), "drafter": model, "max_tokens": 16}
     for prompt in (prompts["repetitive_letters"], prompts["code_class"]):
-        sequence, events = run(demo_engine, prompt, **given)
+        sequence, events = run(demo_engine, prompt, **fields)
         text = list(prompt)
         for event in events:
-            assert len(set(event["proposals"])) == len(event["proposals"])
-            assert not set(event["proposals"]) & set(text)
+            written = {*text, *event["proposals"]}
+            assert len(written) == len(set(text)) + len(event["proposals"])
             text += [token["id"] for token in event["tokens"]]
         assert sequence.statistics.num_draft_tokens > 5
 
@@ -127,14 +120,12 @@ def test_a_draft_knows_the_repetition_penalty_and_its_own_tokens(
     ],
 )
 def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer(
-    demo_engine, prompts, plain, draft, reason
+    demo_engine, prompts, draft, reason
 ):
     engine = scripted_engine(demo_engine, None)
     drafter = engine.pool.drafters["scripted"]
     drafter.propose = lambda *_: draft
-    sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
-    assert sequence.output == plain(prompts["easy_json"], 12)
-    (warning,) = sequence.warnings
+    (warning,) = assert_lossless(engine, prompts["easy_json"], 12, "scripted").warnings
     assert reason in warning and "went on without speculation" in warning
     assert (engine.pool.failures, drafter.num_open) == ({"scripted": 1}, 0)
 
@@ -158,22 +149,16 @@ def uniform(limit):
     ],
 )  # fmt: skip
 def test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read(
-    demo_engine, prompts, plain, probs, reason
+    demo_engine, prompts, probs, reason
 ):
     """Proposes token 7 with a q that it cannot have been drawn from; or, at the end, can."""
     engine = scripted_engine(demo_engine, lambda _, k: [7] * k, lambda _, k: probs(k))
-    prompt, given = prompts["easy_json"], {"max_tokens": 8, "drafter": "scripted"}
-    rejection = core.Sampling(temperature=1.0, verification="rejection")
-    sequence, _ = run(engine, prompt, **given, sampling=rejection)
+    prompt, rejection = prompts["easy_json"], core.Sampling(1.0, 1.0, verification="rejection")
+    sequence, _ = run(engine, prompt, max_tokens=8, drafter="scripted", sampling=rejection)
     assert len(sequence.output) == 8
     assert [reason in warning for warning in sequence.warnings] == [True] * bool(reason)
     for way in WAYS.values():  # nothing that a drafter says of its chances counts here
-        sequence, _ = run(engine, prompt, **given, **way)
-        assert sequence.output == plain(prompt, 8, **way) and sequence.warnings == []
-
-
-def raising(*_):
-    raise RuntimeError("out of ideas\nand of lines")
+        assert not assert_lossless(engine, prompt, 8, "scripted", **way).warnings
 
 
 @pytest.mark.parametrize("method", ["open", "propose", "observe"])
@@ -182,7 +167,8 @@ def test_a_strict_engine_fails_the_request_of_a_drafter_that_fails(
 ):
     drafter, cache = ScriptedDrafter(lambda tokens, k: tokens[-k:]), demo_engine.target.cache
     engine = core.Engine(demo_engine.target, {"scripted": drafter}, is_strict=True)
-    monkeypatch.setattr(drafter, method, raising)
+    error = RuntimeError("out of ideas\nand of lines")
+    monkeypatch.setattr(drafter, method, Mock(side_effect=error))
     num_free = len(cache._free)
     with pytest.raises(RequestError, match=r"^drafter scripted failed \(out of ideas") as caught:
         run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
@@ -190,14 +176,18 @@ def test_a_strict_engine_fails_the_request_of_a_drafter_that_fails(
     assert caught.value.status == 500  # over HTTP, with this message alone
 
 
+SETTINGS = {  # what loaders of models change and leave changed: how it is read and set
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "device": (torch.get_default_device, torch.set_default_device),
+}
+
+
 def torch_s_settings():
-    """What loaders of models change and leave changed."""
-    return {
-        "dtype": torch.get_default_dtype(), "device": torch.get_default_device(),
-        "threads": torch.get_num_threads(), "grad": torch.is_grad_enabled(),
-        "deterministic": torch.get_deterministic_debug_mode(),
-        "precision": torch.get_float32_matmul_precision(),
-    }  # fmt: skip
+    return {name: read() for name, (read, _) in SETTINGS.items()}
 
 
 @pytest.fixture
@@ -205,30 +195,21 @@ def settings():
     """As they are before the test, and after it, whatever fails."""
     before = torch_s_settings()
     yield before
-    torch.set_default_dtype(before["dtype"])
-    torch.set_default_device(None)
-    torch.set_num_threads(before["threads"])
-    torch.set_grad_enabled(before["grad"])
-    torch.set_deterministic_debug_mode(before["deterministic"])
-    torch.set_float32_matmul_precision(before["precision"])
+    for name, value in before.items():
+        SETTINGS[name][1](None if name == "device" else value)
 
 
 @pytest.mark.parametrize("is_timed", [False, True], ids=["here", "in its thread"])
 @pytest.mark.parametrize(
-    "change",
+    ("setting", "value"),
     [
-        lambda: torch.set_default_dtype(torch.bfloat16),
-        lambda: torch.set_default_dtype(torch.float64),
-        lambda: torch.set_default_device("meta"),
-        lambda: torch.set_num_threads(3),
-        lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
-        lambda: torch.use_deterministic_algorithms(True),
-        lambda: torch.set_float32_matmul_precision("medium"),
+        ("dtype", torch.bfloat16), ("dtype", torch.float64), ("device", "meta"), ("threads", 3),
+        ("grad", True), ("grad", False), ("deterministic", 2), ("precision", "medium"),
     ],
-    ids=["bfloat16", "float64", "meta", "threads", "grad", "deterministic", "precision"],
-)
+    ids=lambda value: str(value).removeprefix("torch."),
+)  # fmt: skip
 def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
-    demo_engine, prompts, plain, settings, change, is_timed
+    demo_engine, prompts, plain, settings, setting, value, is_timed
 ):
     """They were for the drafter alone: a file's in its thread, and one of ours here."""
     prompt, mtp = prompts["easy_json"], demo_engine.pool.drafters["mtp"]
@@ -239,7 +220,7 @@ def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
 
         def changed(*given, right=right, active=active):
             for _ in active:
-                change()
+                SETTINGS[setting][1](value)
             return right(*given)
 
         setattr(drafter, method, changed)

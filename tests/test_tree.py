@@ -11,9 +11,8 @@ from conftest import (
     ScriptedDrafter,
     assert_lossless,
     failing,
-    fresh_state,
-    propose_and_close,
     run,
+    run_beside_fresh,
     scripted_engine,
     together,
 )
@@ -38,19 +37,13 @@ class TreeDrafter(ScriptedDrafter):
         self.text, self.chance, self.needs_hidden = text, chance, True
 
     def propose(self, state, max_tokens):
-        chance, tokens, parents = self.chance, [], []
+        chance, tree = self.chance, Draft([], None, [])
         for i in range(chance.randint(1, max_tokens)):
-            parent = chance.randrange(-1, i)
-            depth = 0 if parent < 0 else len(self.way(parents, parent))
-            coming = self.text[len(state) + depth : len(state) + depth + 1]
+            tree.parents.append(chance.randrange(-1, i))
+            coming = self.text[len(state) + tree.depth(i) - 1 :]
             is_right = coming and chance.random() < 0.5
-            tokens.append(coming[0] if is_right else chance.randrange(10, 4000))
-            parents.append(parent)
-        return Draft(tokens, None, parents)
-
-    @staticmethod
-    def way(parents, i):
-        return [i] if parents[i] < 0 else [*TreeDrafter.way(parents, parents[i]), i]
+            tree.tokens.append(coming[0] if is_right else chance.randrange(10, 4000))
+        return tree
 
 
 def with_trees(engine, prompt, chance, **request):
@@ -127,18 +120,8 @@ def test_several_drafters_make_one_tree(several, prompts, way):
     branched = 0
     for name in ("code_class", "hard_story", "easy_json"):
         plain, _ = run(engine, prompts[name], max_tokens=COUNT, **way)
-        s = engine.open(Request(prompts[name], COUNT, "tree", 7, **way))
-        while s.finish_reason is None:
-            limit, tokens = min(7, s.remaining - 1), list(s.tokens)
-            cycle = engine.step([s])[s]
-            branched += cycle.draft.parents is not None
-            for member, draft in s.drafting.drafts.items() if limit > 0 else ():
-                drafter = engine.pool.drafters[member]
-                state = fresh_state(engine, drafter, tokens, s.request.sampling, s.noise)
-                if drafter.branches:
-                    state.can_branch = True
-                assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], member
-        engine.close(s)
+        s, cycles = run_beside_fresh(engine, Request(prompts[name], COUNT, "tree", 7, **way))
+        branched += sum(cycle.draft.parents is not None for cycle in cycles)
         assert s.output == plain.output and not s.warnings
     assert branched > 5
 
