@@ -210,6 +210,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+def before(thing: Any, method: str, do: Callable[..., Any]) -> None:
+    """From now on each call of the method is preceded by a call of `do` with the same."""
+    inner = getattr(thing, method)
+    setattr(thing, method, lambda *arguments: (do(*arguments), inner(*arguments))[1])
+
+
 class Numbers(Noise):
     """In the place of noise: one number accepts or rejects each draft, and the last one draws."""
 

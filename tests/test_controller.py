@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
-from conftest import WAYS, ScriptedDrafter, run, together
+from conftest import WAYS, ScriptedDrafter, before, run, together
 
 from control import Statistics
 from control.acceptance import Acceptance
@@ -110,12 +110,6 @@ def engine_of(demo_engine, shares, **scripts):
 def scripted(**scripts):
     """Drafters by name."""
     return {name: ScriptedDrafter(script) for name, script in scripts.items()}
-
-
-def before(thing, method, do):
-    """From now on each call of the method is preceded by a call of `do` with the same."""
-    inner = getattr(thing, method)
-    setattr(thing, method, lambda *given: (do(*given), inner(*given))[1])
 
 
 # ------------------------------------------------------------------ no choice costs a token
