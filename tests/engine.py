@@ -154,9 +154,6 @@ def replaying():
         server.server_close()
 
 
-# ---------------------------------------------------------------------------------- recording
-
-
 class Recorder(_Server):
     """Passes everything on to a real vLLM, and writes down what is said."""
 

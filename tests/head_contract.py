@@ -24,7 +24,6 @@ def load(name, model="embedded", head=None, **fields):
     return core.load_engine(Options(model=str(model), **fields))
 
 
-# ------------------------------------------------------------------------ a plain reference
 WIDTH, NUM_HEADS, HEAD_WIDTH = 32, 4, 8
 LAYER = {
     "vocab_size": 4096, "hidden_size": WIDTH, "intermediate_size": 48,
@@ -108,7 +107,6 @@ def check_drafts(engine, name, expected_of, limit):
         torch.testing.assert_close(found[known].view_as(scores), scores, rtol=1e-3, atol=2e-3)
 
 
-# ---------------------------------------------------------------- to change or break a head's files
 def in_several_files(folder):
     weights = load_file(folder / "model.safetensors")
     files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(weights)}

@@ -221,27 +221,20 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     draft would tell later cycles of tokens that were never judged."""
     sampling = core.Sampling(temperature=0.8, verification=rule)
     request = Request(prompts["hard_docs"], 40, "mtp", 5, sampling=sampling)
-    engine, least = engine_of(demo_engine, {"mtp": 1}), set()
-    plan, propose = engine.controller.plan, engine.pool.propose
+    engine = engine_of(demo_engine, {"mtp": 1})
+    plan = engine.controller.plan
     engine.controller.plan = lambda *asks: [d._replace(least_chance=0.25) for d in plan(*asks)]
-
-    def proposed(texts, tasks):
-        (task,) = tasks
-        if task.limit:
-            least.add(task.goes_on and task.goes_on.least_chance)
-        if task.goes_on:  # .8 is sure enough
-            task = task._replace(goes_on=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))
-        return propose(texts, [task])
-
-    engine.pool.propose = proposed
+    doubts = Mock(return_value=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
+    monkeypatch.setattr(Acceptance, "doubts", doubts)
     monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
-        assert least == {0.25} and all(len(d.confidence) == len(d.tokens) for d in drafts)
+        assert {asked.args for asked in doubts.mock_calls} == {(0.25,)}
+        assert all(len(d.confidence) == len(d.tokens) for d in drafts)
         assert all(min(d.confidence[:-1], default=1) > 0.8 for d in drafts)
         assert len({len(d.tokens) for d in drafts if d.confidence[-1] <= 0.8}) > 1
     else:
-        assert least == {None} and drafts and not any(d.confidence for d in drafts)
+        assert drafts and not doubts.called and not any(d.confidence for d in drafts)
     fixed = engine.generate(replace(request, fixed_k=True))
     assert [len(cycle.proposals) for _, cycle in fixed if cycle.number][:4] == [5] * 4
 

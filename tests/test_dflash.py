@@ -76,7 +76,6 @@ def reference_logits(head, model, text):
     return model.get_output_embeddings()(contract.normed(x, w["norm.weight"]))[1:]
 
 
-# --------------------------------------------------------------------------- what it computes
 @pytest.mark.parametrize("kernels", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("kind", [*KINDS, "several files"])
 def test_a_head_drafts_as_the_paper_says(target_folder, tmp_path, reference, kind, kernels):
@@ -108,7 +107,6 @@ def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
     assert len(drawn) == 8
 
 
-# ------------------------------------------------------------------------------ losslessness
 @pytest.mark.parametrize("given", [{"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
 def test_a_head_computes_in_its_target_s_numbers(given, prompts):
     engine = load(**given)
@@ -128,7 +126,6 @@ def test_a_block_may_stand_behind_the_end_of_the_context():
     assert not [text for text in sequence.warnings if "dflash" in text]
 
 
-# ------------------------------------------------------------------------- options and refusals
 def block_saying(**own):
     return contract.saying(dflash_config={"mask_token_id": 1, "target_layer_ids": [0]} | own)
 

@@ -85,7 +85,6 @@ LAYOUTS = {
 }
 
 
-# ------------------------------------------------------------------------ a plain reference
 def reference_layer(w, config, embeds, hidden):
     """All pairs so far, from scratch: embeds and hidden [T, D] -> [T, D]."""
     own = {key.removeprefix("layers.0."): value for key, value in w.items()}
@@ -121,7 +120,6 @@ def reference_draft(head, model, embed, text, count=4):
     return tokens[len(text) :], torch.stack(scores)
 
 
-# --------------------------------------------------------------------------- what it computes
 @pytest.mark.parametrize("kernels", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize(
     ("switches", "layout"),
@@ -141,7 +139,6 @@ def test_a_head_drafts_as_its_layout_says(
     contract.check_drafts(engine, "eagle3", partial(reference_draft, head, model, embed), 4)
 
 
-# --------------------------------------------------------------------------------- refusals
 def layer_saying(**values):
     def change(folder):
         layer = contract.content_of(folder)["transformer_layer_config"]

@@ -102,9 +102,6 @@ def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, ca
     assert not ours.warnings
 
 
-# ------------------------------------------------------------------------ several drafters at once
-
-
 @pytest.fixture(scope="module")
 def several():
     """The embedded models, compiled."""
@@ -155,9 +152,6 @@ def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, 
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
     with pytest.raises(ValueError, match="--drafter tree needs two drafters, and forwards in C"):
         core.Engine(slow_engine.target, slow_engine.pool.drafters, "tree")
-
-
-# ------------------------------------------------------------------------------------ the parts
 
 
 TREE, SURE = Draft([1, 2, 3], None, [-1, -1, 1]), Draft([8, 9], None, [-1, -1], [0.2, 0.1])
