@@ -90,9 +90,8 @@ def test_a_head_drafts_as_the_paper_says(target_folder, tmp_path, reference, kin
     contract.check_drafts(load(target_folder, tmp_path, kernels=kernels), "dflash", expected_of, 9)
 
 
-def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
-    target_folder, tmp_path, reference
-):
+def test_each_q_belongs_to_its_place(target_folder, tmp_path, reference):
+    """And not to what was drawn before it."""
     head, text = new_head(tmp_path), list(range(7, 40))
     engine = load(target_folder, tmp_path)
     drafter, drawn = engine.pool.drafters["dflash"], set()

@@ -97,14 +97,15 @@ def test_its_evidence_is_how_many_tokens_were_found_again():
     """In the text itself or in past outputs, whichever goes further."""
     drafter = SuffixDrafter(100)
 
-    def evidence(*text):
-        state = drafter.open([*text], GREEDY, None)
+    def evidence(state):
         drafter.guess(state, 4)
         return drafter.evidence(state)
 
-    assert evidence(1, 2, 3, 4, 9, 2, 3) == 2
+    texts = [1, 2, 3, 4, 9, 2, 3], [1, 2, 3], [1, 2, 6]
+    states = [drafter.open(text, GREEDY, None) for text in texts]
+    assert [evidence(state) for state in states] == [2, 0, 0]
     remember(drafter, [7, 4, 9, 2, 3, 8])
-    assert [evidence(1, 2, 3, 4, 9, 2, 3), evidence(1, 2, 3), evidence(1, 2, 6)] == [4, 2, 0]
+    assert [evidence(state) for state in states] == [4, 2, 0]
 
 
 def test_the_oldest_outputs_are_forgotten_first():

@@ -1,5 +1,8 @@
-"""Drafts that branch: one pass over a tree gives every token the bits that a chain would give it,
-so the text stays; and who drafted learns how far its own branch came."""
+"""Drafts that branch: one pass verifies a tree, and the target's choices lead along one path of it.
+
+Each token has the bits that a chain would give it, so the text stays; and each drafter learns how
+far its branch came.
+"""
 
 import random
 from argparse import Namespace
@@ -27,6 +30,20 @@ from sampling import Noise
 pytestmark = needs_compiler
 SAMPLED = core.Sampling(repetition_penalty=1.1, temperature=0.9, top_k=50, top_p=0.95)
 COUNT = 24
+
+
+def test_a_path_goes_on_behind_what_the_target_refused():
+    """It chooses 2, 3 and 9; of what was drafted behind 3 first children are shown."""
+    tree = Draft([1, 2, 4, 3, 5, 6, 7], None, [-1, -1, 1, 1, 3, 3, 4])
+    choices = {-1: 2, 1: 3, 3: 9}
+    judged, path = core.verify(tree, choices.__getitem__)
+    kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
+    assert (judged, path) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
+    logits = torch.arange(8.0)
+    cycle = Cycle(1, tree, tree.continued(path), judged, 3, 9, 4, [], logits, logits)
+    assert (cycle.proposals, cycle.path, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
+    assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
+    assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]
 
 
 class TreeDrafter(ScriptedDrafter):
@@ -58,19 +75,17 @@ def with_trees(engine, prompt, chance, **request):
     ("family", "dtype", "quantize"),
     [*(("qwen3", *kind) for kind in KINDS), ("gemma3_text", *KINDS[0]), ("mistral", *KINDS[0])],
 )
-def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(
-    family, dtype, quantize, sampling, tiny_folder
-):
+def test_a_tree_s_output_is_plain_decoding_s(family, dtype, quantize, sampling, tiny_folder):
     """The same tokens and log-probabilities, where windows of 12 keys end inside a tree, too."""
     engine = load(tiny_folder(family), dtype=dtype, quantize=quantize)
     assert engine.target.report.is_exact
     chance, moved = random.Random(1), 0
     for seed in range(4):
-        given = {"sampling": sampling, "seed": seed}
-        tree, plain = with_trees(engine, TEXT[seed:], chance, **given)
-        given |= {"max_tokens": COUNT, "logprobs": 2, "drafter": "scripted"}
+        fields = {"sampling": sampling, "seed": seed}
+        tree, plain = with_trees(engine, TEXT[seed:], chance, **fields)
+        fields |= {"max_tokens": COUNT, "logprobs": 2, "drafter": "scripted"}
         for k in (3, 7, 15):
-            ours, events = run(tree, TEXT[seed:], num_speculative_tokens=k, **given)
+            ours, events = run(tree, TEXT[seed:], num_speculative_tokens=k, **fields)
             assert ours.output == plain.output and ours.logprobs == plain.logprobs
             assert ours.statistics.num_accepted_draft_tokens > 3 and not ours.warnings
             moved += sum(e["accepted_count"] > 0 and e["tree"] is not None for e in events)
@@ -83,13 +98,9 @@ def test_trees_and_chains_share_a_pass(tiny_folder, way):
     pairs = [with_trees(engine, prompt, chance, **way) for prompt in prompts]
     trees = {f"tree{i}": tree.pool.drafters["scripted"] for i, (tree, _) in enumerate(pairs[:3])}
     shared = core.Engine(engine.target, engine.pool.drafters | trees)
-    names = [*trees, "ngram", None]
-    requests = [
-        Request(prompt, COUNT, name, 6, logprobs=2, **way)
-        for prompt, name in zip(prompts, names, strict=True)
-    ]
-    for found, (_, plain) in zip(together(shared, requests), pairs, strict=True):
-        assert found.output == plain.output
+    named = zip(prompts, [*trees, "ngram", None], strict=True)
+    sequences = together(shared, [Request(text, COUNT, name, 6, **way) for text, name in named])
+    assert [s.output for s in sequences] == [plain.output for _, plain in pairs]
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
 
 
@@ -191,17 +202,3 @@ def test_a_model_s_tree_has_the_likeliest_tokens_of_one_branch_and_beside_it():
     sure.grow([(7, 0.9), (8, 0.1)])
     assert sure.is_open and sure.grow([(5, 0.9), (6, 0.1)]) == 5
     assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)
-
-
-def test_a_path_goes_on_behind_what_the_target_refused():
-    """It chooses 2, 3 and 9; of what was drafted behind 3 first children are shown."""
-    tree = Draft([1, 2, 4, 3, 5, 6, 7], None, [-1, -1, 1, 1, 3, 3, 4])
-    choices = {-1: 2, 1: 3, 3: 9}
-    judged, path = core.verify(tree, choices.__getitem__)
-    kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
-    assert (judged, path) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
-    logits = torch.arange(8.0)
-    cycle = Cycle(1, tree, tree.continued(path), judged, 3, 9, 4, [], logits, logits)
-    assert (cycle.proposals, cycle.path, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
-    assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
-    assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]
