@@ -49,10 +49,9 @@ def demo_engine(name, folder, request):
 
 
 def test_a_head_is_accepted_and_changes_no_token(demo_engine, prompts, name, way):
-    """Nor does it keep a row. Were it not accepted, the tests here would see rejected drafts only."""
-    sequences = together(
-        demo_engine, [Request(p, 24, name, 4, **way) for p in prompts.values()][:6]
-    )
+    """Were it not accepted, the tests here would see rejected drafts only. It keeps no row."""
+    texts = list(prompts.values())[:6]
+    sequences = together(demo_engine, [Request(text, 24, name, 4, **way) for text in texts])
     for s in sequences:
         given = demo_engine.target, s.request.prompt, 24, demo_engine.eos_ids
         assert s.output == core.plain_decode(*given, **way) and not s.warnings
