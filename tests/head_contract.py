@@ -133,6 +133,11 @@ def saying(**values):
     return partial(changed, **values)
 
 
+def saying_in(part, **values):
+    """Change what a part of config.json says."""
+    return lambda folder: changed(folder, **{part: content_of(folder)[part] | values})
+
+
 def weights_changed(change):
     def change_file(folder):
         weights = load_file(folder / "model.safetensors")

@@ -451,8 +451,7 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(controller):
 
 def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
     """n-gram looked better by its record, but finds no match: the model drafts at once."""
-    shares = {"ngram": 0, "steady": 20}
-    engine = engine_of(demo_engine, shares, steady=script_of(5))
+    engine = engine_of(demo_engine, {"ngram": 0, "steady": 20}, steady=script_of(5))
     ngram = engine.pool.drafters["ngram"]
     for prompt, expected in (([1, 2, 3, 4], "steady"), ([1, 2, 1, 2, 1, 2], "ngram")):
         s = engine.open(Request(prompt, 8, "auto"))
@@ -556,8 +555,8 @@ def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prom
         return expected[at : at + limit] if len(asked) != 3 else [0] * limit
 
     engine = engine_of(demo_engine, {"model": 0}, model=script)
-    given = {"drafter": "model", "num_speculative_tokens": 16, "trace": True}
-    s, events = run(engine, prompt, max_tokens=120, **given)
+    fields = {"drafter": "model", "num_speculative_tokens": 16, "trace": True}
+    s, events = run(engine, prompt, max_tokens=120, **fields)
     assert asked[:6] == [5, 10, 16, 5, 10, 16] and s.output == expected
     assert events[1]["controller"].startswith("model, K=5")
 

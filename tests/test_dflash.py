@@ -125,10 +125,7 @@ def test_a_block_may_stand_behind_the_end_of_the_context():
     assert not [text for text in sequence.warnings if "dflash" in text]
 
 
-def block_saying(**own):
-    return contract.saying(dflash_config={"mask_token_id": 1, "target_layer_ids": [0]} | own)
-
-
+block_saying = partial(contract.saying_in, "dflash_config")
 BROKEN = contract.BROKEN | {
     "no mask_token_id: is this a DF": contract.saying(dflash_config=None),
     "no block_size": contract.saying(block_size=None),

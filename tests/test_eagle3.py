@@ -139,14 +139,7 @@ def test_a_head_drafts_as_its_layout_says(
     contract.check_drafts(engine, "eagle3", partial(reference_draft, head, model, embed), 4)
 
 
-def layer_saying(**values):
-    def change(folder):
-        layer = contract.content_of(folder)["transformer_layer_config"]
-        contract.saying(transformer_layer_config=layer | values)(folder)
-
-    return change
-
-
+layer_saying = partial(contract.saying_in, "transformer_layer_config")
 BROKEN = contract.BROKEN | {
     "speculators_model_type is 'dflash'": contract.saying(speculators_model_type="dflash"),
     "model_type is 'mamba'": layer_saying(model_type="mamba"),
