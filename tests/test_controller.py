@@ -14,16 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
-from conftest import (
-    WAYS,
-    ScriptedDrafter,
-    before,
-    finish,
-    fresh_state,
-    run,
-    run_beside_fresh,
-    together,
-)
+from conftest import WAYS, ScriptedDrafter, before, fresh_state, run, run_beside_fresh, together
 
 from control import Statistics
 from control.acceptance import Acceptance
@@ -580,7 +571,8 @@ def test_a_choice_serves_on_when_one_ends_or_joins_many(demo_engine, prompts, si
         engine.step([s for s in batch if s.finish_reason is None])
         assert batch[0].drafting.drafts or cycle not in range(1, 5)
     assert made == plans  # (who asks, of how many, cycles since the last choice for all)
-    finish(engine, batch)
+    for s in batch:
+        engine.close(s)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

@@ -276,10 +276,7 @@ def brute_force(tokens, smallest, largest, limit):
     for size in range(min(largest, len(tokens)), smallest - 1, -1):
         for start in range(len(tokens) - 1, size - 1, -1):
             if tokens[start - size : start] == tokens[-size:]:
-                grown = list(tokens)
-                for i in range(limit):
-                    grown.append(grown[start + i])
-                return grown[len(tokens) :]
+                return (tokens[start:] * limit)[:limit]
     return []
 
 

@@ -10,15 +10,7 @@ from argparse import Namespace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import (
-    ScriptedDrafter,
-    assert_lossless,
-    failing,
-    run,
-    run_beside_fresh,
-    scripted_engine,
-    together,
-)
+from conftest import ScriptedDrafter, assert_lossless, failing, run, run_beside_fresh, together
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from benchmarks.fixed_clock import FixedClock
@@ -155,8 +147,8 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
 
 
 def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, prompts, plain):
-    engine, tokens, parents = scripted_engine(slow_engine, None), [5, 6, 7, 8], [-1, -1, 1, 0]
-    drafter = engine.pool.drafters["scripted"]
+    drafter, tokens, parents = ScriptedDrafter(None), [5, 6, 7, 8], [-1, -1, 1, 0]
+    engine = core.Engine(slow_engine.target, {"scripted": drafter}, "scripted")
     drafter.propose = lambda _, limit: Draft(tokens[:limit], None, parents[:limit])
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.pool.choices
