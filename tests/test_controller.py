@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
-from conftest import WAYS, ScriptedDrafter, before, fresh_state, run, run_beside_fresh, together
+from conftest import WAYS, ScriptedDrafter, before, run, run_beside_fresh, together
 
 from control import Statistics
 from control.acceptance import Acceptance
@@ -589,9 +589,13 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     assert second.statistics.drafted_at == [3, 3] and second.drafting.task.decision is None
     decision = first.drafting.task.decision
     assert decision.is_rest and str(decision).endswith("plain ones")
-    before(engine.controller, "plan", lambda asks, *_: known.extend(asks[0].able.values()))
+
+    def note(asks, *_):
+        known.extend((r.unread, r.since) for ask in asks for r in ask.able.values())
+
+    before(engine.controller, "plan", note)
     engine.step([first, second])
-    assert [(record.unread, record.since) for record in known] == [(2, 2)] and first.num_steps == 5
+    assert known == [(2, 2)] and first.num_steps == 5
     for sequence in (first, second):
         engine.close(sequence)
 
@@ -619,9 +623,8 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
     def guessed(batch):
         (s,) = batch
         for name in ("ngram", "suffix") if s.num_steps else ():
-            state = fresh_state(engine, loaded[name], s.tokens)
-            guess = engine.pool.guess(s.drafting, name, 3)
-            assert guess.tokens == loaded[name].guess(state, 3)
+            fresh = loaded[name].open(s.tokens, s.request.sampling, s.noise)
+            assert engine.pool.guess(s.drafting, name, 3).tokens == loaded[name].guess(fresh, 3)
 
     def in_turn(texts, tasks):
         names.append(list(loaded)[len(names) // 5 % 4])
