@@ -710,17 +710,12 @@ def test_who_was_passed_over_is_told_of_no_draft():
 
 def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine, monkeypatch):
     """And nothing of it is counted: neither tokens nor costs, nor a drafter's fault."""
-    asked = []
-
-    def script(tokens, limit):
-        asked.append(limit)
-        return tokens[-limit:]
-
+    script = Mock(side_effect=lambda tokens, limit: tokens[-limit:])
     drafters = scripted(scripted=script, poisoned=Mock(side_effect=KeyError))
     controller = Controller(100, {"scripted": 20, "poisoned": 20})
     engine = core.Engine(demo_engine.target, drafters, controller=controller)
     warm_up(engine)
-    assert asked == [Request.num_speculative_tokens]
+    assert [limit for (_, limit), _ in script.call_args_list] == [Request.num_speculative_tokens]
     totals = engine.totals
     assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == Statistics()
     assert not (controller.costs.passes or engine.pool.failures or totals.recent)
