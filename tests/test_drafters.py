@@ -345,7 +345,7 @@ def context(target, draft=None):
         ("class Mine(Inherits): name = 'ngram'", "the name 'ngram' of mine.py:Mine is taken"),
         ("class Mine(Drafter): pass", r"\(.*mine.py, line 15\): write def propose\(self"),
         ("class Mine(Drafter):\n  propose = Inherits.propose\n  def __init__(self, context): pass",
-         r"'context' \(.*mine.py, line 17\): write def __init__\(self\), or"),
+         r"'context' \(.*mine.py, line 15\): write def __init__\(self\), or"),
         ("class Mine(Inherits):\n  def open(self, prompt): pass",
          r"\(.*mine.py, line 16\): write def open\(self, prompt, sampling, noise"),
         ("class Mine(Inherits):\n  def build(context): raise RuntimeError('no luck')",

@@ -31,15 +31,19 @@ def name(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def folder(name, tmp_path_factory):
-    """A head for the embedded target: an embedded one, or one that the script trains in seconds."""
-    if name == "dflash":
-        return ROOT / "demo_models" / "target_dflash"
-    work = tmp_path_factory.mktemp(name)
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """An EAGLE-3 head for the embedded target, trained for seconds by the script."""
+    work = tmp_path_factory.mktemp("eagle3")
     more = {"epochs": 10.0, "rate": 6e-3}
-    train.run(train.Plan(name, TARGET, work, work / "head", **train.TOY | more))
+    train.run(train.Plan("eagle3", TARGET, work, work / "head", **train.TOY | more))
     return work / "head"
+
+
+@pytest.fixture(scope="module")
+def folder(name, trained):
+    """A head for the embedded target."""
+    return trained if name == "eagle3" else ROOT / "demo_models" / "target_dflash"
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["compiled", "modules"])
