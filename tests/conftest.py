@@ -210,6 +210,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+def before(thing: Any, method: str, do: Callable[..., Any]) -> None:
+    """From now on each call of the method is preceded by a call of `do` with the same."""
+    inner = getattr(thing, method)
+    setattr(thing, method, lambda *arguments: (do(*arguments), inner(*arguments))[1])
+
+
 class Numbers(Noise):
     """In the place of noise: one number accepts or rejects each draft, and the last one draws."""
 
@@ -363,6 +369,26 @@ def propose_and_close(drafter: Any, states: list[Any], limits: list[int]) -> lis
     for state in states:
         drafter.close(state)
     return [draft.tokens for draft in drafts]
+
+
+def run_beside_fresh(engine: Any, request: Request) -> tuple[Any, list[Any]]:
+    """A request to its end, whose drafts are those of states that have seen no draft before.
+
+    Returns its sequence and its cycles.
+    """
+    s, cycles = engine.open(request), []
+    while s.finish_reason is None:
+        limit, tokens = min(request.num_speculative_tokens, s.remaining - 1), list(s.tokens)
+        cycles.append(engine.step([s])[s])
+        drafts = s.drafting.drafts if limit > 0 else {}
+        for name, draft in drafts.items():
+            drafter = engine.pool.drafters[name]
+            state = fresh_state(engine, drafter, tokens, request.sampling, s.noise)
+            if drafter.branches:
+                state.can_branch = len(drafts) > 1
+            assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], name
+    engine.close(s)
+    return s, cycles
 
 
 Script = Callable[[list[int], int], list[int]]

@@ -119,10 +119,8 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
         options.append(f"--basetemp={tempfile.gettempdir()}/{os.getpid()}")
         if mutant:  # the code itself: whoever has imported or bound the function has it broken
             function, other = broken(mutant)
-            function.__code__ = other.__code__
-            function.__defaults__, function.__kwdefaults__ = (
-                other.__defaults__, other.__kwdefaults__,
-            )  # fmt: skip
+            for part in ("__code__", "__defaults__", "__kwdefaults__"):
+                setattr(function, part, getattr(other, part))
             options.append("-x")
         code = int(pytest.main([*options, *map(node, tests)]))
         sys.stdout.flush()
@@ -143,8 +141,7 @@ def ended(
     waiting, running = wanted[::-1], {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            tests, mutant = waiting.pop()
-            output = tempfile.TemporaryFile()
+            (tests, mutant), output = waiting.pop(), tempfile.TemporaryFile()
             pid = os.fork()
             if not pid:
                 run_tests(tests, mutant, output.fileno())
@@ -176,11 +173,11 @@ def load_once() -> None:
 
     def load_or_inherit(options: Any) -> Any:
         caller = sys._getframe(1).f_globals["__name__"]
-        in_python = replace(options, kernels=False)  # where the mutants are, but for the kernels'
         if caller == "conftest":
             return engine
-        in_c = "test_cache", "test_kernels", "test_sampling", "test_tree"
-        return load(options if caller in in_c else in_python)
+        in_c = caller in ("test_cache", "test_kernels", "test_sampling", "test_tree")
+        # The mutants are in Python, but for those of the kernels.
+        return load(options if in_c else replace(options, kernels=False))
 
     core.load_engine = load_or_inherit
     gc.collect()
