@@ -68,7 +68,7 @@ def test_a_trace_tells_how_far_the_states_go_back(prompts, drafter, monkeypatch)
     counted = Mock(wraps=kernels.step_in_python)
     monkeypatch.setattr(kernels, "step_in_python", counted)
     _, events = run(engine, next(iter(prompts.values())), max_tokens=60, drafter=drafter)
-    steps = [len(logs) for call in counted.mock_calls for *_, logs, _ in call.args[1]]
+    steps = [len(logs) for call in counted.call_args_list for *_, logs, _ in call.args[1]]
     read, begin = 0, 0
     for event in events:
         verified, kept = event["cached"]

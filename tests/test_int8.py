@@ -79,7 +79,7 @@ def test_it_is_another_model_near_the_first_one_and_health_says_so(tiny_folder, 
     num_floats = sum(weight.numel() for weight in target.model.parameters())
     assert num_floats < 0.01 * target.num_weights  # norms
     options = Options(quantize="int8")
-    health = answers.health(engine, worker := Worker(engine, Options()), options)
+    health = answers.health(engine, worker := Worker(engine, options), options)
     worker.drain(1)
     assert health["quantization"] == "int8" and health["bitwise_lossless"] is True
     with torch.inference_mode():
@@ -107,7 +107,7 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     ("head", "drafters"), [("eagle3", ["eagle3"]), ("mtp", ["mtp", "draft_model", "ngram"])]
 )
 def test_a_head_is_quantised_with_its_target(target_folder, tmp_path, head, drafters):  # noqa: F811
-    """All its matrices, and those of its target that it uses."""
+    """All its matrices are, and those of the target that it uses."""
     new_head(tmp_path)
     model, path = (target_folder, str(tmp_path)) if head == "eagle3" else ("embedded", None)
     engine = load(model, eagle3=path, quantize="int8")
@@ -122,7 +122,7 @@ def test_a_head_is_quantised_with_its_target(target_folder, tmp_path, head, draf
 
 # ------------------------------------------------------------------------------ the drafter
 def test_the_model_in_int8_drafts_what_the_model_says(twins):
-    """And leaves the target's cache as it was, whose bits decide the log-probabilities."""
+    """It leaves the target's cache as it was, whose bits decide the log-probabilities."""
     fields = {"max_tokens": 60, "num_speculative_tokens": 3, "logprobs": 1}
     s, plain = (run(twins, TEXT, drafter=name, **fields)[0] for name in ("self_int8", None))
     assert s.output == plain.output and s.logprobs == plain.logprobs
@@ -222,7 +222,7 @@ def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, option
 
 # ---------------------------------------------------------------------------------- memory
 def test_weights_take_at_most_a_byte_and_a_quarter_each(tiny_folder):
-    """Of a model whose embedding is tied."""
+    """The model's embedding is its output layer, too, and is not held twice."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder("gemma2"), dtype="float32")
     num_weights = sum(weight.numel() for weight in model.parameters())
     freed = weakref.ref(model.get_input_embeddings().weight)

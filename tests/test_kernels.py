@@ -410,7 +410,8 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
 )
 def test_large_matrices_ask_for_large_pages():
     weight = torch.zeros(1 << 10, 1 << 10)
-    address, smaps = Panels.of(weight).struct.panels, Path("/proc/self/smaps").read_text()
+    panels, smaps = Panels.of(weight), Path("/proc/self/smaps").read_text()
+    address = panels.struct.panels
     areas = re.findall(r"(?s)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.M)
     (flags,) = (f for begin, end, f in areas if int(begin, 16) <= address < int(end, 16))
     assert "hg" in flags.split()
