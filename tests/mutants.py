@@ -162,7 +162,8 @@ def load_once() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to start than a test
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    core = importlib.import_module("conftest").core
+    conftest = importlib.import_module("conftest")
+    core = conftest.core
     for file in {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}:
         importlib.import_module(f"test_{file}")
     # What a fork writes to the KV cache is its own: mmap's default would share it with all.
@@ -172,7 +173,10 @@ def load_once() -> None:
     engine = load(Options(model="embedded", fixed_k=True, kernels=False, suffix_cache=0))
 
     def load_or_inherit(options: Any) -> Any:
-        caller = sys._getframe(1).f_globals["__name__"]
+        frame = sys._getframe(1)
+        if frame.f_code is conftest.load.__code__:  # which loads for a test
+            frame = frame.f_back
+        caller = frame.f_globals["__name__"]
         if caller == "conftest":
             return engine
         in_c = caller in ("test_cache", "test_kernels", "test_sampling", "test_tree")
