@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT
-from server import generate, health, serving
+from server import serving
 
 import demo as terminal
 from control.costs import Costs
@@ -254,8 +254,8 @@ def test_prompts_that_cannot_be_planned_for_are_one_line(main, tmp_path, text):
 def test_a_drafter_of_ours_drafts_in_a_real_vllm(plain, prompts):
     with serving("--engine", os.environ["VLLM_URL"]) as server:
         for name, prompt in prompts.items():
-            status, body = generate(server.port, prompt=prompt, max_tokens=48)
+            status, body = server.generate(prompt=prompt, max_tokens=48)
             assert status == 200 and body["token_ids"] == plain(prompt, 48), name
-        figures = health(server.port)["speculative_decoding"]
+        figures = server.health()["speculative_decoding"]
         assert figures["num_draft_tokens"] > figures["num_accepted_draft_tokens"] > 0
-        print(health(server.port)["engine"], figures)
+        print(server.health()["engine"], figures)
