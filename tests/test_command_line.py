@@ -356,19 +356,13 @@ DAMAGED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shards(tiny_folder, tmp_path_factory):
-    """A model in three files."""
-    source, path = tiny_folder("llama"), tmp_path_factory.mktemp("shards") / "model"
+@pytest.fixture
+def sharded(tiny_folder, tmp_path):
+    """A model in three files, in a folder of the test."""
+    source, path = tiny_folder("llama"), tmp_path / "model"
     shutil.copytree(source, path, ignore=lambda *_: ["model.safetensors"])
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(path, max_shard_size="300KB")
     return path
-
-
-@pytest.fixture
-def sharded(shards, tmp_path):
-    """It in a folder of the test's own."""
-    return shutil.copytree(shards, tmp_path / "model")
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
