@@ -12,7 +12,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from server import Gate, naming_a_model
+from server import LIMIT_S, ROOT, Gate, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
@@ -23,10 +23,10 @@ from models.prompts import read_prompts
 from sampling import Noise, truncated_softmax
 from serving import assembly, retry, trace
 from serving.options import Options
+from serving.service import Service
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
-ROOT = Path(__file__).resolve().parent.parent
 TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
@@ -276,6 +276,14 @@ WAYS: dict[str, dict[str, Any]] = {
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How tokens are chosen: what holds for greedy text holds for the text of a seed, too."""
     return WAYS[request.param]
+
+
+@contextmanager
+def application(engine: Any, options: Options) -> Iterator[Any]:
+    """A client of the server's application on an engine, in this process and without a socket."""
+    app = core.create_app(Service(engine, options))
+    yield app.test_client()
+    app.extensions["worker"].drain(LIMIT_S)
 
 
 def assemble(options):

@@ -12,16 +12,14 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 
 import gguf
 import pytest
 import torch
 from conftest import ROOT
 from gguf_files import TINY, write
-from server import generate, health, serving
+from server import serving
 from tqdm import tqdm
 
 import benchmarks as bench
@@ -30,11 +28,9 @@ from benchmarks.batch import of_best
 from benchmarks.passes import retype
 
 
-@contextmanager
 def forked(command):
     """In the place of servers.started: forked servers need not import torch."""
-    with serving(*command[len(servers.OURS) :]) as server:
-        yield SimpleNamespace(port=server.port, health=partial(health, server.port))
+    return serving(*command[len(servers.OURS) :])
 
 
 @pytest.fixture
@@ -198,7 +194,7 @@ def test_what_a_server_says_of_a_chat_is_read_from_its_stream(chat_folder):
     with serving("--model", str(chat_folder("llama"))) as server:
         one, other = pair.write(server, {"drafter": "ngram"}, ["a", "c"], 3)
         for prompt, written in (("a", one), ("c", other)):
-            answer = generate(server.port, prompt=prompt, chat=True, max_tokens=3)[1]
+            answer = server.generate(prompt=prompt, chat=True, max_tokens=3)[1]
             numbers = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
             assert written[:3] == (answer["text"], *numbers) and 0 < written.first_ms <= written.ms
         with pytest.raises(servers.Lost, match="status 400, not 200: .*drafter"):
