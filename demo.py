@@ -336,7 +336,8 @@ def compare(
     """One prompt by plain decoding and by each drafter, in turn; times are medians."""
     wanted = request_of(prompt, PLAIN, options)
     settings = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
-    methods = [n for n in engine.pool.choices if n != TREE or n == engine.default_drafter]
+    skipped = {*engine.pool.special, TREE} - {engine.default_drafter}
+    methods = [name for name in engine.pool.choices if name not in skipped]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
     runs: dict[str, list[TextSequence]] = {name: [] for name in methods}
     for _ in range(repeats):

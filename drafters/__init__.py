@@ -24,6 +24,7 @@ __all__ = [
 _REGISTRY = {
     "ngram": "drafters.ngram:NgramDrafter",
     "suffix": "drafters.suffix:SuffixDrafter",
+    "grammar": "drafters.grammar:GrammarDrafter",
     "draft_model": "drafters.draft_model:DraftModelDrafter",
     "mtp": "drafters.mtp:MtpDrafter",
     "eagle3": "drafters.eagle3:Eagle3Drafter",

@@ -18,6 +18,8 @@ from drafters.pool import PLAIN
 from messages import Engine, Json, Request, RequestError, Sampling, check_prompt
 from models.prompts import Tokenizer, chat_ids, is_text, large_bodies, prompt_ids
 
+from . import formats
+
 
 def parse_json(data: bytes) -> Json:
     """The JSON object in a request's body.
@@ -83,7 +85,7 @@ _CHECKS: dict[str, Check] = {
         "true, false or an integer from 0 to 20",
     ),
 }
-_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options"])
+_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options", *formats.FIELDS])
 _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
 _SAMPLING = [field.name for field in fields(Sampling)]
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
@@ -193,4 +195,5 @@ def parse_request(
     known = target.name, target.max_length, target.vocab_size
     fields, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
     stream, compare = fields.pop("stream"), fields.pop("compare")
+    fields["grammar"] = formats.grammar_of(body, engine, fields["prompt"])
     return Request(**fields), stream, compare, notes
