@@ -91,6 +91,7 @@ class Request:
     trace: bool = False  # whether events also show the target's choices and their probabilities
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
+    grammar: Any = None  # a Grammar of grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
 
     def admitted(self, context: int, vocab_size: int) -> tuple["Request", list[str]]:

@@ -102,23 +102,19 @@ def sample(engine: Engine, request: Request, num_samples: int) -> list[bench.Fin
 
 
 def first_tokens(engine: Engine, request: Request, num_samples: int) -> list[tuple]:
-    """The same, only the tokens."""
+    """The first tokens of `num_samples` runs of a request, with one seed after another."""
     return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, num_samples)]
-
-
-def general(engine: Engine) -> list[str]:
-    """The drafters that need no other field of a request."""
-    return [name for name in engine.pool.drafters if name not in bench.SPECIAL]
 
 
 def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: acceptance by both rules, differences, and the tests."""
     prompt, rows = engine.target.tokenizer(PROMPT)["input_ids"], []
+    names = bench.names_of(engine)
     for name, coupled in tqdm(SAMPLINGS.items(), desc="samplings"):
         rejection = replace(coupled, verification="rejection")
         plain = Request(prompt, 12, None, 0, sampling=coupled, seed=1_000_000)
         theirs = first_tokens(engine, plain, num_samples)
-        for i, drafter in enumerate(general(engine), 1):
+        for i, drafter in enumerate(names, 1):
             row = {"sampling": name, "drafter": drafter, "samples": num_samples}
             ours, rates = {}, {}
             for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
@@ -136,7 +132,7 @@ def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
 def measure_kept(engine: Engine, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
     prompts, rows = bench.flat(bench.demo_prompts(engine)).values(), []
-    cases = [(name, s, d) for name, s in KEPT.items() for d in general(engine)]
+    cases = [(name, s, d) for name, s in KEPT.items() for d in bench.names_of(engine)]
     for name, coupled, drafter in tqdm(cases, desc="kept"):
         row: dict[str, Any] = {"sampling": name, "drafter": drafter}
         for sampling in (coupled, replace(coupled, verification="rejection")):
@@ -169,13 +165,13 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--max-tokens", 2, 10**6, 96, "of a request in the second table")
     bench.add_count(options, "--seeds", 1, 100, 3, "of each prompt in the second table")
     options.add_argument("--drafter", help="one of your own, as file.py:Class")
-    given = options.parse_args(arguments)
-    short = {"max_running": BATCH, "max_model_len": 32, "drafter": given.drafter}
+    flags = options.parse_args(arguments)
+    short = {"max_running": BATCH, "max_model_len": 32, "drafter": flags.drafter}
     results = {
-        "rows": measure(bench.load_engine(fixed_k=True, **short), given.samples),
-        "kept": measure_kept(bench.load_engine(fixed_k=True), given.max_tokens, given.seeds),
+        "rows": measure(bench.load_engine(fixed_k=True, **short), flags.samples),
+        "kept": measure_kept(bench.load_engine(fixed_k=True), flags.max_tokens, flags.seeds),
     }
-    bench.report(__spec__.name, arguments, given, results, readable)
+    bench.report(__spec__.name, arguments, flags, results, readable)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Expected:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.forced: Sequence[int] = ()  # what a grammar puts next. Set by the pool
         self.matched = 0  # the output's last tokens that stand before the place
         self._place = self._followed = 0  # of the next token; the last place that was believed
         self._last: list[int] = []  # tokens of the output: none of the prompt can be repeated
@@ -83,16 +84,21 @@ class PredictionDrafter(Drafter):
 
     name: ClassVar[str] = "prediction"
     needs = "prediction"
+    goes_behind = True
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> Expected:
         return Expected()
 
     def propose(self, state: Expected, max_tokens: int) -> Draft:
-        return Draft(state.continuation(max_tokens))
+        return Draft(self.guess(state, max_tokens))
 
     def guess(self, state: Expected, max_tokens: int) -> list[int]:
-        """What `propose` would propose: the controller asks, to know what it would be worth."""
-        return state.continuation(max_tokens)
+        """What `propose` would propose: the controller asks, to know what it would be worth.
+
+        Nothing, where a grammar forces other tokens.
+        """
+        draft, forced = state.continuation(max_tokens), [*state.forced[:max_tokens]]
+        return draft if draft[: len(forced)] == forced else []
 
     def evidence(self, state: Expected) -> int:
         """How many tokens of the output stand before the proposal in the prediction."""

@@ -25,6 +25,8 @@ from models.prompts import (
     prompt_ids,
 )  # fmt: skip
 
+from . import formats
+
 
 def parse_json(data: bytes) -> Json:
     """The JSON object in a request's body.
@@ -91,7 +93,9 @@ _CHECKS: dict[str, Check] = {
         "true, false or an integer from 0 to 20",
     ),
 }
-_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options"])
+_KNOWN = dict.fromkeys(
+    [*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options", *formats.FIELDS]
+)
 _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
 _SAMPLING = [field.name for field in fields(Sampling)]
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
@@ -215,4 +219,5 @@ def parse_request(
     known = target.name, target.max_length, target.vocab_size
     fields, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
     stream, compare = fields.pop("stream"), fields.pop("compare")
+    fields["grammar"] = formats.grammar_of(body, engine, fields["prompt"])
     return Request(**fields), stream, compare, notes

@@ -121,7 +121,7 @@ def test_a_certain_draft_pays_though_rows_have_become_dearer():
         for rows in (1, 9) * 20:
             own.costs.observe_pass(1, rows, 10 + row_ms * rows)
             own.costs.prices(1, 1)
-        assert {own.plan([candidate], 1)[0].num_tokens for _ in range(30)} == {8}
+        assert {own.decide([candidate], 1)[0].num_tokens for _ in range(30)} == {8}
 
 
 @pytest.mark.parametrize("name", [*NAMES, "ngram", None])
@@ -224,7 +224,9 @@ def test_it_proposes_what_it_was_given_alone():
     state = drafter.open([5, 6, 7], GREEDY, None)
     assert drafter.propose(state, 4).tokens == drafter.guess(state, 4) == []
     state.take([5, 6, 7])
-    assert drafter.propose(state, 2).tokens == drafter.guess(state, 2) == [5, 6]
+    for forced, draft in (((), [5, 6]), ((5,), [5, 6]), ((5, 6, 9), [5, 6]), ((6,), [])):
+        state.forced = forced  # by a grammar: elsewhere a draft could not be accepted
+        assert drafter.propose(state, 2).tokens == drafter.guess(state, 2) == draft
 
 
 # ------------------------------------------------------------------------------------- counting
