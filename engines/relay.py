@@ -59,6 +59,7 @@ class Wanted(Request):
             "return_token_ids": True,
         }
         more = {"max_tokens": self.max_tokens, "stop": list(self.stop) or None, "seed": self.seed}
+        more |= sampling.penalties | {"logit_bias": dict(sampling.logit_bias) or None}
         fields |= {name: value for name, value in more.items() if value is not None}
         if self.logprobs is not None and self.is_chat:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}

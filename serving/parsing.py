@@ -5,6 +5,7 @@ ignored.
 """
 
 import json
+import re
 import reprlib
 import secrets
 from collections.abc import Callable, Collection
@@ -44,6 +45,7 @@ def parse_json(data: bytes) -> Json:
 
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
+MAX_BIASES = 300
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
 Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
@@ -63,6 +65,14 @@ def _are_stops(value: Any) -> bool:
     )
 
 
+def _are_biases(value: Any) -> bool:
+    is_number = _number(-100, 100)[0]
+    return (isinstance(value, dict) and len(value) <= MAX_BIASES) and all(
+        re.fullmatch("0|[1-9][0-9]{0,8}", token) and is_number(bias)
+        for token, bias in value.items()
+    )
+
+
 _integer = partial(_number, kind=int, name="an integer")
 _FLAGS = ("fixed_k", "speculative", "stream", "trace", "compare", "chat")
 _STOP = f"a non-empty string of at most {MAX_STOP_CHARACTERS} characters"
@@ -76,6 +86,13 @@ _CHECKS: dict[str, Check] = {
     "top_p": _number(1e-9, 1),
     "min_p": _number(0, 1),
     "repetition_penalty": _number(1e-9, 100),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "logit_bias": (
+        _are_biases,
+        f"an object of at most {MAX_BIASES} token ids, written as texts, with numbers from -100 to "
+        "100",
+    ),
     "seed": _integer(-(1 << 63), (1 << 64) - 1),
     "verification": (lambda value: value in ("coupled", "rejection"), "coupled or rejection"),
     "logprobs": (
@@ -84,8 +101,8 @@ _CHECKS: dict[str, Check] = {
     ),
 }
 _KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options"])
-_REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
-_SAMPLING = [field.name for field in fields(Sampling)]
+# The fields of Sampling that a request may set, with their defaults.
+_SAMPLING = {field.name: field.default for field in fields(Sampling) if field.name in _CHECKS}
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
 
 
@@ -131,6 +148,15 @@ def _read_prompt(
     return prompt
 
 
+def _read_biases(value: Json, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Token ids and their biases. Raises RequestError for an id outside of the vocabulary."""
+    biases = {int(token): float(bias) for token, bias in value.items()}
+    if max(biases, default=0) >= vocab_size:
+        why = f"logit_bias has token id {max(biases)}: the largest one is {vocab_size - 1}"
+        raise RequestError(why, param="logit_bias")
+    return tuple(biases.items())
+
+
 def parse_fields(
     body: Json, tokenizer: Tokenizer | None, drafters: Collection[str], defaults: Json,
     model: str, max_length: int, vocab_size: int,
@@ -151,9 +177,12 @@ def parse_fields(
         if not isinstance(known["stream_options"], dict):
             raise RequestError("stream_options must be an object", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}
-    fields = flags | defaults | {name: known[name] for name in _CHECKS if name in known}
-    for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
-        fields[name] = float(fields[name])
+    fields = flags | _SAMPLING | defaults | {n: known[n] for n in _CHECKS if n in known}
+    for name, default in _SAMPLING.items():  # JSON may write 1 or 1.0
+        if isinstance(default, float):
+            fields[name] = float(fields[name])
+    if "logit_bias" in known:
+        fields["logit_bias"] = _read_biases(known["logit_bias"], vocab_size)
     is_chat = fields.pop("chat", False)
     fields["prompt"] = _read_prompt(known.get("prompt"), is_chat, tokenizer, max_length, vocab_size)
     stop = known.get("stop", ())
