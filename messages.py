@@ -105,6 +105,13 @@ class Request:
     trace: bool = False  # whether events also show the target's choices and their probabilities
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
+    n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them
+
+    @property
+    def choices(self) -> list["Request"]:
+        """A request for each of the n texts; their seeds are seed, seed + 1 and so on."""
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        return [replace(self, seed=seed) for seed in seeds]
 
     def admitted(self, context: int, vocab_size: int) -> tuple["Request", list[str]]:
         """The request as it can be served, and warnings. Raises ValueError for a bad prompt.

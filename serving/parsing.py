@@ -45,7 +45,7 @@ def parse_json(data: bytes) -> Json:
 
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
-MAX_BIASES = 300
+MAX_BIASES, MAX_CHOICES = 300, 8
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
 Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
@@ -78,6 +78,7 @@ _FLAGS = ("fixed_k", "speculative", "stream", "trace", "compare", "chat")
 _STOP = f"a non-empty string of at most {MAX_STOP_CHARACTERS} characters"
 _CHECKS: dict[str, Check] = {
     "max_tokens": _integer(1, MAX_TOKENS_LIMIT),
+    "n": _integer(1, MAX_CHOICES),
     "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "stop": (_are_stops, f"{_STOP}, or a list of at most 8 of them"),
@@ -199,6 +200,11 @@ def parse_fields(
         fields["drafter"] = None
     if fields.get("seed") is None:
         fields["seed"] = secrets.randbits(32)  # few enough bits for every JSON parser
+    num_choices = fields.get("n", 1)
+    if fields["compare"] and num_choices > 1:
+        raise RequestError("n must be 1 with compare: one text is compared", param="n")
+    if fields["seed"] + num_choices > 1 << 64:
+        raise RequestError("seed + n must be at most 2^64, as choices have seeds", param="seed")
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None

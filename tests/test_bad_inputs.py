@@ -147,10 +147,11 @@ BAD = {  # out of range, right behind the limits, and of another kind
     "presence_penalty": [-2.1, nextafter(2.0, 3.0), "1", True],
     "frequency_penalty": [nextafter(-2.0, -3.0), 2.1, [1]],
     "logit_bias": BIASES,
+    "n": [0, 9, True, "1", 1.0],
     "seed": ["a", 2**64, -(2**63) - 1, 1.5, True],
 }
 UNSUPPORTED = {  # by /v1, where they would change the output
-    "n": [True, 2, "1"], "best_of": [3], "echo": [True], "suffix": ["x"],
+    "best_of": [3, True, "1"], "echo": [True], "suffix": ["x"],
     "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
     "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],

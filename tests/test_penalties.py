@@ -68,7 +68,7 @@ def written(target, prompt, max_tokens, sampling, seed):
 def test_the_text_is_that_of_the_formula_whoever_drafts(demo_engine, prompts, name, way):
     target, has_changed = demo_engine.target, False
     sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
-    for prompt in (prompts["repetitive_colours"], prompts["hard_prose"]):
+    for prompt in map(prompts.get, ("repetitive_letters", "repetitive_colours", "hard_docs")):
         expected = written(target, prompt, 20, sampling, seed=3)
         without = core.plain_decode(target, prompt, 20, set(), core.Sampling(**WAYS[way]), 3)
         has_changed |= expected != without
