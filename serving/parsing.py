@@ -149,13 +149,29 @@ def _read_prompt(
     return prompt
 
 
-def _read_biases(value: Json, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Token ids and their biases. Raises RequestError for an id outside of the vocabulary."""
-    biases = {int(token): float(bias) for token, bias in value.items()}
+def _read_sampling(fields: Json, vocab_size: int) -> Sampling:
+    """Take the fields of Sampling out of a request's checked fields.
+
+    Raises RequestError for a bias of a token that is not in the vocabulary.
+    """
+    values = {name: fields.pop(name, default) for name, default in _SAMPLING.items()}
+    for name, default in _SAMPLING.items():
+        if isinstance(default, float):  # JSON may write 1 or 1.0
+            values[name] = float(values[name])
+    biases = {int(token): float(bias) for token, bias in dict(values["logit_bias"]).items()}
     if max(biases, default=0) >= vocab_size:
         why = f"logit_bias has token id {max(biases)}: the largest one is {vocab_size - 1}"
         raise RequestError(why, param="logit_bias")
-    return tuple(biases.items())
+    return Sampling(**values | {"logit_bias": tuple(biases.items())})
+
+
+def _check_choices(num_choices: int, fields: Json) -> None:
+    """Raises RequestError for several choices together with fields that they do not go with."""
+    if fields["compare"] and num_choices > 1:
+        raise RequestError("n must be 1 with compare: one text is compared", param="n")
+    if fields["seed"] + num_choices > 1 << 64:
+        why = f"seed must be at most {(1 << 64) - num_choices} with n {num_choices}"
+        raise RequestError(f"{why}: choices have the seeds behind it", param="seed")
 
 
 def parse_fields(
@@ -178,12 +194,8 @@ def parse_fields(
         if not isinstance(known["stream_options"], dict):
             raise RequestError("stream_options must be an object", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}
-    fields = flags | _SAMPLING | defaults | {n: known[n] for n in _CHECKS if n in known}
-    for name, default in _SAMPLING.items():  # JSON may write 1 or 1.0
-        if isinstance(default, float):
-            fields[name] = float(fields[name])
-    if "logit_bias" in known:
-        fields["logit_bias"] = _read_biases(known["logit_bias"], vocab_size)
+    fields = flags | defaults | {name: known[name] for name in _CHECKS if name in known}
+    fields["sampling"] = _read_sampling(fields, vocab_size)
     is_chat = fields.pop("chat", False)
     fields["prompt"] = _read_prompt(known.get("prompt"), is_chat, tokenizer, max_length, vocab_size)
     stop = known.get("stop", ())
@@ -200,15 +212,10 @@ def parse_fields(
         fields["drafter"] = None
     if fields.get("seed") is None:
         fields["seed"] = secrets.randbits(32)  # few enough bits for every JSON parser
-    num_choices = fields.get("n", 1)
-    if fields["compare"] and num_choices > 1:
-        raise RequestError("n must be 1 with compare: one text is compared", param="n")
-    if fields["seed"] + num_choices > 1 << 64:
-        raise RequestError("seed + n must be at most 2^64, as choices have seeds", param="seed")
+    _check_choices(fields.get("n", 1), fields)
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
-    fields["sampling"] = Sampling(**{name: fields.pop(name) for name in _SAMPLING})
     unknown = islice((name for name in body if name not in _KNOWN), _MAX_NAMED)
     notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown]
     if more := len(body) - len(body.keys() & _KNOWN.keys()) - len(notes):

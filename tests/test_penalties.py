@@ -17,7 +17,7 @@ import torch
 from conftest import probabilities, run, scripted_engine
 from server import COLOURS, call, generate, serving
 
-from drafters import TREE
+from drafters.pool import AUTO, TREE
 from engines.relay import Wanted
 from kernels import can_chain
 from sampling import Noise, penalise, ranked
@@ -128,14 +128,13 @@ def test_drafts_are_judged_by_rejection_against_the_changed_distribution(
 def test_model_drafters_draw_by_the_same_penalties(demo_engine, prompts):
     """A bias of 100 leaves one token, so all that a model drafts is that token, and right."""
     prompt, sampling = prompts["hard_prose"], core.Sampling(logit_bias=((GREEN, 100.0),))
-    free = {"ngram", "suffix"}
-    for drafter in demo_engine.pool.drafters.keys() - free | {TREE}:
+    for drafter in demo_engine.pool.choices.keys() - {"ngram", "suffix"}:
         fields = {"max_tokens": 12, "drafter": drafter, "sampling": sampling}
         sequence, _ = run(demo_engine, prompt, **fields)
         assert sequence.output == [GREEN] * 12
         figures = sequence.statistics
         assert figures.num_accepted_draft_tokens > 0, drafter
-        if drafter != TREE:  # whose other branches have other tokens
+        if drafter not in (AUTO, TREE):  # which also ask others, and whose branches differ
             assert figures.draft_acceptance_rate == 1, drafter
     leaders = ranked(torch.zeros(2000), prompt, sampling, Noise(0), 2)
     assert leaders[0][0] == GREEN and leaders[0][1] > 0.99
