@@ -136,7 +136,7 @@ def test_model_drafters_draw_by_the_same_penalties(demo_engine, prompts):
         assert figures.num_accepted_draft_tokens > 0, drafter
         if drafter not in (AUTO, TREE):  # which also ask others, and whose branches differ
             assert figures.draft_acceptance_rate == 1, drafter
-    leaders = ranked(torch.zeros(2000), prompt, sampling, Noise(0), 2)
+    leaders = ranked(torch.zeros(4096), prompt, sampling, Noise(0), 2)
     assert leaders[0][0] == GREEN and leaders[0][1] > 0.99
 
 
