@@ -100,6 +100,10 @@ def tokenize(text: str, tokenizer: Tokenizer, max_length: int, **options: Any) -
         return tokenizer(text, verbose=False, **options)["input_ids"]
 
 
+class Conversation(list[int]):
+    """The ids of a prompt that a chat template wrote."""
+
+
 def prompt_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
     """The ids of a prompt that is continued as it stands: a text, or ids already.
 
@@ -159,7 +163,7 @@ def chat_prompt(messages: Any, tokenizer: Tokenizer | None, max_length: int) -> 
     with long_texts.take(count + _MESSAGE_COST * len(turns)):
         text = _render(turns, tokenizer)
     # The template has written the special tokens already.
-    return tokenize(text, tokenizer, max_length, add_special_tokens=False)
+    return Conversation(tokenize(text, tokenizer, max_length, add_special_tokens=False))
 
 
 def _wrong(what: str) -> RequestError:

@@ -36,10 +36,6 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("none", "auto"), f"is {_TEXT_ALONE}"),
     "functions": (([],), f"are {_TEXT_ALONE}"),
     "function_call": (("none", "auto"), f"is {_TEXT_ALONE}"),
-    "response_format": (
-        ({"type": "text"},),
-        'must be {"type": "text"}: no other format is enforced, but a prompt may ask for one',
-    ),
     "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
 # What stands beside the choices, as in /generate's answer.
