@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import Draft, one_line
 
-from .probe import Probe
+from .probe import Probe, error_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
@@ -99,7 +99,7 @@ class Grammar:
         self._first = LLMatcher(vocabulary.tokenizer, source, log_level=0)
         self._first.compute_bitmask()  # the first mask takes longest
         if self._first.is_error():
-            raise ValueError(self._first.get_error())
+            raise ValueError(error_of(self._first))
 
     def matcher(self) -> "Matcher":
         """A matcher for a new text."""
@@ -181,4 +181,4 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {one_line(self._matcher.get_error())}")
+            raise ValueError(f"the grammar cannot go on: {one_line(error_of(self._matcher))}")

@@ -48,7 +48,7 @@ def _checked(name: str, kind: str, value: Any) -> tuple[str, str, Any]:
             value = None
     is_valid, what = _VALID[kind]
     if not is_valid(value):
-        raise RequestError(f"{name} must be {what}", param=name)
+        raise RequestError(f"{name} must be {what}", param=name.partition(".")[0])
     return name, kind, value
 
 
@@ -131,4 +131,4 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
         return vocabulary_of(*words).compiled(source)
     except (ValueError, RecursionError) as error:
         why = one_line(error, longest=200)
-        raise RequestError(f"{name} cannot be used: {why}", param=name) from error
+        raise RequestError(f"{name} cannot be used: {why}", param=name.partition(".")[0]) from error
