@@ -106,6 +106,7 @@ class Request:
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
+    prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
     n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them
 
     @property

@@ -45,6 +45,7 @@ from .rest import Recent, Rest
 
 PROBE_BUDGET = 0.01  # of the time: what probes may cost
 _WORTHWHILE = 0.03  # tokens: a draft must promise to gain so much
+_CERTAIN = 0.9  # of a token: what a row of the pass costs at most, where rows are all that is paid
 _PACE_DECAY = 0.95  # a factor of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
 
@@ -304,9 +305,11 @@ class Controller:
         """
         if not candidates:
             return []
-        plain_ms = self.costs.prices(batch, len(candidates)).plain_ms
-        rates = [candidate.throughput.rate for candidate in candidates]
-        rate = max(sum(rates) + batch - len(candidates), batch) / plain_ms
+        prices = self.costs.prices(batch, len(candidates))
+        plain_ms, rates = prices.plain_ms, [candidate.throughput.rate for candidate in candidates]
+        rate = (sum(rates) + batch - len(candidates)) / plain_ms
+        # Where rows have become dearer, no text can be as fast any more as it was.
+        rate = max(min(rate, _CERTAIN / max(prices.row_ms, 1e-9)), batch / plain_ms)
         choice = Choice(self.costs, candidates, batch, rate)
         tokens = batch + sum(option.tokens for option in choice.options)
         ms = plain_ms + sum(option.ms for option in choice.options)

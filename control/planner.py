@@ -47,6 +47,11 @@ def limit_of(s: TextSequence) -> int:
     return min(s.request.num_speculative_tokens, s.remaining - 1)
 
 
+def asked(s: TextSequence) -> str | None:
+    """Who may draft: what drafts bring with a prediction says nothing of texts without one."""
+    return f"{s.request.drafter} and a prediction" if s.request.prediction else s.request.drafter
+
+
 def fixed(s: TextSequence) -> Task:
     """The first drafter, or all for a tree, and as much as is allowed."""
     if not (limit := limit_of(s)):
@@ -111,7 +116,7 @@ class Planner(FixedK):
 
     def plan(self, batch: list[TextSequence]) -> Plan:
         """Choose a drafter for each sequence, reuse what was chosen before, or let all rest."""
-        plan = Plan([], names=frozenset([s.request.drafter for s in batch]))
+        plan = Plan([], names=frozenset(map(asked, batch)))
         new = [s for s in batch if s.num_steps and s not in self._chosen]
         if self._left and len(new) <= len(batch) // _FEW:
             self._left, self._served, plan.kind = self._left - 1, self._served + 1, REUSED

@@ -30,6 +30,7 @@ _REGISTRY = {
     "eagle3": "drafters.eagle3:Eagle3Drafter",
     "dflash": "drafters.dflash:DFlashDrafter",
     "self_int8": "drafters.self_int8:SelfInt8Drafter",
+    "prediction": "drafters.prediction:PredictionDrafter",
 }
 NAMES = tuple(_REGISTRY)
 _COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it

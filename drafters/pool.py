@@ -70,6 +70,8 @@ class DraftedText:
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # a drafter's fault that is to end the request
     num_cached: int = 0  # tokens of the prompt that came from the prefix cache
+    accepted: Counter[str] = field(default_factory=Counter)  # tokens, by drafter that `needs` a
+    rejected: Counter[str] = field(default_factory=Counter)  # field, and those verified in vain
     # Of chunks of a prompt that are read, by the position of their first token.
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     # Of the text since its beginning, one after the other: states [tokens, D] by layer.
@@ -124,11 +126,11 @@ class DrafterPool:
     def open(self, text: DraftedText) -> None:
         """Let the drafters that a new request names read along."""
         request, failed = text.request, dict[str, Exception]()
-        for name in self.choices[request.drafter] if request.drafter else ():
-            if (needs := self.drafters[name].needs) and not getattr(request, needs):
-                continue
+        for name in self.readers(request):
             try:
                 state = self._call(name, "open", request.prompt, request.drafting, text.noise)
+                if self.drafters[name].needs == "prediction":
+                    state.take(request.prediction)
                 text.states[name] = state
                 if self.drafters[name].shares_cache:
                     state.row = text.row
@@ -145,6 +147,12 @@ class DrafterPool:
             text.num_cached = self.prefixes.length(text.row)
             # Of no layers, too: what is read next does not begin at the text's first token.
             text.hidden = {0: hidden} if text.num_cached else {}
+
+    def readers(self, request: Request) -> list[str]:
+        """The drafters that read along with a request; that of its prediction is the first."""
+        needs = {name: self.drafters[name].needs for name in self.choices.get(request.drafter, ())}
+        able = [name for name, field in needs.items() if not field or getattr(request, field)]
+        return sorted(able, key=lambda name: needs[name] != "prediction")
 
     def remember_prompt(self, text: DraftedText, states: dict[int, Tensor]) -> None:
         """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""
@@ -327,6 +335,10 @@ class DrafterPool:
         text.hidden, text.draft, text.forced = {}, None, None
         self.remember_prompt(text, hidden)
         for name in [name for name in text.drafts if name in text.states]:
+            if self.drafters[name].needs:
+                num_verified, num_kept = fate(text.drafts[name].tokens, judged, verdict.tokens)
+                text.accepted[name] += num_kept
+                text.rejected[name] += num_verified - num_kept
             if is_last and not self.drafters[name].keeps_outputs:
                 continue
             try:
@@ -447,6 +459,23 @@ def check_tokens(tokens: object, vocab_size: int) -> None:
             how = "" if kind == "int" else f" (a {kind}: write int(token))"
             what = f"proposed {token!r:.100}, which is no id below {vocab_size}"
             raise ValueError(what + how)
+
+
+def fate(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
+    """How many tokens of a drafter's chain were verified, and how many of them the text got.
+
+    Those behind an end of text count as not verified. `came` are the tokens that the text got.
+
+    Example: 5 6 7 in a tree that has 5 6 and 5 8; the text got 5 8 9 -> 2, 1.
+    """
+    at, num_verified, num_kept = -1, 0, 0
+    for token in chain:
+        below = [i for i in verified.children(at) if verified.tokens[i] == token]
+        if not below or num_kept == len(came):
+            break
+        at, num_verified = below[0], num_verified + 1
+        num_kept += came[num_kept] == token and num_kept == num_verified - 1
+    return num_verified, num_kept
 
 
 def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:

@@ -50,6 +50,7 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
         ("trace", body.get("trace") is True, "does not tell p, q, u or its cache"),
         ("compare", body.get("compare") is True, "cannot decode plainly beside its drafter"),
         ("verification", body.get("verification") == "coupled", "has a rule of its own"),
+        ("prediction", bool(body.get("prediction")), "cannot draft from it"),
         ("speculative", does_draft and body.get("speculative") is False, always),
         ("drafter", does_draft and body.get("drafter") == PLAIN, always),
         ("num_speculative_tokens",

@@ -79,23 +79,27 @@ def _longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab()))  # which takes 0.1 s where there are many
 
 
-def check_characters(count: int, tokenizer: Tokenizer, max_length: int) -> None:
+def check_characters(
+    count: int, tokenizer: Tokenizer, max_length: int, name: str = "prompt"
+) -> None:
     """Raises RequestError if a text of so many characters cannot fit `max_length` tokens."""
     # Twice, as a normaliser may shorten the text.
     if count > _LONG_TEXT and count > 2 * _longest_token(tokenizer) * max_length:
         raise RequestError(
-            f"the prompt's {count} characters are more than a context of {max_length} tokens holds",
-            param="prompt",
+            f"the {name}'s {count} characters are more than a context of {max_length} tokens holds",
+            param=name,
         )
 
 
-def tokenize(text: str, tokenizer: Tokenizer, max_length: int, **options: Any) -> list[int]:
-    """The ids of a text, which has to fit `max_length` tokens.
+def tokenize(
+    text: str, tokenizer: Tokenizer, max_length: int, name: str = "prompt", **options: Any
+) -> list[int]:
+    """The ids of a text, the request's field `name`, which has to fit `max_length` tokens.
 
     Reading a text of 1 MB can take seconds. So what cannot fit is refused unread (400), and long
     ones are read one at a time: the requests of the others need the processor, too.
     """
-    check_characters(len(text), tokenizer, max_length)
+    check_characters(len(text), tokenizer, max_length, name)
     with long_texts.take(len(text)):
         return tokenizer(text, verbose=False, **options)["input_ids"]
 
@@ -216,6 +220,34 @@ def _turn(message: Any, i: int) -> dict[str, str]:
     except UnicodeEncodeError:
         raise _wrong(f"{where} holds a lone surrogate") from None
     return {"role": message["role"], "content": content}
+
+
+def prediction_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> tuple[int, ...]:
+    """The ids of the text that a client expects, as they would stand in the answer.
+
+    `value` is a text, or OpenAI's {"type": "content", "content": a text, or parts of type text}.
+    Without a tokenizer it is checked, and has no ids. Raises RequestError for anything else, and
+    for more tokens than `max_length`.
+    """
+    text = value
+    if isinstance(value, dict) and value.get("type") == "content":
+        text = value.get("content")
+    if isinstance(text, list) and text is not value:
+        parts = [p.get("text") for p in text if isinstance(p, dict) and p.get("type") == "text"]
+        is_whole = len(parts) == len(text) and all(isinstance(part, str) for part in parts)
+        text = "".join(parts) if is_whole else None
+    if not isinstance(text, str):
+        what = 'a text, or {"type": "content", "content": a text or a list of parts of type text}'
+        raise RequestError(f"prediction must be {what}", param="prediction")
+    if not text or tokenizer is None:
+        return ()
+    if not is_text(text):
+        raise RequestError("prediction holds a lone surrogate", param="prediction")
+    ids = tokenize(text, tokenizer, max_length, name="prediction", add_special_tokens=False)
+    if len(ids) > max_length:
+        what = f"the prediction's {len(ids)} tokens are more than a context of {max_length} holds"
+        raise RequestError(what, param="prediction")
+    return tuple(ids)
 
 
 def prompts_of(path: str | Path) -> dict[str, str]:

@@ -42,7 +42,8 @@ export class RequestForm {
     this.#isElsewhere = Boolean(engine); // which has chosen the drafter, and tells of no cycle
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
-    byId("drafter").append(...[...drafters, "none"].map((name) => element("option", name)));
+    const offered = [...drafters, "none"].filter((name) => name !== "prediction"); // needs that field
+    byId("drafter").append(...offered.map((name) => element("option", name)));
     this.fill({ drafter, num_speculative_tokens });
   }
   /** Set some fields; `demo` is the name of a demo prompt. */

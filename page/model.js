@@ -8,6 +8,7 @@ const KINDS = {
   ngram: "Looks up how the text went on when it last ended like this. It has no model and is nearly free.",
   suffix: "Looks up the longest ending of the text that occurred before, in this text or in what the server "
     + "wrote before. Its guess is as long as its chances are good, and is nearly free.",
+  prediction: "Proposes the text that a request says it expects, such as a file before an edit.",
   draft_model: "A small model of the same kind writes one guess after the other, with its own chances.",
   mtp: "A layer that was trained with the target guesses from the target’s own hidden states.",
   eagle3: "A layer that was trained afterwards guesses from hidden states of three of the target’s layers.",

@@ -54,6 +54,12 @@ def _answer(job: Job, notes: list[str]) -> Json:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sequence.drafting.num_cached},
     }
+    if request.prediction:
+        text = sequence.drafting
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": text.accepted["prediction"],
+            "rejected_prediction_tokens": text.rejected["prediction"],
+        }
     counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
     notes = notes + sequence.warnings
     body = body_of(sequence, sequence.output, notes, usage, counters, statistics.timings())

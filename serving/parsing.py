@@ -15,9 +15,16 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
-from drafters.pool import PLAIN
+from drafters.pool import AUTO, PLAIN, TREE
 from messages import Engine, Json, Request, RequestError, Sampling, check_prompt
-from models.prompts import Tokenizer, chat_ids, is_text, large_bodies, prompt_ids
+from models.prompts import (
+    Tokenizer,
+    chat_ids,
+    is_text,
+    large_bodies,
+    prediction_ids,
+    prompt_ids,
+)  # fmt: skip
 
 from . import formats
 
@@ -48,6 +55,7 @@ def parse_json(data: bytes) -> Json:
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
 MAX_BIASES, MAX_CHOICES = 300, 8
+_PREDICTION = "prediction"  # the name of the field, and of its drafter
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
 Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
@@ -103,7 +111,9 @@ _CHECKS: dict[str, Check] = {
         "true, false or an integer from 0 to 20",
     ),
 }
-_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options", *formats.FIELDS])
+_KNOWN = dict.fromkeys(
+    [*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options", *formats.FIELDS]
+)
 # The fields of Sampling that a request may set, with their defaults.
 _SAMPLING = {field.name: field.default for field in fields(Sampling) if field.name in _CHECKS}
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
@@ -176,6 +186,19 @@ def _check_choices(num_choices: int, fields: Json) -> None:
         raise RequestError(f"{why}: choices have the seeds behind it", param="seed")
 
 
+def _expect(fields: Json, known: Json, tokenizer: Tokenizer | None, max_length: int) -> list[str]:
+    """Put the prediction's ids into the fields, whose drafter is chosen; returns warnings."""
+    value, drafter = known.get("prediction", ""), fields["drafter"]
+    fields["prediction"] = ids = prediction_ids(value, tokenizer, max_length)
+    if known.get("drafter") == _PREDICTION and not ids:
+        raise RequestError("drafter prediction goes with a prediction", param="drafter")
+    if ids and drafter not in (AUTO, TREE, _PREDICTION):
+        return [f"prediction was not used: the drafter is {drafter or PLAIN}"]
+    if ids and "num_speculative_tokens" not in known:  # long drafts pay: most tokens are right
+        fields["num_speculative_tokens"] = MAX_SPECULATIVE_TOKENS
+    return []
+
+
 def parse_fields(
     body: Json, tokenizer: Tokenizer | None, drafters: Collection[str], defaults: Json,
     model: str, max_length: int, vocab_size: int,
@@ -218,11 +241,12 @@ def parse_fields(
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
+    warnings = _expect(fields, known, tokenizer, max_length)
     unknown = islice((name for name in body if name not in _KNOWN), _MAX_NAMED)
     notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown]
     if more := len(body) - len(body.keys() & _KNOWN.keys()) - len(notes):
         notes.append(f"{more} more unknown fields were ignored")
-    return fields, notes
+    return fields, warnings + notes
 
 
 def parse_request(

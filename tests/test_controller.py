@@ -616,7 +616,7 @@ def test_passes_are_measured_without_choosing_or_prefills(demo_engine, prompts, 
 
 def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, prompts, way):
     """Each has long pauses, in which nobody asks it; and what it would propose is asked, too."""
-    loaded = demo_engine.pool.drafters
+    loaded = {n: each for n, each in demo_engine.pool.drafters.items() if not each.needs}
     engine, names = core.Engine(demo_engine.target, loaded, "auto"), []
     propose = engine.pool.propose
 

@@ -1,0 +1,369 @@
+"""A request's prediction: the text stays the same, comes in fewer passes, and usage tells how much.
+
+The drafter follows the prediction, finds its place again behind a difference, and has no part in
+requests without a prediction.
+"""
+
+import json
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import speculative_decoding as core
+from conftest import GREEDY, run, together
+
+from cache.prefix import PrefixCache
+from control import Controller
+from control.acceptance import Acceptance
+from control.controller import Candidate
+from control.rest import Rest
+from drafters.pool import fate
+from drafters.prediction import Expected, PredictionDrafter
+from engines.app import refuse_what_it_cannot
+from messages import Draft, Request, RequestError
+from models import prompts as reading
+from models.prompts import prediction_ids
+from serving.options import Options
+from serving.service import Service
+
+ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+REJECTION = core.Sampling(temperature=0.9, verification="rejection")
+NAMES = "prediction", "auto", "tree"
+LENGTH = 60
+
+
+def edited(text, chance):
+    """The text with a piece deleted, one inserted and one replaced."""
+    for begin, end, count in ((40, 44, 0), (25, 25, 3), (10, 12, 2)):
+        text = [*text[:begin], *chance.choices(range(10, 4000), k=count), *text[end:]]
+    return text
+
+
+@pytest.fixture
+def chance():
+    return random.Random(7)
+
+
+@pytest.fixture
+def engine(demo_engine):
+    """The embedded target and its drafters, a controller, and an empty memory of prompts."""
+    target, loaded = demo_engine.target, demo_engine.pool.drafters
+    chooses = {"controller": Controller.of(target, loaded), "prefixes": PrefixCache.of(target, 64)}
+    return core.Engine(target, loaded, "auto", **chooses)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prediction_changes_no_token(engine, demo_engine, prompts, plain, way, name, chance):
+    """Whatever it says, with and without a controller, alone and among others, read or cached."""
+    prompt = prompts["code_class"]
+    text = plain(prompt, LENGTH, **way)
+    given = {"max_tokens": LENGTH, "drafter": name, "num_speculative_tokens": 16, **way}
+    for prediction in (text, edited(text, chance), prompt, text[::-1], [0]):
+        wanted = Request(prompt, prediction=(*prediction,), **given)
+        others = [Request(prompts["easy_facts"], **given), replace(wanted, prediction=())]
+        for each in (demo_engine, engine):
+            first, other, last = together(each, [wanted, *others])
+            assert first.output == last.output == text and not first.warnings
+            assert other.output == plain(prompts["easy_facts"], LENGTH, **way)
+            assert run(each, **vars(wanted))[0].output == text
+
+
+def test_the_rule_of_rejection_takes_predictions_too(demo_engine, prompts):
+    """A token that nobody drew has q = 1: it is accepted with the target's probability."""
+    fields = {"sampling": REJECTION, "drafter": "prediction", "max_tokens": LENGTH}
+    prompt = prompts["code_class"]
+    first, _ = run(demo_engine, prompt, prediction=(1, 2, 3), **fields)
+    again, events = run(demo_engine, prompt, prediction=(*first.output,), **fields)
+    judged = [t for e in events for t in e["tokens"] if t["kind"] == "accepted"]
+    assert judged and all(t["u"] * t["q"] < t["p"] and t["q"] == 1 for t in judged)
+
+
+def test_an_exact_prediction_is_drafted_at_full_length(demo_engine, prompts, plain):
+    """Each pass gives 16 accepted tokens and a bonus, once the first token is there."""
+    prompt = prompts["code_class"]
+    text = plain(prompt, 1 + 3 * 17)
+    fields = {"drafter": "prediction", "num_speculative_tokens": 16, "max_tokens": len(text)}
+    s, events = run(demo_engine, prompt, prediction=(*text,), **fields)
+    assert len(text) == 1 + 3 * 17 and s.statistics.target_passes == 3
+    assert [len(event["proposals"]) for event in events] == [0, 16, 16, 16]
+    assert (s.drafting.accepted, s.drafting.rejected) == ({"prediction": 48}, {"prediction": 0})
+
+
+def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
+    """Costs are as expected before any is measured: no clock has a say."""
+    costs, rest = engine.controller.costs, Rest()
+    costs.observe_pass = costs.observe_draft = rest.see = rest.see_plain = lambda *_: None
+    engine.controller.rest = lambda *_: rest
+    prompt, length = prompts["hard_prose"], 100
+    fields = {"drafter": "auto", "num_speculative_tokens": 16, "max_tokens": length}
+    text = plain(prompt, length)
+    for prediction, least in ((text, 0.85), (edited(text, random.Random(3)), 0.5)):
+        s, events = run(engine, prompt, prediction=(*prediction,), is_alone=True, **fields)
+        assert s.output == text and s.drafting.accepted["prediction"] >= least * len(text)
+        if prediction == text:
+            assert max(len(event["proposals"]) for event in events) == 16
+
+
+def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
+    """Where drafts lose by the clock for other texts, a prediction is tried all the same."""
+    for prediction in ((), (5, 6), ()):
+        run(engine, prompts["easy_facts"], prediction=prediction, drafter="auto", max_tokens=6)
+    assert len({who for _, who in engine.controller._rests}) == 2
+
+
+def test_a_certain_draft_pays_though_rows_have_become_dearer():
+    """The pace that the text had is out of reach then, and says nothing of what time is worth."""
+    own, record = Controller(100, {"prediction": 0}), Acceptance(cycles=1000)
+    record.accepted.cases = record.accepted.hits = [1e6] * 8
+    candidate = Candidate({"prediction": record}, 8, 1000)
+    for row_ms in (0.2, 5.0):
+        for rows in (1, 9) * 20:
+            own.costs.observe_pass(1, rows, 10 + row_ms * rows)
+            own.costs.prices(1, 1)
+        assert {own.decide([candidate], 1)[0].num_tokens for _ in range(30)} == {8}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "ngram", None])
+def test_others_have_no_part_in_it(demo_engine, monkeypatch, prompts, name):
+    """Without a prediction, or with another drafter, no state is opened: nobody asks or counts."""
+    opened, drafter = [], demo_engine.pool.drafters["prediction"]
+    monkeypatch.setattr(drafter, "open", lambda *_: opened.append(1) or Expected(), raising=False)
+    fields = {"drafter": name, "max_tokens": 12}
+    s, events = run(demo_engine, prompts["easy_facts"], **fields)
+    assert not opened and not s.drafting.accepted and not s.drafting.rejected
+    assert "prediction" not in {event.get("drafter") for event in events}
+    s, _ = run(demo_engine, prompts["easy_facts"], prediction=(5, 6), **fields)
+    assert len(opened) == (name in NAMES)
+
+
+# ------------------------------------------------------------------------------ finding the place
+
+
+def expecting(prediction, output=()):
+    state = Expected()
+    state.take(prediction)
+    state.extend(output)
+    return state
+
+
+def test_it_is_found_again_behind_any_edit_within_two_tokens(chance):
+    """Where each token occurs once; the edit deletes, inserts, replaces, or moves a piece."""
+    for _ in range(300):
+        old = chance.sample(range(1000), 60)
+        begin = chance.randrange(1, 40)
+        end = begin + chance.choice([0, 1, 9])
+        new = chance.sample(range(1000, 2000), chance.choice([0, 1, 7]))
+        text = [*old[:begin], *new, *old[end:]]
+        state, place = expecting(old), begin + len(new)
+        for at, token in enumerate(text):
+            state.extend([token])
+            if at < begin - 1 or at >= place:
+                assert state.continuation(99) == text[at + 1 : at + 1 + 99] or at < begin
+                assert state.continuation(1) == old[old.index(token) + 1 :][:1]
+            elif at >= begin:
+                assert state.continuation(9) == [] and state.matched == 0
+
+
+def test_real_edits_cost_few_passes(chance):
+    """Lines of code repeat each other, so a place is often mistaken, but not for long."""
+    line = [[1, 2, 3, name, 4, 5, 1, 6, name, 7, 8] for name in range(20, 50)]
+    old = [token for tokens in line for token in tokens]
+    for begin, end, new in ((55, 66, []), (110, 110, line[0]), (169, 170, [99]), (200, 215, [3])):
+        text, passes, at = [*old[:begin], *new, *old[end:]], 0, 1
+        state = expecting(old, text[:1])
+        while at < len(text):
+            draft, count = state.continuation(16), 0
+            while draft[count : count + 1] == text[at + count : at + count + 1] != []:
+                count += 1
+            state.extend(text[at : at + count + 1])
+            at, passes = at + count + 1, passes + 1
+        assert passes <= len(text) // 17 + 6
+
+
+@pytest.mark.parametrize(
+    ("prediction", "output", "found", "matched"),
+    [
+        ([1, 2, 3, 4], [], [1, 2], 0),  # it may begin at once
+        ([1, 2, 3, 4], [1, 2], [3, 4], 2),
+        ([1, 2, 3, 4], [9], [], 0),  # nothing of it has come
+        ([1, 2, 3, 4], [9, 2], [3, 4], 1),
+        ([1, 2, 3, 4], [1, 2, 3, 4], [], 4),  # all of it has
+        ([1, 2, 3, 4, 5, 1, 6], [1, 2, 3, 4, 1], [6], 1),  # the place behind goes first
+        ([1, 2, 3, 4, 5, 1, 6], [1, 2, 3, 4, 5, 1, 6, 2], [3, 4], 1),  # then one before
+        ([7, 5, 8, 6, 5, 9], [6, 5], [9], 2),  # a longer match goes first
+        ([7, 5, 8, 7, 5, 9], [7, 5], [8, 7], 2),  # of equally long ones the first
+        ([1, 2, 3, 4, 5, 6, 7, 3, 8], [1, 2, 9, 7, 3, 9, 3], [4, 5], 1),  # 2 tokens: no belief
+    ],
+    ids=str,
+)
+def test_the_longest_match_wins_and_then_the_first_behind_the_place(
+    prediction, output, found, matched
+):
+    state = expecting(prediction, output)
+    assert (state.continuation(2), state.matched) == (found, matched)
+
+
+def test_a_token_takes_as_long_in_a_long_prediction(monkeypatch):
+    """Places are searched by halves, and never listed."""
+    state = expecting([1, 2] * 5000)
+    looked, ends = [], state._ends
+
+    class Places(list):
+        def __getitem__(self, i):
+            looked.append(i)
+            return super().__getitem__(i)
+
+    state._ends = {ngram: Places(places) for ngram, places in ends.items()}
+    state.extend([1, 3, 2, 3, 1])
+    assert 0 < len(looked) < 100
+
+
+def test_it_proposes_what_it_was_given_alone():
+    drafter = PredictionDrafter()
+    state = drafter.open([5, 6, 7], GREEDY, None)
+    assert drafter.propose(state, 4).tokens == drafter.guess(state, 4) == []
+    state.take([5, 6, 7])
+    for forced, draft in (((), [5, 6]), ((5,), [5, 6]), ((5, 6, 9), [5, 6]), ((6,), [])):
+        state.forced = forced  # by a grammar: elsewhere a draft could not be accepted
+        assert drafter.propose(state, 2).tokens == drafter.guess(state, 2) == draft
+
+
+# ------------------------------------------------------------------------------------- counting
+
+
+@pytest.mark.parametrize(
+    ("chain", "tree", "came", "counts"),
+    [
+        ([5, 6, 7], Draft([5, 6, 7]), [5, 8], (3, 1)),
+        ([5, 6, 7], Draft([5, 6, 7]), [5, 6, 7, 8], (3, 3)),
+        ([5, 6, 7], Draft([5, 6, 7]), [8], (3, 0)),
+        ([5, 6, 7], Draft([5, 6, 7]), [5, 6], (2, 2)),  # the text ended there
+        ([5, 6, 7], Draft([5, 6, 5, 8], parents=[-1, 0, -1, 2]), [5, 8], (2, 1)),
+        ([5, 6, 7], Draft([4, 5], parents=[-1, -1]), [4, 9], (1, 0)),
+        ([5, 6], Draft([4]), [4, 6], (0, 0)),
+    ],
+    ids=["some", "all", "none", "end of text", "branch", "other branch", "absent"],
+)
+def test_the_fate_of_a_chain_is_counted_as_far_as_it_was_verified(chain, tree, came, counts):
+    assert fate(chain, tree, came) == counts
+
+
+@pytest.fixture(scope="module")
+def client(chat_folder):
+    """A tiny model that all routes can serve."""
+    options = Options(model=str(chat_folder("llama")), max_tokens=20)
+    app = core.create_app(Service(core.load_engine(options), options))
+    yield app.test_client()
+    app.extensions["worker"].drain(60.0)
+
+
+def post(client, route, **fields):
+    said = {"messages": [{"role": "user", "content": "x = 1"}]}
+    said = said if route == CHAT else {"prompt": "x = 1"}
+    return client.post(route, json=said | {"max_tokens": 20} | fields)
+
+
+def text_of(route, body):
+    choice = body if route == GENERATE else body["choices"][0]
+    return choice["message"]["content"] if route == CHAT else choice["text"]
+
+
+@pytest.mark.parametrize("drafter", [None, "auto", "prediction"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_usage_tells_what_became_of_a_prediction(client, route, drafter):
+    """As OpenAI documents it; only where there was one, in an answer and in a stream."""
+    plain = post(client, route, drafter="none").json
+    text, named = text_of(route, plain), {"drafter": drafter} if drafter else {}
+    assert "completion_tokens_details" not in plain["usage"]
+    empty = post(client, route, prediction="").json
+    assert text_of(route, empty) == text and "completion_tokens_details" not in empty["usage"]
+    parts = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]
+    for content in (text, parts):
+        wanted = {"type": "content", "content": content}
+        body = post(client, route, prediction=wanted, fixed_k=True, **named).json
+        details = body["usage"]["completion_tokens_details"]
+        speculation = body["metrics"]["speculative_decoding"]
+        num_accepted = speculation["num_accepted_draft_tokens"]
+        num_rejected = speculation["num_draft_tokens"] - num_accepted
+        assert text_of(route, body) == text and body["warnings"] == [] and num_accepted > 0
+        assert details == {
+            "accepted_prediction_tokens": num_accepted, "rejected_prediction_tokens": num_rejected
+        }  # fmt: skip
+    streamed = {"stream": True, "fixed_k": True, "prediction": text} | named
+    streamed |= {} if route == GENERATE else {"stream_options": {"include_usage": True}}
+    *_, last, _ = post(client, route, **streamed).data.decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens_details"] == details
+
+
+def test_a_prediction_is_drafted_at_the_largest_k_unless_the_request_says_another(client):
+    for fields, k in (({"prediction": "y"}, 16), ({}, 7)):
+        body = post(client, GENERATE, **fields).json
+        assert body["metrics"]["speculative_decoding"]["num_spec_tokens"] == k
+    body = post(client, GENERATE, prediction="y", num_speculative_tokens=3).json
+    assert body["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+
+
+def test_health_and_metrics_count_it_like_the_others(client):
+    drafted = post(client, GENERATE, prediction="x = 1", drafter="prediction").json
+    health = client.get("/health").json
+    assert "prediction" in health["drafters"] and drafted["usage"]["completion_tokens"]
+    known = health["speculative_decoding"]["per_drafter"]["prediction"]
+    assert known["num_bonus_tokens"] + known["num_recovered_tokens"] > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "none"])
+def test_a_warning_says_that_it_was_not_used(client, drafter):
+    body = post(client, GENERATE, prediction="x", drafter=drafter).json
+    assert body["warnings"] == [f"prediction was not used: the drafter is {drafter}"]
+    details = body["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+
+
+WRONG = [
+    3, True, [], ["x"], {}, {"content": "x"}, {"type": "text", "content": "x"}, {"type": "content"},
+    {"type": "content", "content": None}, {"type": "content", "content": ["x"]}, "\ud800",
+    {"type": "content", "content": [{"type": "image", "text": "x"}]},
+    {"type": "content", "content": [{"type": "text", "text": 3}]},
+    {"type": "content", "content": {"type": "content", "content": "x"}},
+    {"type": "content", "content": "\udfff"}, "x y " * 300, "x" * 900_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_no_prediction_is_refused(client, route):
+    for value in WRONG:
+        answer = post(client, route, prediction=value)
+        error = answer.json["error"]
+        assert (answer.status_code, error["param"]) == (400, "prediction"), value
+        assert "prediction" in error["message"]
+    answer = post(client, route, drafter="prediction")
+    assert (answer.status_code, answer.json["error"]["param"]) == (400, "drafter")
+    assert post(client, route, prediction=None).status_code == 200
+
+
+def test_its_ids_are_those_of_the_text_alone(demo_engine, monkeypatch):
+    """Without special tokens; a long one waits for its turn, as long prompts do."""
+    tokenizer, sizes = demo_engine.target.tokenizer, []
+
+    class Marking:
+        """A tokenizer that begins texts with a special token, unless it is told not to."""
+
+        get_vocab = tokenizer.get_vocab
+
+        def __call__(self, text, add_special_tokens=True, **options):
+            return {"input_ids": [0] * add_special_tokens + tokenizer(text)["input_ids"]}
+
+    take = reading.long_texts.take
+    monkeypatch.setattr(reading.long_texts, "take", lambda size: sizes.append(size) or take(size))
+    for text in ("def f(x):", "x" * 30_000):
+        assert prediction_ids(text, Marking(), 1 << 20) == (*tokenizer(text)["input_ids"],)
+    assert sizes == [9, 30_000]
+
+
+def test_another_engine_refuses_it():
+    engine = SimpleNamespace(drafter=None, kind="vllm", num_spec_tokens=None)
+    with pytest.raises(RequestError, match="cannot draft from it") as refused:
+        refuse_what_it_cannot({"prompt": "x", "prediction": "y"}, engine)
+    assert refused.value.param == "prediction"
+    refuse_what_it_cannot({"prompt": "x", "prediction": ""}, engine)
