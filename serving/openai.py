@@ -7,9 +7,10 @@ The fields of /generate (drafter, num_speculative_tokens, min_p, …) may be sen
 usual parts an answer, and a stream's last chunk, has vLLM's `metrics.speculative_decoding` and
 llama.cpp's `timings`. What would change the output and is not supported is refused, not ignored.
 
-Not covered: several choices or prompts in one request, tools, images, embeddings.
+Not covered: several choices or prompts in one request, images, embeddings.
 """
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from flask import Flask, Response, g
 from werkzeug.exceptions import NotFound
 
 from messages import Json, RequestError
+from models.calls import Call, CallReader
+from models.tools import read_tools
 
 from .answers import Shape, sse
 from .parsing import model_id, unknown_model
@@ -36,16 +39,21 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), "is not supported: repetition_penalty is"),
     "frequency_penalty": ((0,), "is not supported: repetition_penalty is"),
     "logit_bias": (({},), "is not supported"),
-    "tools": (([],), f"are {_TEXT_ALONE}"),
-    "tool_choice": (("none", "auto"), f"is {_TEXT_ALONE}"),
-    "functions": (([],), f"are {_TEXT_ALONE}"),
-    "function_call": (("none", "auto"), f"is {_TEXT_ALONE}"),
+    "tools": (([],), "go with messages: /v1/chat/completions takes both"),
+    "tool_choice": (("none", "auto"), "goes with tools: /v1/chat/completions takes them"),
+    "functions": (([],), "are not supported: tools are"),
+    "function_call": (("none", "auto"), "is not supported: tool_choice is"),
     "response_format": (
         ({"type": "text"},),
         'must be {"type": "text"}: no other format is enforced, but a prompt may ask for one',
     ),
     "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
+# What binds a whole text, but for response_format.
+_BOUNDS = (
+    "json_schema", "regex", "grammar", "choice", "structured_outputs",
+    "guided_json", "guided_regex", "guided_grammar", "guided_choice",
+)  # fmt: skip
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
 Logprobs = list[Json] | None
@@ -66,13 +74,17 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
         """Answer a conversation. Errors name the fields as the client does."""
-        fields = _supported(read_body())
-        sent = {"prompt": "messages"}  # our name of a field -> the client's
+        fields = read_body()
+        sent = {"prompt": "messages", "grammar": "tools"}  # our name of a field -> the client's
         with _errors_name(sent):
+            if tools := read_tools(fields, service.call_form):
+                fields["grammar"] = tools.grammar(_take_answer(fields))
+            fields = _supported(fields)
             messages = fields.pop("messages", None)
             _translate_chat(fields, sent)
-            service.read_chat(messages, fields)
-            return service.respond(fields, _Chat(name, fields))
+            service.read_chat(messages, fields, tools)
+            shape = _Calls(name, fields, tools.reader()) if tools else _Chat(name, fields)
+            return service.respond(fields, shape)
 
     @app.get("/v1/models")
     def models() -> Json:
@@ -131,6 +143,26 @@ def _translate_chat(fields: Json, sent: dict[str, str]) -> None:
         if not fields.get("logprobs"):
             raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
         fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
+
+
+def _take_answer(fields: Json) -> Json | None:
+    """Take the schema of answers without calls out of the fields of a request that has tools.
+
+    Raises RequestError for another bound on the text: it would forbid the calls.
+    """
+    for name in _BOUNDS:
+        if fields.get(name) is not None:
+            raise RequestError(f"{name} does not go with tools", param=name)
+    wanted = fields.get("response_format")
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    schema = {"type": "object"}
+    if kind == "json_schema":
+        schema = wanted.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        return None  # text, or a mistake that is found later
+    del fields["response_format"]
+    return schema
 
 
 def _supported(body: Json) -> Json:
@@ -240,6 +272,64 @@ class _Chat(_OpenAI):
 
     def _choice(self, reason: str | None, logprobs: Logprobs, **said: Json) -> Json:
         return {"index": 0} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
+
+
+class _Calls(_Chat):
+    """The shape of a chat with tools: their calls stand beside the content, which may be null.
+
+    A stream has each call whole in one chunk, and no text that may still become a call.
+    """
+
+    def __init__(self, model: str, fields: Json, reader: CallReader) -> None:
+        super().__init__(model, fields)
+        self._reader, self._num_calls = reader, 0
+
+    @property
+    def opening(self) -> str:
+        return self._chunk(self._choice(None, None, delta={"role": "assistant", "content": None}))
+
+    def _said(self, part: str | Call) -> Json:
+        """A part of the answer as a chunk's delta has it."""
+        if isinstance(part, str):
+            return {"content": part}
+        call = {"index": self._num_calls, "id": f"call_{secrets.token_hex(12)}"}
+        self._num_calls += 1
+        return {"tool_calls": [call | {"type": "function", "function": part._asdict()}]}
+
+    def _reason(self, reason: str | None) -> str | None:
+        """Why the answer ended: with calls, unless the last one was cut."""
+        return "tool_calls" if reason == "stop" and self._reader.num_calls else reason
+
+    def shown(self, event: Json, number: int) -> str:
+        """The chunks for an event; the first one has its log-probabilities, whatever it says."""
+        if number:
+            return ""
+        logprobs = event.get("logprobs")
+        parts = self._reader.feed("".join(text for text, _ in event["pieces"]))
+        if logprobs is not None and not parts:
+            parts = [""]
+        chunks = []
+        for part in parts:
+            chunks.append(self._chunk(self._choice(None, logprobs, delta=self._said(part))))
+            logprobs = None
+        return "".join(chunks)
+
+    def last(self, body: Json) -> Iterator[str]:
+        """What was held back, then the end."""
+        for part in self._reader.finish():
+            yield self._chunk(self._choice(None, None, delta=self._said(part)))
+        yield from super().last(body)
+
+    def choice(self, text: str, reason: str | None, logprobs: Logprobs, is_part: bool) -> Json:
+        """A message with its calls, or the end of a stream."""
+        if is_part:
+            return self._choice(self._reason(reason), logprobs, delta={})
+        parts = [*self._reader.feed(text), *self._reader.finish()]
+        content = "".join(part for part in parts if isinstance(part, str))
+        message = {"role": "assistant", "content": content}
+        if calls := [self._said(part)["tool_calls"][0] for part in parts if isinstance(part, Call)]:
+            message |= {"content": content or None, "tool_calls": calls}
+        return self._choice(self._reason(reason), logprobs, message=message)
 
 
 def _content(logprobs: Logprobs) -> Json | None:
