@@ -183,13 +183,13 @@ class CallReader:
 
     def finish(self) -> list[str | Call]:
         """The parts that are left when no more text comes; a call may be cut in its arguments."""
-        if not self._held or self._state in ("reason", "rest"):
-            return [self._held] if self._held else []
-        call = self._read(self._held.removeprefix(self._tag))[0]
-        if call is None or not self._held.startswith(self._tag):
-            # Spaces behind calls are no content.
-            return [self._held] if self._held.strip() or not self.num_calls else []
-        return [call]
+        text = self._held.lstrip()
+        if text.startswith(self._tag) and self._state not in ("reason", "rest"):
+            call, _ = self._read(text.removeprefix(self._tag))
+            if call is not None:
+                return [call]
+        # Spaces behind calls are no content.
+        return [self._held] if text or (self._held and not self.num_calls) else []
 
     def _next(self) -> str | Call | None:
         """Take the next part, or a first piece of it, from what is held; None if more must come."""
@@ -210,19 +210,16 @@ class CallReader:
     def _next_tagged(self) -> str | Call | None:
         at = self._held.find(self._tag)
         end = at if at >= 0 else len(self._held) - _overlap(self._held, self._tag)
-        spaces = len(self._held[:end]) - len(self._held[:end].rstrip())
-        if end > spaces:
-            return self._take(end - spaces)
-        if at < 0:
+        if content := self._held[:end].rstrip():
+            return self._take(len(content))
+        if at < 0 or CLOSE not in self._held:
             return None
-        self._take(at)  # spaces before a call
-        if CLOSE not in self._held:
+        text = self._held[at + len(self._tag) :]
+        call, end = self._read(text)
+        behind = text[end:].lstrip()
+        if not end or not behind.startswith(CLOSE):
             return None
-        call, end = self._read(self._held[len(self._tag) :])
-        rest = self._held[len(self._tag) + end :].lstrip() if end else ""
-        if call is None or not rest.startswith(CLOSE):
-            return None
-        self._held = rest.removeprefix(CLOSE)
+        self._held = behind.removeprefix(CLOSE)
         return call
 
     def _next_object(self) -> str | Call | None:
@@ -237,10 +234,8 @@ class CallReader:
         if "}" not in begin:
             return None
         call, end = self._read(self._held)
-        if not end:
-            return None
         self._take(end)
-        return call
+        return call if end else None
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
