@@ -23,7 +23,8 @@ from typing import NamedTuple
 from messages import Json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
+_THINK, _THOUGHT = "<think>", "</think>"  # around reasoning
+TAGS = OPEN, CLOSE, _THINK, _THOUGHT
 _OBJECT = '{"name":"'  # what a call begins with, but for spaces
 _MOST_CALLS = 16  # in one answer: a small model may never come to an end
 _NESTED = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"}
@@ -56,7 +57,7 @@ def form_of(template: str, added: Collection[str] = ()) -> Form:
     Example: a template that names no tools -> Form(), the general form.
     """
     source = template.replace("\\n", "\n").replace('\\"', '"')
-    tokens = frozenset({OPEN, CLOSE, _THINK, _THOUGHT} & {*added})
+    tokens = frozenset({OPEN, CLOSE} & {*added})
     form = Form(tokens=tokens, thinks=_THINK in source and _THOUGHT in source)
     if not re.search(r"\btools\b", source):
         return form
@@ -76,7 +77,7 @@ def tools_grammar(
 
     `is_forced` asks for at least one call, and for nothing else. Otherwise a text is free up to
     where a call begins, or it is JSON of the schema `answer`. `is_parallel` allows several calls.
-    A model that thinks may do so first.
+    Reasoning, which may stand before all that, is no part of it.
     """
     names = [f"call{i}" for i in range(len(functions))]
     call, opening = f"({' | '.join(names)})", ""
@@ -97,9 +98,6 @@ def tools_grammar(
     else:
         start = f"{'begin' if form.has_tags else ''} {calls} | text"
         rules += _free_text(form)
-    if form.thinks:
-        start = f"thought? ({start})"
-        rules += _thought(form)
     return "\n".join([f"start: {start}", *rules]) + "\n"
 
 
@@ -111,7 +109,7 @@ def _tag(tag: str, form: Form) -> str:
 def _free_text(form: Form) -> list[str]:
     """Rules of a text without calls, and of one up to the tag that begins a call."""
     text = r"/(.|\n)*/" if form.has_tags else r"/\s*[^{\s](.|\n)*/"  # a JSON object is a call
-    if form.thinks:
+    if form.thinks:  # reasoning is no text in which calls are looked for
         text += f" & ~/{_THINK}(.|\\n)*/"
     rules = ["text: TEXT?", f"TEXT: {text}"]
     if form.has_tags:
@@ -119,13 +117,6 @@ def _free_text(form: Form) -> list[str]:
         rules.append(f'begun[lazy]: TEXT "{OPEN}"')
         rules.append(f"begin: begun{f' | TEXT? {OPEN}' if OPEN in form.tokens else ''}")
     return rules
-
-
-def _thought(form: Form) -> list[str]:
-    """Rules of reasoning, and of the spaces behind it."""
-    if _THINK in form.tokens:
-        return [f"thought: {_THINK} /(.|\\n)*/ {_THOUGHT} /\\s*/"]
-    return ["thought: thinking /\\s*/", f'thinking[lazy]: "{_THINK}" /(.|\\n)*/ "{_THOUGHT}"']
 
 
 def _json(schema: Json) -> str:

@@ -83,7 +83,7 @@ def register_routes(app: Flask, service: Service) -> None:
             messages = fields.pop("messages", None)
             _translate_chat(fields, sent)
             service.read_chat(messages, fields, tools)
-            shape = _Calls(name, fields, tools.reader()) if tools else _Chat(name, fields)
+            shape = _Calls(name, fields, tools) if tools else _Chat(name, fields)
             return service.respond(fields, shape)
 
     @app.get("/v1/models")
@@ -292,9 +292,8 @@ class _Calls(_Chat):
         """A part of the answer as a chunk's delta has it."""
         if isinstance(part, str):
             return {"content": part}
-        call = {"index": self._num_calls, "id": f"call_{secrets.token_hex(12)}"}
         self._num_calls += 1
-        return {"tool_calls": [call | {"type": "function", "function": part._asdict()}]}
+        return {"tool_calls": [{"index": self._num_calls - 1} | _call(part)]}
 
     def _reason(self, reason: str | None) -> str | None:
         """Why the answer ended: with calls, unless the last one was cut."""
@@ -327,9 +326,14 @@ class _Calls(_Chat):
         parts = [*self._reader.feed(text), *self._reader.finish()]
         content = "".join(part for part in parts if isinstance(part, str))
         message = {"role": "assistant", "content": content}
-        if calls := [self._said(part)["tool_calls"][0] for part in parts if isinstance(part, Call)]:
+        if calls := [_call(part) for part in parts if isinstance(part, Call)]:
             message |= {"content": content or None, "tool_calls": calls}
         return self._choice(self._reason(reason), logprobs, message=message)
+
+
+def _call(call: Call) -> Json:
+    identifier = f"call_{secrets.token_hex(12)}"
+    return {"id": identifier, "type": "function", "function": call._asdict()}
 
 
 def _content(logprobs: Logprobs) -> Json | None:

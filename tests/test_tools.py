@@ -5,6 +5,7 @@ tests let one speak.
 """
 
 import json
+import shutil
 import threading
 from itertools import product
 
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 from werkzeug.serving import make_server
 
 from models.calls import Call, CallReader, Form, form_of
+from models.loading import load_pretrained
 from models.prompts import chat_prompt
 from models.tools import Tools, read_tools
 from serving.options import Options
@@ -260,14 +262,8 @@ def test_a_grammar_allows_calls_that_parse_and_what_may_stand_beside_them(
     if tags:
         expected[f"I ask. {rome}"] = is_free
         expected["I ask. <tool_call> it"] = False
-    if thinks:
-        inside = "" if tokens else "<tool_call>"
-        expected |= {
-            f"<think>a{inside}</think>\n\n{text}": allowed
-            for text, allowed in expected.items()
-            if text.strip() == text != ""
-        }
-        expected["<think>a"] = False
+    if not tokens:  # reasoning stands before the grammar begins
+        expected["<think> a"] = is_free and not thinks
     for text, allowed in expected.items():
         assert accepts(grammar, text, tokens) == bool(allowed), (text, grammar)
 
@@ -297,6 +293,20 @@ def test_arguments_have_no_property_that_a_schema_does_not_speak_of(
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     grammar = Tools([tool], GENERAL, is_forced=True).grammar()
     assert accepts(grammar, call_text("f", given, GENERAL), False) == allowed
+
+
+def test_tags_that_a_tokenizer_calls_special_are_text(tiny_folder, tmp_path):
+    """Else nobody would see where a call begins."""
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    special = [AddedToken(tag, special=True, normalized=False) for tag in (*TAGS, "<other>")]
+    tokenizer.add_tokens(special, special_tokens=True)
+    ids = tokenizer("a<tool_call>b<other></think>")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    tokenizer.save_pretrained(folder)
+    read = load_pretrained(str(folder), Options(model=str(folder))).tokenizer
+    assert read("a<tool_call>b<other></think>")["input_ids"] == ids
+    assert read.decode(ids, skip_special_tokens=True) == "a<tool_call>b</think>"
 
 
 # -------------------------------------------------------------------------------- the prompt
