@@ -15,7 +15,7 @@ from messages import Json, RequestError
 from models.loading import StartError
 from models.prompts import read_turns
 from models.tools import Tools
-from serving.answers import body_of
+from serving.answers import body_of, of_choices
 from serving.connection import CLIENT_BEHIND
 from serving.metrics import Figures
 from serving.options import Options
@@ -135,9 +135,9 @@ class Remote(Service):
         """Parse and queue a request. Returns its job, whether to stream, and warnings."""
         wanted, notes = parse(fields, self.engine, self.options)
         is_behind = request.environ.get(CLIENT_BEHIND, lambda: False)
-        (job,) = jobs = watched([self.worker.submit(wanted, is_behind)])
+        jobs = watched(self.worker.submit(wanted, is_behind))
         if wanted.is_streamed:
-            job.await_first()
+            jobs[0].await_first()
         return jobs, wanted.is_streamed, notes
 
     def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> None:
@@ -145,12 +145,16 @@ class Remote(Service):
         fields |= {"prompt": read_turns(messages), "chat": True}
 
     def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
-        """What /generate returns for a finished job."""
-        s = jobs[0].sequence
+        """What /generate returns for a finished job, or those of several choices."""
+        bodies = [self._answer(job, notes) for job in jobs]
+        return of_choices(bodies) if jobs[0].is_choice else bodies[0]
+
+    def _answer(self, job: RemoteJob, notes: list[str]) -> Json:
+        s = job.sequence
         names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
         usage = {n: s.usage.get(n) for n in names} | {"completion_tokens": s.num_tokens}
         ids = s.output if s.has_ids else None
-        return body_of(s, ids, notes, usage, rates(s.speculation), timings(jobs[0]))
+        return body_of(s, ids, notes, usage, rates(s.speculation), timings(job))
 
     def health(self) -> Json:
         """The body of GET /health. What the engine does not tell is null."""

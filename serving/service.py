@@ -72,6 +72,8 @@ class Service:
             return Response(events, mimetype="text/event-stream")
         try:
             for job in jobs:
+                job.pass_over()
+            for job in jobs:
                 job.wait()
             if any(job.cancelled for job in jobs):
                 return Response(status=499)  # the client has left: nobody reads it
@@ -86,7 +88,7 @@ class Service:
         """
         defaults = self.options.for_requests
         wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
-        runs = runs_to_compare(wanted) if compare else [wanted]
+        runs = runs_to_compare(wanted) if compare else wanted.choices
         return watched(self.worker.submit(*runs)), is_stream, notes
 
     def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> None:

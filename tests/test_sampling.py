@@ -31,7 +31,7 @@ Sampling = core.Sampling
 
 def probabilities(logits, sampling, text=(), draft=()):
     """Ours: [n + 1, V]."""
-    scores = penalise(logits, sampling.repetition_penalty, [*text], core.Draft([*draft]))
+    scores = penalise(logits, sampling, [*text], core.Draft([*draft]))
     return truncated_softmax(scores, *sampling.transforms)
 
 

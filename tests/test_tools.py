@@ -22,12 +22,14 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from werkzeug.serving import make_server
 
+from messages import Request, RequestError
 from models.calls import Call, CallReader, Form, form_of
 from models.loading import load_pretrained
 from models.prompts import chat_prompt
 from models.tools import Tools, read_tools
 from serving.options import Options
 from serving.service import Service
+from serving.worker import Job
 
 WEATHER = {
     "name": "weather",
@@ -67,22 +69,19 @@ class Canned(Service):
 
     def begin(self, fields):
         self.fields = fields
-        starts = range(0, len(self.text), self.size)
-        events = [{"pieces": [(self.text[i : i + self.size], "bonus")]} for i in starts]
-        return [CannedJob([[event] for event in events])], fields.get("stream", False), []
+        jobs = [self.job() for _ in range(fields.get("n") or 1)]
+        return jobs, fields.get("stream", False), []
+
+    def job(self):
+        job = Job(Request([1]), LIMIT_S)
+        for i in range(0, len(self.text), self.size):
+            job.put({"pieces": [(self.text[i : i + self.size], "bonus")]})
+        job.end()
+        return job
 
     def answer(self, jobs, notes):
-        return {"text": self.text, "finish_reason": self.reason, "usage": None}
-
-
-class CannedJob(list):
-    cancelled = False
-
-    def wait(self):
-        pass
-
-    def cancel(self):
-        pass
+        body = {"text": self.text, "finish_reason": self.reason, "usage": None}
+        return body | {"choices": [body] * len(jobs)}
 
 
 def client_of(port):
@@ -172,6 +171,22 @@ def test_a_stream_holds_back_no_more_than_may_become_a_call(create, says):
     says('{"named": 1}', GENERAL, size=9)
     parts = [c.choices[0].delta.content for c in create(stream=True)]
     assert [part for part in parts if part] == ['{"named":', " 1}"]
+
+
+def test_each_choice_has_calls_of_its_own(create, says):
+    """What is held back of one is no part of another."""
+    says("I ask.\n" + call_text("time", TIME, TAGGED), size=5)
+    choices = create(n=2).choices
+    assert [choice.index for choice in choices] == [0, 1]
+    ids = [call.id for choice in choices for call in choice.message.tool_calls]
+    assert len({*ids}) == 2 and {choice.message.content for choice in choices} == {"I ask."}
+    chunks = [chunk.choices[0] for chunk in create(n=2, stream=True)]
+    for index in (0, 1):
+        *deltas, last = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.delta.content or "" for chunk in deltas) == "I ask."
+        (call,) = [call for chunk in deltas for call in chunk.delta.tool_calls or ()]
+        assert (call.index, call.function.name) == (0, "time")
+        assert last.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("form", [TAGGED, GENERAL], ids=["tags", "general"])
@@ -469,9 +484,9 @@ def test_a_mistake_is_a_400_that_names_the_field(service, name, value):
 
 def test_what_needs_tools_or_chat_is_refused_without():
     for choice in ("required", "auto", {"type": "function", "function": {"name": "f"}}):
-        with pytest.raises(core.messages.RequestError, match="tool_choice goes with tools"):
+        with pytest.raises(RequestError, match="tool_choice goes with tools"):
             read_tools({"tool_choice": choice, "tools": []}, GENERAL)
     assert read_tools({"tool_choice": "none", "parallel_tool_calls": True}, GENERAL) is None
-    with pytest.raises(core.messages.RequestError, match="not supported with --engine"):
+    with pytest.raises(RequestError, match="not supported with --engine"):
         read_tools({"tools": TOOLS}, None)
     assert read_tools({"tools": TOOLS, "tool_choice": "none"}, None) is None
