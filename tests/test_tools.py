@@ -207,10 +207,8 @@ def test_a_call_that_max_tokens_cuts_says_so(create, says, form):
     assert create().choices[0].finish_reason == "stop"
 
 
-texts = st.lists(
-    st.sampled_from([*TAGS, *' \n{}"a<', "\n", '{"name": "time", "arguments": {}}', ROME]),
-    max_size=9,
-).map("".join)
+calls = [call_text("time", TIME, form) for form in (TAGGED, GENERAL)]
+texts = st.lists(st.sampled_from([*calls, *TAGS, *' \n{}"a<', ROME]), max_size=9).map("".join)
 
 
 @given(text=texts, cuts=st.lists(st.integers(0, 200)), form=st.sampled_from([TAGGED, GENERAL]))
