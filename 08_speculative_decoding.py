@@ -244,7 +244,7 @@ class CachedModel:
         return result.logits, {i: result.hidden_states[i if i < 0 else i + 1] for i in layers}
 
 
-# ----------------------------------------------------------------------------- probabilities
+# ----------------------------------------------------------------- probabilities · rejection
 @torch.inference_mode()
 def sample(
     logits: Tensor, text: list[int], sampling: Sampling, noise: Noise
@@ -260,7 +260,6 @@ def sample(
     return draw(q, noise.uniform(len(text), noise.DRAW)), q
 
 
-# --------------------------------------------------------------------------------- rejection
 @torch.inference_mode()
 def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) -> list[Judgement]:
     """Rejection sampling, the classical rule: the output is distributed exactly as p.
@@ -304,7 +303,8 @@ class Sequence:
         self.request, self.row, self.tokenizer = request, row, tokenizer
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, request.stop), 0
-        self.drafting = drafters.DraftedText(request, self.noise, row)  # as the drafters know it
+        self.matcher = request.grammar and request.grammar.matcher()  # what may come next
+        self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
         self.warnings = self.drafting.warnings
         self.statistics, self.logprobs = control.Statistics(), list[dict[str, Any]]()
         self.finish_reason: str | None = None
@@ -323,13 +323,10 @@ class Sequence:
         self.failure, self.finish_reason = error, "error"
 
     def append(self, judged: list[Judgement], eos_ids: set[int]) -> int:
-        """Append what a cycle emits, up to an end of text, a stop string or max_tokens.
-
-        Returns how many tokens stay. Only this method decides that: the others are dropped.
-        """
-        emitted = [judgement for judgement in judged if judgement.kind != "rejected"]
-        for num_kept, token in enumerate(emitted, 1):
-            if self.text.push(token.id, token.kind) or token.id in eos_ids:
+        """Append what a cycle emits, up to the text's end. Returns how many tokens stay."""
+        for num_kept, token in enumerate((j for j in judged if j.kind != "rejected"), 1):
+            is_whole = self.matcher is not None and self.matcher.consume(token.id)
+            if self.text.push(token.id, token.kind) or token.id in eos_ids or is_whole:
                 self.finish_reason = "stop"
             elif self.remaining == 1:
                 self.finish_reason = "length"
@@ -338,7 +335,7 @@ class Sequence:
                 if self.text.finish():  # the last bytes completed a stop string
                     self.finish_reason = "stop"
                 return num_kept
-        return len(emitted)
+        return num_kept
 
 
 # ------------------------------------------------------------------------------------ engine
@@ -453,6 +450,8 @@ class Engine:
     ) -> messages.Cycle:  # fmt: skip
         """Judge the draft, append what stays, truncate; planner and drafters learn what came."""
         scores = penalise(logits, s.request.sampling, s.tokens, draft)
+        if s.matcher:  # a grammar is one more transform: what it forbids gets −inf
+            scores = s.matcher.mask(scores, draft)
         judged, path = self.judge(s, draft, scores)
         slots, held = self.target.cache, self.target.cache.lengths[s.row]
         num_kept = s.append(judged, self.eos_ids)

@@ -26,7 +26,7 @@ from control.statistics import PLAIN, Statistics, ratio
 from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
 from models.loading import StartError
 from models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
-from models.shortage import is_shortage, tell_error, told
+from models.shortage import is_shortage, report_shortage, tell_error
 from serving import trace
 from serving.answers import setting
 from serving.comparison import steadiness
@@ -99,7 +99,7 @@ def exit_status(act: Callable[[], int]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
-        return told(error)
+        return report_shortage(error)
 
 
 # ------------------------------------------------------------------------------ one prompt
@@ -336,7 +336,8 @@ def compare(
     """One prompt by plain decoding and by each drafter, in turn; times are medians."""
     wanted = request_of(prompt, PLAIN, options)
     settings = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
-    methods = [n for n in engine.pool.choices if n != TREE or n == engine.default_drafter]
+    skipped = {*engine.pool.special, TREE} - {engine.default_drafter}
+    methods = [name for name in engine.pool.choices if name not in skipped]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
     runs: dict[str, list[TextSequence]] = {name: [] for name in methods}
     for _ in range(repeats):

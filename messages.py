@@ -105,6 +105,7 @@ class Request:
     trace: bool = False  # whether events also show the target's choices and their probabilities
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
+    grammar: Any = None  # a Grammar of grammars/, which the text obeys
     n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them
 
     @property

@@ -64,7 +64,7 @@ def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
 
 
 def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
-    """The same of CHATS, `each` of a kind at most; of the demo prompts without a chat template."""
+    """Token ids of CHATS, or of the demo prompts if there is no chat template; `each` of a kind."""
     kinds = demo_prompts(engine)
     if engine.target.tokenizer.chat_template:
         kinds = {kind: ids_of(texts, engine.target) for kind, texts in CHATS.items()}
@@ -159,7 +159,7 @@ class Spread(NamedTuple):
 
 
 def spread(figures: list[float]) -> Spread:
-    """Of the figures of all runs."""
+    """The median and the quartiles of the figures of all runs."""
     low, middle, high = quantiles(figures * (1 + (len(figures) == 1)), method="inclusive")
     return Spread(round(middle, 3), [round(low, 3), round(high, 3)])
 
@@ -194,25 +194,25 @@ def add_count(options: Any, name: str, low: int, high: int, default: int, text: 
 
 
 def report(
-    module: str, arguments: Any, given: Any, results: dict[str, Any], readable: Callable = dict
+    module: str, arguments: Any, flags: Any, results: dict[str, Any], readable: Callable = dict
 ) -> None:
     """Print all tables among the results, then as one line of JSON the document.
 
     The document says where and how it was measured, then all options, then the results. `readable`
     makes a table's row of a result's.
     """
-    options = {name: value for name, value in vars(given).items() if name != "json"}
+    options = {name: value for name, value in vars(flags).items() if name != "json"}
     for rows in results.values():
-        if rows and isinstance(rows[0], dict) and not given.json:
+        if rows and isinstance(rows[0], dict) and not flags.json:
             print_table(list(map(readable, rows)))
             print()
     print(json.dumps(_environment(module, arguments) | options | results, default=str))
 
 
 def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     return {
-        "command": " ".join(["python -m", module, *given]),
+        "command": " ".join(["python -m", module, *words]),
         "commit": _commit(),
         "hardware": {
             "cpu": _cpu("model name"),

@@ -35,35 +35,37 @@ from serving.options import Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 LOADED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
-Found = dict[tuple[str, str], bench.Finished]  # by way of decoding and prompt
+Found = dict[tuple[str, str], bench.Finished]  # by method of decoding and prompt
 Kinds = dict[str, dict[str, list[int]]]  # token ids by kind and name of a prompt
 
 
 def measure(
-    engine: Engine, prompts: dict[str, list[int]], drafters: list[str], given: argparse.Namespace
+    engine: Engine, prompts: dict[str, list[int]], drafters: list[str], flags: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], Found]:
-    """One row per way of decoding, plain decoding first, and what came of the first run."""
-    sampling, ways = Sampling(temperature=given.temperature), [PLAIN, *drafters]
+    """One row per method of decoding, plain decoding first, and what came of the first run."""
+    sampling, methods = Sampling(temperature=flags.temperature), [PLAIN, *drafters]
 
-    def run(way: str, prompt: list[int]) -> bench.Finished:
-        drafter = None if way == PLAIN else way
-        request = Request(prompt, given.tokens, drafter, given.k, sampling=sampling, seed=1)
+    def run(method: str, prompt: list[int]) -> bench.Finished:
+        drafter = None if method == PLAIN else method
+        request = Request(prompt, flags.tokens, drafter, flags.k, sampling=sampling, seed=1)
         return bench.run_together(engine, [request])[0]
 
-    calls = {(way, name): partial(run, way, p) for name, p in prompts.items() for way in ways}
-    timed, rows = bench.interleave(calls, given.runs, "prompts"), []
+    calls = {
+        (method, name): partial(run, method, p) for name, p in prompts.items() for method in methods
+    }
+    timed, rows = bench.interleave(calls, flags.runs, "prompts"), []
     found = {key: calls.results[0] for key, calls in timed.items()}
 
-    def ms_per_token(way: str) -> list[float]:
-        count = sum(len(found[way, name].output) for name in prompts)
-        return [ms / count for ms in bench.in_all(timed[way, name].ms for name in prompts)]
+    def ms_per_token(method: str) -> list[float]:
+        count = sum(len(found[method, name].output) for name in prompts)
+        return [ms / count for ms in bench.in_all(timed[method, name].ms for name in prompts)]
 
-    for way in ways:
-        own_ms, total = ms_per_token(way), bench.total([found[way, name] for name in prompts])
+    for method in methods:
+        own_ms, total = ms_per_token(method), bench.total([found[method, name] for name in prompts])
         gain = bench.speedup(ms_per_token(PLAIN), own_ms)
-        are_equal = [found[way, name].output == found[PLAIN, name].output for name in prompts]
+        are_equal = [found[method, name].output == found[PLAIN, name].output for name in prompts]
         rows.append({
-            "drafter": way, "tokens_per_s": round(1e3 / median(own_ms), 1),
+            "drafter": method, "tokens_per_s": round(1e3 / median(own_ms), 1),
             "of_plain": gain.median, "quartiles": gain.quartiles,
             "tok_pass": bench.places(total.tokens_per_pass, 2),
             "acceptance": bench.places(total.draft_acceptance_rate),
@@ -72,30 +74,30 @@ def measure(
     return rows, found
 
 
-def advice(rows: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, str]:
-    """The fastest way in words, and its command line."""
+def advice(rows: list[dict[str, Any]], flags: argparse.Namespace) -> dict[str, str]:
+    """The fastest method in words, and its command line."""
     best, pays = rows[0], rows[0]["quartiles"][0] > 1
     words = ["python", "08_speculative_decoding.py", "--port", "5000"]
     for name in LOADED:
-        value = getattr(given, name)
+        value = getattr(flags, name)
         if value not in (None, getattr(Options, name)):
             words += [f"--{name.replace('_', '-')}", value]
     words += ["--drafter", best["drafter"] if pays else PLAIN]
-    if pays and given.k != Options.num_speculative_tokens:
-        words += ["--num-speculative-tokens", str(given.k)]
+    if pays and flags.k != Options.num_speculative_tokens:
+        words += ["--num-speculative-tokens", str(flags.k)]
     gain = f"{best['drafter']} has {best['of_plain']:.2f} times the speed of plain decoding"
     found = gain if pays else "speculation does not pay here"
     return {"found": found, "command_line": shlex.join(words)}
 
 
-def accepted(found: Found, kinds: Kinds, given: argparse.Namespace) -> list[dict[str, Any]]:
+def accepted(found: Found, kinds: Kinds, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per drafter and kind of prompts: how much of its drafts came true."""
     rows = []
-    for drafter in given.drafters:
+    for drafter in flags.drafters:
         for kind, names in (kinds | {"all": bench.flat(kinds)}).items():
             total = bench.total([found[drafter, name] for name in names])
             shares = total.per_position()["acceptance_rate_per_position"]
-            shares += [None] * (given.k - len(shares))  # places that no draft reached
+            shares += [None] * (flags.k - len(shares))  # places that no draft reached
             row = {"drafter": drafter, "prompts": kind}
             row["tok_pass"] = bench.places(total.tokens_per_pass, 2)
             row |= {f"at_{i}": bench.places(share, 2) for i, share in enumerate(shares, 1)}
@@ -125,36 +127,36 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def load(given: argparse.Namespace) -> tuple[Engine, Kinds]:
+def load(flags: argparse.Namespace) -> tuple[Engine, Kinds]:
     """The engine of these models, and the prompts for it. Raises ValueError and RequestError."""
-    if given.raw and not given.prompts:
+    if flags.raw and not flags.prompts:
         raise ValueError("--raw goes with --prompts")
-    texts = prompts_of(given.prompts) if given.prompts else {}
-    models = {name: getattr(given, name) for name in LOADED}
-    common = {"drafter": bench.AUTO, "num_speculative_tokens": given.k, "max_running": 1}
-    engine = bench.load_engine(**models, **common, fixed_k=given.fixed_k)
-    own = ids_of(texts, engine.target, given.raw)
-    return engine, {"all": own} if own else bench.chats(engine, given.each)
+    texts = prompts_of(flags.prompts) if flags.prompts else {}
+    models = {name: getattr(flags, name) for name in LOADED}
+    common = {"drafter": bench.AUTO, "num_speculative_tokens": flags.k, "max_running": 1}
+    engine = bench.load_engine(**models, **common, fixed_k=flags.fixed_k)
+    own = ids_of(texts, engine.target, flags.raw)
+    return engine, {"all": own} if own else bench.chats(engine, flags.each)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = parser()
-    given = options.parse_args(arguments)
+    flags = options.parse_args(arguments)
     try:
-        engine, kinds = load(given)
+        engine, kinds = load(flags)
     except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     choices = list(engine.pool.choices)
-    given.drafters = given.drafters or choices
-    if unknown := set(given.drafters) - set(choices):
+    flags.drafters = flags.drafters or choices
+    if unknown := set(flags.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
-    rows, found = measure(engine, bench.flat(kinds), given.drafters, given)
+    rows, found = measure(engine, bench.flat(kinds), flags.drafters, flags)
     rows.sort(key=lambda row: -row["of_plain"])
-    results = {"results": rows, "advice": [advice(rows, given)]}
-    results["accepted"] = accepted(found, kinds, given)
-    bench.report(__spec__.name, arguments, given, results)
+    results = {"results": rows, "advice": [advice(rows, flags)]}
+    results["accepted"] = accepted(found, kinds, flags)
+    bench.report(__spec__.name, arguments, flags, results)
 
 
 if __name__ == "__main__":

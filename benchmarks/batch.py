@@ -24,23 +24,23 @@ SIZES = (1, 4, 8, 16)
 ROUNDS = 3  # requests, one after another, of each client
 
 
-def measure(given: Any) -> list[dict[str, Any]]:
+def measure(flags: Any) -> list[dict[str, Any]]:
     """One row per number of clients and drafter."""
-    command, rows = [*OURS, *FORGETFUL, "--model", given.model], list[dict[str, Any]]()
+    command, rows = [*OURS, *FORGETFUL, "--model", flags.model], list[dict[str, Any]]()
     with started([*command, "--max-running", str(max(SIZES))]) as server:
         health = server.health()
         names = [PLAIN, *(name for name in health["drafters"] if name != bench.AUTO), bench.AUTO]
         chat = {"chat": health["chat_template"]}
         bodies = [
-            {"prompt": text, "max_tokens": given.tokens // 2 + 7 * i % 16 * given.tokens // 15}
+            {"prompt": text, "max_tokens": flags.tokens // 2 + 7 * i % 16 * flags.tokens // 15}
             for i, text in enumerate(list(read_prompts(chat["chat"]).values()) * 16)
         ]
-        for size in given.sizes:
+        for size in flags.sizes:
             methods = {
                 name: partial(write, server, bodies[: ROUNDS * size], chat | {"drafter": name})
                 for name in names
             }
-            timed = bench.interleave(methods, given.runs, f"{size} clients")
+            timed = bench.interleave(methods, flags.runs, f"{size} clients")
             rows += [{"clients": size} | row_of(name, timed) for name in names]
             others = [timed[name].ms for name in names[:-1]]
             rows[-1]["of_best"] = of_best(timed[bench.AUTO].ms, others)
@@ -91,8 +91,8 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, on average")
     options.add_argument("--sizes", type=between(1, 16), nargs="+", default=SIZES, help="clients")
     options.add_argument("--model", default="embedded", help="the target (default: ours)")
-    given = options.parse_args(arguments)
-    bench.report(__spec__.name, arguments, given, {"batches": measure(given)})
+    flags = options.parse_args(arguments)
+    bench.report(__spec__.name, arguments, flags, {"batches": measure(flags)})
 
 
 if __name__ == "__main__":

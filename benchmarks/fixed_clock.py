@@ -37,7 +37,7 @@ class FixedClock(Planner):
     """A planner whose cycles take what they are said to take."""
 
     def __init__(self, engine: Engine, prices: argparse.Namespace) -> None:
-        """Of a new controller, that has learnt nothing."""
+        """Plan by a new controller, which has learnt nothing."""
         controller = Controller.of(engine.target, engine.pool.drafters)
         super().__init__(controller, engine.pool)
         self.prices, self.ms = prices, 0.0
@@ -64,20 +64,20 @@ class FixedClock(Planner):
             self.observe_pass(plan, drafts, num_tokens, ms=ms, drafting_ms=draft_ms)
 
 
-def measure(engine: Engine, given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(engine: Engine, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per kind of prompt, and one for all: ms of each drafter, as speed-ups."""
     prompts = bench.demo_prompts(engine)
     work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]
-    size = given.together
+    size = flags.together
     names = [None, *engine.pool.drafters, bench.AUTO]
     spent = {name: Counter[str]() for name in names}
     for name in tqdm(names, desc="drafters", disable=None):
-        clock = engine.planner = FixedClock(engine, given)
+        clock = engine.planner = FixedClock(engine, flags)
         for turn in range(2):
             mixed = random.Random(turn).sample(work, len(work))
             for batch in (mixed[i : i + size] for i in range(0, len(mixed), size)):
                 before = clock.ms
-                ask = [Request(ids, given.tokens, name, given.k) for _, ids in batch]
+                ask = [Request(ids, flags.tokens, name, flags.k) for _, ids in batch]
                 bench.run_together(engine, ask)
                 spent[name][batch[0][0] if size == 1 else "all"] += clock.ms - before
     for own in spent.values():
@@ -102,9 +102,9 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, 8, "draft tokens, at most")
     options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
-    given = options.parse_args(arguments)
-    engine = bench.load_engine(model=given.model, max_running=16)
-    bench.report(__spec__.name, arguments, given, {"results": measure(engine, given)})
+    flags = options.parse_args(arguments)
+    engine = bench.load_engine(model=flags.model, max_running=16)
+    bench.report(__spec__.name, arguments, flags, {"results": measure(engine, flags)})
 
 
 if __name__ == "__main__":

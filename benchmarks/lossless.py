@@ -102,7 +102,7 @@ def sample(engine: Engine, request: Request, num_samples: int) -> list[bench.Fin
 
 
 def first_tokens(engine: Engine, request: Request, num_samples: int) -> list[tuple]:
-    """The same, only the tokens."""
+    """The first tokens of `num_samples` runs of a request, with one seed after another."""
     return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, num_samples)]
 
 
@@ -164,13 +164,13 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--max-tokens", 2, 10**6, 96, "of a request in the second table")
     bench.add_count(options, "--seeds", 1, 100, 3, "of each prompt in the second table")
     options.add_argument("--drafter", help="one of your own, as file.py:Class")
-    given = options.parse_args(arguments)
-    short = {"max_running": BATCH, "max_model_len": 32, "drafter": given.drafter}
+    flags = options.parse_args(arguments)
+    short = {"max_running": BATCH, "max_model_len": 32, "drafter": flags.drafter}
     results = {
-        "rows": measure(bench.load_engine(fixed_k=True, **short), given.samples),
-        "kept": measure_kept(bench.load_engine(fixed_k=True), given.max_tokens, given.seeds),
+        "rows": measure(bench.load_engine(fixed_k=True, **short), flags.samples),
+        "kept": measure_kept(bench.load_engine(fixed_k=True), flags.max_tokens, flags.seeds),
     }
-    bench.report(__spec__.name, arguments, given, results, readable)
+    bench.report(__spec__.name, arguments, flags, results, readable)
 
 
 if __name__ == "__main__":

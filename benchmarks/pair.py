@@ -92,49 +92,53 @@ def write(server: Server, fields: dict[str, Any], prompts: list[str], count: int
     return found
 
 
-def commands(given: Any) -> dict[str, list[str]]:
+def commands(flags: Any) -> dict[str, list[str]]:
     """How each server is started."""
-    size = max(4096, 2048 * given.clients)  # llama-server's clients share it
-    options = f"--host {HOST} --ctx-size {size} --parallel {given.clients} --cache-ram 0"
+    size = max(4096, 2048 * flags.clients)  # llama-server's clients share it
+    options = f"--host {HOST} --ctx-size {size} --parallel {flags.clients} --cache-ram 0"
     options += f" --threads {torch.get_num_threads()}"
-    llama = [given.llama, "--model", given.target, *options.split()]
+    llama = [flags.llama, "--model", flags.target, *options.split()]
     n_gram = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5"
     found = {PLAIN: llama, "llama-server, n-gram": llama + n_gram.split()}
-    ours = [*OURS, *FORGETFUL, "--model", given.target, "--max-model-len", "4096"]
-    ours += ["--max-running", str(max(4, given.clients))]
-    if given.draft:
-        drafting = ["--spec-type", "draft-simple", "--spec-draft-model", given.draft]
-        drafting += ["--spec-draft-n-max", str(given.k)]
+    ours = [*OURS, *FORGETFUL, "--model", flags.target, "--max-model-len", "4096"]
+    ours += ["--max-running", str(max(4, flags.clients))]
+    if flags.draft:
+        drafting = ["--spec-type", "draft-simple", "--spec-draft-model", flags.draft]
+        drafting += ["--spec-draft-n-max", str(flags.k)]
         found["llama-server, draft model"] = llama + drafting
-        ours += ["--draft-model", given.draft]
+        ours += ["--draft-model", flags.draft]
     return found | {"ours": ours}
 
 
-def measure(given: Any) -> dict[str, Any]:
+def measure(flags: Any) -> dict[str, Any]:
     """Rows of speeds by kind of prompts, and of starts."""
     speeds, starts, peers, before = [], [], {}, memory_gb_per_s()
     with ExitStack() as stack:
-        for name, command in commands(given).items():
+        for name, command in commands(flags).items():
             with started(command):  # so that all find their files in the page cache
                 pass
             peers[name] = stack.enter_context(started(command))
         ours = peers["ours"]
-        ways = {way: (own, {"cache_prompt": False}) for way, own in peers.items() if own != ours}
+        methods = {
+            method: (own, {"cache_prompt": False}) for method, own in peers.items() if own != ours
+        }
         for drafter in DRAFTERS:
-            if given.draft or drafter != "draft_model":
-                limit = {"num_speculative_tokens": given.k} if drafter == "draft_model" else {}
-                ways[f"ours, {drafter}"] = ours, {"drafter": drafter} | limit
+            if flags.draft or drafter != "draft_model":
+                limit = {"num_speculative_tokens": flags.k} if drafter == "draft_model" else {}
+                methods[f"ours, {drafter}"] = ours, {"drafter": drafter} | limit
         for kind, prompts in KINDS.items():
-            texts = prompts[: max(given.each, given.clients)]
+            texts = prompts[: max(flags.each, flags.clients)]
             calls = {
-                (way, begin): partial(write, *asked, texts[begin:][: given.clients], given.tokens)
-                for begin in range(0, len(texts), given.clients)
-                for way, asked in ways.items()
+                (method, begin): partial(
+                    write, *asked, texts[begin:][: flags.clients], flags.tokens
+                )
+                for begin in range(0, len(texts), flags.clients)
+                for method, asked in methods.items()
             }
-            speeds += rows_of(kind, bench.interleave(calls, given.runs, kind))
-        asked = {PLAIN: ways[PLAIN], "ours": ways["ours, none"]}
+            speeds += rows_of(kind, bench.interleave(calls, flags.runs, kind))
+        asked = {PLAIN: methods[PLAIN], "ours": methods["ours, none"]}
         calls = {name: partial(write, *each, [_LONG], 1) for name, each in asked.items()}
-        timed = bench.interleave(calls, given.runs, "a long prompt")
+        timed = bench.interleave(calls, flags.runs, "a long prompt")
         read = {
             name: round(median(one.num_read / one.ms * 1e3 for (one,) in calls.results), 1)
             for name, calls in timed.items()
@@ -143,18 +147,18 @@ def measure(given: Any) -> dict[str, Any]:
             row = {"who": name, "ready_s": round(own.ready_s, 2)}
             row["memory_mb"] = int(own.status()["VmHWM"][0]) // 1000  # the most at once
             starts.append(row | {"prompt_tokens_per_s": read.get(name)})
-        found = {"speeds": speeds, "starts": starts, "memory": [own_memory(ours, given)]}
+        found = {"speeds": speeds, "starts": starts, "memory": [own_memory(ours, flags)]}
     return {"memory_gb_per_s": [before, memory_gb_per_s()]} | found
 
 
-def own_memory(ours: Server, given: Any) -> dict[str, float]:
+def own_memory(ours: Server, flags: Any) -> dict[str, float]:
     """What our idle server has in memory: in MiB, and without Python's share in the files' size."""
     code = "import torch, transformers, time; print(flush=True); time.sleep(60)"
     with (python := Server([sys.executable, "-c", code], subprocess.PIPE)).process as process:
         process.stdout.readline()  # it has imported them
         base = python.own_mib()
         python.stop()
-    size = sum(os.path.getsize(file) for file in (given.target, given.draft) if file) / 2**20
+    size = sum(os.path.getsize(file) for file in (flags.target, flags.draft) if file) / 2**20
     now, most = ours.own_mib(), ours.own_mib("VmHWM")
     row = {"files_mib": size, "python_mib": base, "own_mib": now, "most_own_mib": most}
     row |= {"of_files": (now - base) / size, "most_of_files": (most - base) / size}
@@ -162,28 +166,28 @@ def own_memory(ours: Server, given: Any) -> dict[str, float]:
 
 
 def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:
-    """The figures of each way over all prompts of a kind."""
-    found = {way: [sum(run, []) for run in bench.by_run(timed, way)] for way, *_ in timed}
+    """The figures of each method over all prompts of a kind."""
+    found = {method: [sum(run, []) for run in bench.by_run(timed, method)] for method, *_ in timed}
     taken = {  # [runs, prompts, milliseconds and tokens after the first one]
-        way: torch.tensor([[(o.ms - o.first_ms, o.num_tokens - 1) for o in run] for run in runs])
-        for way, runs in found.items()
+        method: torch.tensor([[(o.ms - o.first_ms, o.num_tokens - 1) for o in run] for run in runs])
+        for method, runs in found.items()
     }
-    times = {way: torch.div(*each.sum(1).T).tolist() for way, each in taken.items()}
-    theirs = {way: own for way, own in times.items() if way.startswith("llama")}
+    times = {method: torch.div(*each.sum(1).T).tolist() for method, each in taken.items()}
+    theirs = {method: own for method, own in times.items() if method.startswith("llama")}
     best = min(theirs.values(), key=median)
-    gains = {way: (taken["ours, none"] / own)[..., 0] for way, own in taken.items()}
-    worst = {way: round(gain.quantile(0.5, 0).min().item(), 3) for way, gain in gains.items()}
-    texts = {way: [one.text for one in runs[-1]] for way, runs in found.items()}
+    gains = {method: (taken["ours, none"] / own)[..., 0] for method, own in taken.items()}
+    worst = {method: round(gain.quantile(0.5, 0).min().item(), 3) for method, gain in gains.items()}
+    texts = {method: [one.text for one in runs[-1]] for method, runs in found.items()}
     return [
         {
-            "kind": kind, "who": way, "tokens_per_s": round(1e3 / median(own), 1),
+            "kind": kind, "who": method, "tokens_per_s": round(1e3 / median(own), 1),
             "of_plain": bench.speedup(times[PLAIN], own).median,
             "of_best": bench.speedup(best, own).median,
-            "worst_of_none": worst[way] if way not in theirs else None,
-            "first_ms": round(median(one.first_ms for run in found[way] for one in run)),
-            "equal": texts[way] == texts["ours, none"] if way not in theirs else None,
+            "worst_of_none": worst[method] if method not in theirs else None,
+            "first_ms": round(median(one.first_ms for run in found[method] for one in run)),
+            "equal": texts[method] == texts["ours, none"] if method not in theirs else None,
         }
-        for way, own in times.items()
+        for method, own in times.items()
     ]  # fmt: skip
 
 
@@ -197,11 +201,11 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--each", 1, 8, 2, "prompts of a kind")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     bench.add_count(options, "--k", 1, 16, 4, "tokens that the draft model proposes")
-    given = options.parse_args(arguments)
-    for path in filter(None, (which(given.llama) or given.llama, given.target, given.draft)):
+    flags = options.parse_args(arguments)
+    for path in filter(None, (which(flags.llama) or flags.llama, flags.target, flags.draft)):
         if not Path(path).is_file():
             options.error(f"there is no file {path}")
-    bench.report(__spec__.name, arguments, given, measure(given))
+    bench.report(__spec__.name, arguments, flags, measure(flags))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import torch
 import benchmarks as bench
 import kernels
 from benchmarks.servers import memory_gb_per_s
-from demo_models.heads import write_gguf
 from models.catalogue import place_of
 from serving.options import between
 
@@ -36,14 +35,23 @@ BEHIND, NUM_TOKENS = 200, 24
 
 
 def retype(source: str, path: str, kind: str) -> None:
-    """The same GGUF file with matrices of another type."""
+    """Write the same GGUF file with matrices of another type."""
     reader, (matrices, number) = gguf.GGUFReader(source), KINDS[kind]
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     writer.add_file_type(number)
-    own = "GGUF.", "general.architecture", "general.file_type"
-    fields = [field for name, field in reader.fields.items() if not name.startswith(own)]
-    weights = ((t.name, gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors)
-    write_gguf(writer, fields, ((n, w, matrices if w.ndim > 1 else "F32") for n, w in weights))
+    written = "GGUF.", "general.architecture", "general.file_type"  # by the writer itself
+    for name, field in reader.fields.items():
+        if not name.startswith(written):
+            elements = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
+            writer.add_key_value(name, field.contents(), field.types[0], **elements)
+    for tensor in reader.tensors:
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        stored = gguf.GGMLQuantizationType[matrices if weights.ndim > 1 else "F32"]
+        writer.add_tensor(tensor.name, gguf.quants.quantize(weights, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:
@@ -56,7 +64,7 @@ def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:
     return {line["pl"]: line["t_tg"] / line["tg"] * 1e3 for line in lines}
 
 
-def measure(name: str, path: str, given: Any) -> list[dict[str, Any]]:
+def measure(name: str, path: str, flags: Any) -> list[dict[str, Any]]:
     """A row for each number of positions."""
     model = bench.load_engine(model=path, dtype="packed", fixed_k=True, drafter="none").target
     chance, row = torch.Generator().manual_seed(0), model.cache.open_row()
@@ -70,15 +78,15 @@ def measure(name: str, path: str, given: Any) -> list[dict[str, Any]]:
 
     def ours() -> dict[int, float]:
         time.sleep(0.2)
-        calls = {count: partial(verify, count) for count in given.rows}
+        calls = {count: partial(verify, count) for count in flags.rows}
         timed = bench.interleave(calls, NUM_TOKENS, "ours")
         return {count: median(calls.ms) for count, calls in timed.items()}
 
-    ways = {"ours": ours, "llama": partial(theirs, given.llama, path, given.rows)}
-    before, timed = memory_gb_per_s(), bench.interleave(ways, given.runs, name)
+    methods = {"ours": ours, "llama": partial(theirs, flags.llama, path, flags.rows)}
+    before, timed = memory_gb_per_s(), bench.interleave(methods, flags.runs, name)
     after, rows = memory_gb_per_s(), []
-    for count in given.rows:
-        own, other = ([run[count] for run in timed[way].results] for way in ways)
+    for count in flags.rows:
+        own, other = ([run[count] for run in timed[method].results] for method in methods)
         share = bench.speedup(own, other)
         rows.append({
             "model": name, "rows": count, "ours_ms": round(median(own), 2),
@@ -95,15 +103,15 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--weights", nargs="*", choices=KINDS, default=list(KINDS))
     options.add_argument("--file", nargs="*", default=[], help="GGUF files of your own")
     options.add_argument("--rows", nargs="+", type=between(1, 16), default=[1, 6, 8])
-    given, rows = options.parse_args(arguments), []
+    flags, rows = options.parse_args(arguments), []
     with TemporaryDirectory() as folder:
-        for kind in given.weights:
+        for kind in flags.weights:
             path = f"{folder}/{kind}.gguf"
             retype(place_of("smollm2"), path, kind)
-            rows += measure(f"SmolLM2, {kind}", path, given)
-    for path in given.file:
-        rows += measure(Path(path).name, path, given)
-    bench.report(__spec__.name, arguments, given, {"results": rows})
+            rows += measure(f"SmolLM2, {kind}", path, flags)
+    for path in flags.file:
+        rows += measure(Path(path).name, path, flags)
+    bench.report(__spec__.name, arguments, flags, {"results": rows})
 
 
 if __name__ == "__main__":

@@ -99,26 +99,26 @@ class Peer:
 
 
 def ours(engine: Engine, request: Request) -> Result:
-    """The same by ours."""
+    """What our engine makes of a request."""
     ((output, statistics),) = bench.run_together(engine, [request])
     passes = statistics.prefills + statistics.target_passes
     return Result(output, passes, statistics.prompt_ms, 1)
 
 
-def measure(engine: Engine, peer: Peer, given: Any) -> list[dict[str, Any]]:
+def measure(engine: Engine, peer: Peer, flags: Any) -> list[dict[str, Any]]:
     """One row per method and kind of prompts."""
-    kinds = bench.chats(engine, given.each)
+    kinds = bench.chats(engine, flags.each)
     prompts, methods = bench.flat(kinds), {}
     for method in peer.arguments:
-        k = min(given.k, peer.head.num_mtp_layers) if method == "mtp" and peer.head else given.k
+        k = min(flags.k, peer.head.num_mtp_layers) if method == "mtp" and peer.head else flags.k
         drafter = None if method == "greedy" else method
         for name, prompt in prompts.items():
-            request = Request(prompt, given.tokens, drafter, k)
+            request = Request(prompt, flags.tokens, drafter, k)
             methods[method, name, "ours"] = partial(ours, engine, request)
-            methods[method, name, "theirs"] = partial(peer.generate, method, prompt, given.tokens)
+            methods[method, name, "theirs"] = partial(peer.generate, method, prompt, flags.tokens)
     # generate() loads the MTP head anew at each call.
     with mock.patch.object(MtpModel, "from_pretrained", lambda *_, **__: peer.head):
-        timed = bench.interleave(methods, given.runs, "generate")
+        timed = bench.interleave(methods, flags.runs, "generate")
     groups = {kind: list(group) for kind, group in kinds.items()} | {"all": list(prompts)}
     return [
         {"method": method, "prompts": kind}
@@ -166,10 +166,10 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, 5, "draft tokens")
     bench.add_count(options, "--each", 1, 8, 8, "prompts of each kind, at most")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
-    given = options.parse_args(arguments)
-    engine = bench.load_engine(model=given.model, dtype=given.dtype, fixed_k=True, max_running=2)
-    peer = Peer(given.model, given.dtype, engine.target.model.device, given.k)
-    bench.report(__spec__.name, arguments, given, {"results": measure(engine, peer, given)})
+    flags = options.parse_args(arguments)
+    engine = bench.load_engine(model=flags.model, dtype=flags.dtype, fixed_k=True, max_running=2)
+    peer = Peer(flags.model, flags.dtype, engine.target.model.device, flags.k)
+    bench.report(__spec__.name, arguments, flags, {"results": measure(engine, peer, flags)})
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
 
 
 def num_bytes(model: Any, matrices: Any) -> int:
-    """Of the matrices in panels (a decoder's, say), and what is left in the model's modules."""
+    """The bytes of matrices in panels, and of what is left in the model's modules."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return matrices.num_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
 
@@ -82,13 +82,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = bench.parser(__doc__, runs=None)
     options.add_argument("--model", default="smollm2")
     bench.add_count(options, "--tokens", 64, 1_000_000, 8192, "of text")
-    given = options.parse_args(arguments)
+    flags = options.parse_args(arguments)
     models = {
-        name: bench.load_engine(model=given.model, drafter="none", max_running=1, **kind).target
+        name: bench.load_engine(model=flags.model, drafter="none", max_running=1, **kind).target
         for name, kind in KINDS.items()
     }
-    pieces = texts(next(iter(models.values())).tokenizer, given.tokens)
-    bench.report(__spec__.name, arguments, given, {"quality": compare(models, pieces)})
+    pieces = texts(next(iter(models.values())).tokenizer, flags.tokens)
+    bench.report(__spec__.name, arguments, flags, {"quality": compare(models, pieces)})
 
 
 if __name__ == "__main__":

@@ -32,22 +32,22 @@ CASES = {
     "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
     "int8": {"model": "smollm2", "quantize": "int8"},
 }
-WAYS = ("here", "whole", "streamed")
+METHODS = ("here", "whole", "streamed")
 # Milliseconds for all requests and until the first event of each came, and their tokens.
 Tokens = tuple[float, float, list[list[int]]]
 
 
-def measure(case: str, given: Any) -> list[dict[str, Any]]:
+def measure(case: str, flags: Any) -> list[dict[str, Any]]:
     """One row per drafter and number of clients."""
     engine, rows = bench.load_engine(**CASES[case]), []
-    flags = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
+    model = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
     texts = read_prompts(bool(engine.target.tokenizer.chat_template))
     prompts = list(ids_of(texts, engine.target).values())
 
-    def call(way: str, drafter: str, prompts: list[list[int]], count: int) -> Tokens:
+    def call(method: str, drafter: str, prompts: list[list[int]], count: int) -> Tokens:
         """All requests in the same moment: over HTTP, or in one batch of this process."""
-        if way != "here":
-            common = {"max_tokens": count, "drafter": drafter, "stream": way == "streamed"}
+        if method != "here":
+            common = {"max_tokens": count, "drafter": drafter, "stream": method == "streamed"}
             bodies = [{"prompt": ids} | common for ids in prompts]
             ms, told = at_once(server.port, "/generate", bodies)
             first_ms = max(each.at_ms[0] for each in told)
@@ -60,32 +60,37 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
         ms = (time.perf_counter() - began) * 1e3
         return ms, ms, outputs
 
-    with started([*OURS, *FORGETFUL, *flags]) as server:
-        for drafter, clients in product(given.drafters, given.clients):
+    with started([*OURS, *FORGETFUL, *model]) as server:
+        for drafter, clients in product(flags.drafters, flags.clients):
             calls = {
-                (way, count, begin): partial(call, way, drafter, prompts[begin:][:clients], count)
-                for begin in range(0, max(clients, given.prompts), clients)
-                for way, count in (*((way, given.tokens) for way in WAYS), ("here", 1))
+                (method, count, begin): partial(
+                    call, method, drafter, prompts[begin:][:clients], count
+                )
+                for begin in range(0, max(clients, flags.prompts), clients)
+                for method, count in (*((method, flags.tokens) for method in METHODS), ("here", 1))
             }
-            timed = bench.interleave(calls, given.runs, f"{case}, {drafter}, {clients}")
+            timed = bench.interleave(calls, flags.runs, f"{case}, {drafter}, {clients}")
             row = {"case": case, "drafter": drafter, "clients": clients}
-            rows.append(row | row_of(timed, given.tokens))
+            rows.append(row | row_of(timed, flags.tokens))
     return rows
 
 
 def row_of(timed: dict[Any, bench.Calls], count: int) -> dict[str, Any]:
     """The figures of all prompts together."""
-    runs = {way: bench.by_run(timed, way, count) for way in WAYS}
-    long = {way: [sum(ms for ms, *_ in run) for run in runs[way]] for way in WAYS}
+    runs = {method: bench.by_run(timed, method, count) for method in METHODS}
+    long = {method: [sum(ms for ms, *_ in run) for run in runs[method]] for method in METHODS}
     here, first = (
         [median(first_ms for _, first_ms, _ in run) for run in those]
         for those in (bench.by_run(timed, "here", 1), runs["streamed"])
     )
-    told = {way: [ids for *_, all in runs[way][-1] for ids in all] for way in WAYS}
+    told = {method: [ids for *_, all in runs[method][-1] for ids in all] for method in METHODS}
     num_tokens = sum(map(len, told["here"]))
-    row = {f"{way}_tokens_per_s": round(num_tokens / median(long[way]) * 1e3, 1) for way in WAYS}
-    for way in WAYS[1:]:
-        row[way], row[f"{way}_quartiles"] = bench.speedup(long["here"], long[way])
+    row = {
+        f"{method}_tokens_per_s": round(num_tokens / median(long[method]) * 1e3, 1)
+        for method in METHODS
+    }
+    for method in METHODS[1:]:
+        row[method], row[f"{method}_quartiles"] = bench.speedup(long["here"], long[method])
     later = [theirs - own for theirs, own in zip(first, here, strict=True)]
     row["first_ms"] = round(median(here), 2)
     row["first_later_ms"], row["first_quartiles"] = bench.spread(later)
@@ -100,9 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--clients", nargs="+", type=between(1, 8), default=[1])
     bench.add_count(options, "--prompts", 1, 13, 3, "at least, of the demo's")
     bench.add_count(options, "--tokens", 2, 1000, 128, "a request, at most")
-    given = options.parse_args(arguments)
-    rows = [row for case in given.cases for row in measure(case, given)]
-    bench.report(__spec__.name, arguments, given, {"results": rows})
+    flags = options.parse_args(arguments)
+    rows = [row for case in flags.cases for row in measure(case, flags)]
+    bench.report(__spec__.name, arguments, flags, {"results": rows})
 
 
 if __name__ == "__main__":

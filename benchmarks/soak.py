@@ -128,7 +128,7 @@ def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
 
 
 def read_stream(ask: Ask, *events: dict[str, Any]) -> Text:
-    """The same of all events of a stream."""
+    """The text of a stream, if its events fit it and the request. Raises Wrong."""
     *parts, last = events
     # Cycles, those of a comparison's plain decoding, and the answer.
     cycles = [event for event in parts if "plain" not in event]
@@ -357,25 +357,25 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
     return {"kept": len(sample), "sent_again": num_sent, "differ": num_different}
 
 
-def soak(given: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
+def soak(flags: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
-    command = [*servers.OURS, "--max-queued", "16", *given.server_arguments]
+    command = [*servers.OURS, "--max-queued", "16", *flags.server_arguments]
     server, tally = Soaked(command, log), Tally()
     try:
         health = server.wait_for_health()
         if not health["bitwise_lossless"]:
             raise RuntimeError("this server's texts may differ by rounding, so none is wrong")
-        start, chances = server.sample(health), map(random.Random, range(given.clients))
+        start, chances = server.sample(health), map(random.Random, range(flags.clients))
         clients = [Client(server.port, tally, rng, health["drafters"]) for rng in chances]
-        load(server, clients, tally, given.warm_up)
+        load(server, clients, tally, flags.warm_up)
         warm, began, before = server.rest(), time.monotonic(), tally.throughput()
-        samples = load(server, clients, tally, given.minutes * 60)
+        samples = load(server, clients, tally, flags.minutes * 60)
         load_s = round(time.monotonic() - began, 1)
         num_sent, num_tokens = (n - old for n, old in zip(tally.throughput(), before, strict=True))
         times_ms = list(tally.times_ms)
         end = server.rest(warm)
         random.Random(0).shuffle(tally.texts)
-        rerun = send_again(clients[0], tally.texts[: given.sample])
+        rerun = send_again(clients[0], tally.texts[: flags.sample])
         exit_code = server.stop()
     finally:
         server.process.kill()  # if it still runs
@@ -446,18 +446,18 @@ def main(arguments: list[str] | None = None) -> int:
     bench.add_count(options, "--sample", 1, 10**6, 300, "answers to compare in the end")
     words = {"type": shlex.split, "default": ["--model", "embedded"], "metavar": "WORDS"}
     options.add_argument("--server-arguments", **words)
-    given = options.parse_args(arguments)
+    flags = options.parse_args(arguments)
     if not Path("/proc/self/status").exists():
         options.error("this needs /proc, which Linux has")
     with NamedTemporaryFile(prefix="soak-", suffix=".log", delete=False) as log:
         print(f"the server's log, kept if there are faults: {log.name}", file=sys.stderr)
         try:
-            found = soak(given, log)
+            found = soak(flags, log)
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     found["faults"] = find_faults(found)
-    bench.report(__spec__.name, arguments, given, found)
+    bench.report(__spec__.name, arguments, flags, found)
     if found["faults"]:
         print("faults: " + "; ".join(found["faults"]), file=sys.stderr)
         return 1

@@ -1,15 +1,15 @@
 """Prefix caching: a prompt that begins like an earlier one is not read from the beginning again.
 
 Every turn of a chat repeats the ones before it, and a system prompt stands before every question.
-The keys and values of texts are kept here, a block of tokens at a time:
+The keys and values of texts are stored here, a block of tokens at a time:
 
     [block 0][block 1][block 2] the rest          a block is found by a hash of all tokens up to
                                                   its end, as its keys depend on all of them
 
 A new prompt takes over the blocks that it shares with earlier texts, and the rest is read. Only
-whole blocks are kept. Their bits are those that reading would give; where a token has the same bits
-read and written (docs/exactness.md), what was generated is kept, too. So are hidden states of the
-target that a drafter wants: a head drafts as if it had read the prompt along.
+whole blocks are stored. Their bits are those that reading would give; where a token has the same
+bits read and written (docs/exactness.md), what was generated is stored, too. So are hidden states
+of the target that a drafter wants: a head drafts as if it had read the prompt along.
 
 Rows of the KV cache are contiguous, so a hit is a copy. It takes a hundredth of the time of
 reading.
@@ -48,7 +48,7 @@ class PrefixCache:
         """`cache` is the core's SlotCache."""
         self._cache = cache
         self.capacity_bytes, self.num_bytes = capacity_mb << 20, 0
-        self.num_asked = self.num_found = 0  # tokens of prompts
+        self.num_asked = self.num_hits = 0  # tokens of prompts
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # the next to go first
 
     @classmethod
@@ -97,7 +97,7 @@ class PrefixCache:
         for i, buffer in enumerate(self._cache.buffers()):
             torch.cat([block.buffers[i] for block in blocks], 1, out=buffer[slot, :, :count])
         self._cache.advance(place)
-        self.num_found += count
+        self.num_hits += count
         return {layer: torch.cat([block.hidden[layer] for block in blocks]) for layer in layers}
 
     @torch.inference_mode()
@@ -137,5 +137,5 @@ class PrefixCache:
             "num_bytes": self.num_bytes,
             "capacity_bytes": self.capacity_bytes,
             "queried_tokens": self.num_asked,
-            "hit_tokens": self.num_found,
+            "hit_tokens": self.num_hits,
         }

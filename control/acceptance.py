@@ -18,8 +18,8 @@ from typing import Any
 from messages import Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
-_KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
-_TYPICAL_KEPT, _WEIGHT = 0.99, 4.0  # of a typical record, with each cycle; cases a prior counts as
+_DECAY, _OLDEST = 0.85, 4  # a factor of what was seen, with each cycle; at most of so many at once
+_TYPICAL_DECAY, _WEIGHT = 0.99, 4.0  # of a typical record, with each cycle; a prior's cases
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
 
 
@@ -35,9 +35,9 @@ class Calibration:
     def observe(self, confidence: float, is_accepted: bool) -> None:
         """A token that was judged."""
         tenth = min(9, int(10 * confidence))
-        self._reached[tenth] = _TYPICAL_KEPT * self._reached[tenth] + 1
-        self._accepted[tenth] = _TYPICAL_KEPT * self._accepted[tenth] + is_accepted
-        self.mean += (1 - _TYPICAL_KEPT) * (is_accepted - self.mean)
+        self._reached[tenth] = _TYPICAL_DECAY * self._reached[tenth] + 1
+        self._accepted[tenth] = _TYPICAL_DECAY * self._accepted[tenth] + is_accepted
+        self.mean += (1 - _TYPICAL_DECAY) * (is_accepted - self.mean)
 
     def chance(self, confidence: float) -> float:
         """The chance that a token of this confidence is accepted, if those before it are."""
@@ -55,13 +55,13 @@ class Shares:
         self.cases: list[float] = []
         self.hits: list[float] = []
 
-    def add(self, hits: Collection[int], cases: int, kept: float) -> None:
+    def add(self, hits: Collection[int], cases: int, decay: float) -> None:
         """The first `cases` positions were tried, and those in `hits` were a success, from 0.
 
         All positions fade, also those that were not tried: one that failed may be tried again.
         """
-        self.cases = [kept * n for n in self.cases] + [0.0] * (cases - len(self.cases))
-        self.hits = [kept * n for n in self.hits] + [0.0] * (cases - len(self.hits))
+        self.cases = [decay * n for n in self.cases] + [0.0] * (cases - len(self.cases))
+        self.hits = [decay * n for n in self.hits] + [0.0] * (cases - len(self.hits))
         for i in range(cases):
             self.cases[i] += 1
         for i in hits:
@@ -120,16 +120,16 @@ class Acceptance:
         `places` are those of the accepted ones in a tree.
         """
         if asked:
-            self.coverage += (1 - _KEPT) * ((drafted > 0) - self.coverage)
+            self.coverage += (1 - _DECAY) * ((drafted > 0) - self.coverage)
         if not drafted:
             self.since += 1
             return
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
-        decay, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
+        decay, self.since = _DECAY ** min(1 + self.since, _OLDEST), 0
         seen = drafted, accepted if places is None else places, max(asked, drafted)
         self._count(*seen, decay)
         if self.typical:
-            self.typical._count(*seen, _TYPICAL_KEPT)
+            self.typical._count(*seen, _TYPICAL_DECAY)
 
     def _count(self, drafted: int, accepted: Any, asked: int, decay: float) -> None:
         """Count a draft by position; what was counted before is multiplied by `decay`."""
@@ -179,7 +179,7 @@ class Acceptance:
         """A draft of so many tokens took a model so many forwards."""
         if num_tokens > 1:
             steps = (num_forwards - 1) / (num_tokens - 1)
-            self.steps += (1 - _KEPT) * (steps - self.steps)
+            self.steps += (1 - _DECAY) * (steps - self.steps)
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
         """Learn from a draft's `confidence` in each token; the first `accepted` were accepted."""

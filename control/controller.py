@@ -45,7 +45,7 @@ from .rest import Recent, Rest
 
 PROBE_BUDGET = 0.01  # of the time: what probes may cost
 _WORTHWHILE = 0.03  # tokens: a draft must promise to gain so much
-_PACE_KEPT = 0.95  # of the pace of a text, with each cycle
+_PACE_DECAY = 0.95  # a factor of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
 
 
@@ -138,8 +138,8 @@ class Throughput:
 
     def add(self, tokens: float, time: float) -> None:
         """A cycle; those before it count less."""
-        self.tokens = _PACE_KEPT * self.tokens + tokens
-        self.time = _PACE_KEPT * self.time + time
+        self.tokens = _PACE_DECAY * self.tokens + tokens
+        self.time = _PACE_DECAY * self.time + time
 
     @property
     def rate(self) -> float:
@@ -284,21 +284,21 @@ class Controller:
         fresh = kind(calibration=Calibration(name in self._copies))
         return kind(self._typical.setdefault((name, rule), fresh))
 
-    def rest(self, batch: int, who: frozenset[str | None]) -> Rest:
-        """The rest of batches of about this size, for which the drafters `who` may draft."""
+    def rest(self, batch: int, names: frozenset[str | None]) -> Rest:
+        """The rest of batches of about this size, whose requests ask for the drafters `names`."""
         size = batch.bit_length()
-        if (size, who) not in self._rests:
+        if (size, names) not in self._rests:
             plain = self._plain.setdefault(size, Recent())
-            self._rests[size, who] = Rest(plain=plain)
-        return self._rests[size, who]
+            self._rests[size, names] = Rest(plain=plain)
+        return self._rests[size, names]
 
     def join(self) -> None:
         """A new request has come."""
         for (size, _), rest in self._rests.items():
             rest.join(1 << size - 1)
 
-    def plan(self, candidates: list[Candidate], batch: int, cycles: int = 1) -> list[Decision]:
-        """Who drafts for each of these candidates, and how much; `batch` requests share the pass.
+    def decide(self, candidates: list[Candidate], batch: int, cycles: int = 1) -> list[Decision]:
+        """Decide which drafter drafts for each candidate, and how much; `batch` share the pass.
 
         It is the first choice for so many cycles. Of 0 cycles, no drafter is probed.
         """

@@ -82,7 +82,7 @@ class CostLine:
         return _OUTLIER * ms * sqrt(self._grows(other) / self._grows(size) * other / size)
 
     def moments(self) -> tuple[float, float, float]:
-        """Of the medians by class of sizes: their variance, covariance and expected slope."""
+        """The variance, covariance and expected slope of the medians by class of sizes."""
         every = [one for known in self._latest.values() for one in known]
         level = median_low(ms / self._grows(size) for ms, size, _ in every)
         points = []
@@ -157,7 +157,7 @@ class Costs:
         self.passes: dict[int, CostLine] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
         self.drafts: dict[str, dict[int, CostLine]] = {}  # by drafter, and class of requests
         self.reads: dict[str, list[float]] = {}  # the latest: ms for a token that was missed
-        self._told: list[tuple[str, list[int], int, float]] = []  # drafts of this cycle
+        self._this_cycle: list[tuple[str, list[int], int, float]] = []  # drafts of this cycle
         self._cycles: list[tuple[int, int, float, list[tuple]]] = []  # nobody has looked at yet
         self._prices: dict[tuple[int, int], Prices] = {}
 
@@ -170,7 +170,7 @@ class Costs:
 
         `counts` are each draft's forwards, where a model tells them, else its tokens.
         """
-        self._told.append((name, counts, unread, ms))
+        self._this_cycle.append((name, counts, unread, ms))
 
     def observe_pass(self, batch: int, rows: int, ms: float) -> None:
         """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
@@ -178,8 +178,8 @@ class Costs:
         The drafts observed before this call are those of this cycle.
         """
         if len(self._cycles) < _LEARN_EACH:  # of more there is little to learn
-            self._cycles.append((batch, rows, ms, self._told))
-        self._told = []
+            self._cycles.append((batch, rows, ms, self._this_cycle))
+        self._this_cycle = []
         line = self.passes.get(batch.bit_length())
         if line is None or line.count < _CONFIRMED:  # /health shows it, however short the run
             self._learn()

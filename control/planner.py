@@ -21,7 +21,7 @@ from .controller import RESTING, Candidate, Controller, Decision
 _FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 _FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
 # Kinds of cycle: drafts chosen now; chosen earlier; none, in a rest; no request may draft.
-CHOSEN, KEPT, RESTS, IDLE = "chosen", "kept", "rests", "idle"
+CHOSEN, REUSED, RESTS, IDLE = "chosen", "reused", "rests", "idle"
 
 
 @dataclass
@@ -69,7 +69,7 @@ class FixedK:
         """Forget a sequence."""
 
     def plan(self, batch: list[TextSequence]) -> Plan:
-        """Who drafts for each sequence, and how many tokens at most."""
+        """Give each sequence a drafter, and how many tokens it drafts at most."""
         return Plan(list(map(fixed, batch)))
 
     def learn(self, plan: Plan, s: TextSequence, cycle: Cycle) -> None:
@@ -110,14 +110,14 @@ class Planner(FixedK):
         self._chosen.pop(s, None)
 
     def plan(self, batch: list[TextSequence]) -> Plan:
-        """Choose who drafts for each sequence, keep what was chosen before, or let all rest."""
+        """Choose a drafter for each sequence, reuse what was chosen before, or let all rest."""
         plan = Plan([], names=frozenset([s.request.drafter for s in batch]))
         new = [s for s in batch if s.num_steps and s not in self._chosen]
         if self._left and len(new) <= len(batch) // _FEW:
-            self._left, self._served, plan.kind = self._left - 1, self._served + 1, KEPT
+            self._left, self._served, plan.kind = self._left - 1, self._served + 1, REUSED
             if new:
                 self._choose(plan, new, len(batch))
-            plan.tasks = list(map(self._kept, batch))
+            plan.tasks = list(map(self._reused, batch))
         elif self.controller.rest(len(batch), plan.names).begin():
             self._left, plan.kind = 0, RESTS
             plan.tasks = list(map(self._resting, batch))
@@ -130,14 +130,14 @@ class Planner(FixedK):
                 plan.unread[name] = plan.unread.get(name, 0) + self._missed(s, name)
         return plan
 
-    def _kept(self, s: TextSequence) -> Task:
+    def _reused(self, s: TextSequence) -> Task:
         """The task chosen before, where it is still possible."""
         task = self._chosen.get(s, Task())
         can = task.limit and (task.drafter in s.drafting.states or task.drafter == TREE)
         return task._replace(limit=min(task.limit, limit_of(s))) if can else nothing(s)
 
     def _resting(self, s: TextSequence) -> Task:
-        """Nobody drafts, but for a request with a fixed K."""
+        """The task in a rest: no draft, but for a request with a fixed K."""
         if s.request.fixed_k:
             return fixed(s)
         if not (s.drafting.states and s.num_steps):
@@ -168,16 +168,17 @@ class Planner(FixedK):
         It is the first choice for so many cycles: 0, if it is one for newcomers alone.
         """
         began, asking = time.perf_counter(), list[TextSequence]()
-        for s in sequences:
-            candidate = self.candidates[s]
+        for s in [s for s in sequences if s.num_steps]:  # the others read their prompts
+            candidate, candidate.guesses = self.candidates[s], {}
+            if s.request.fixed_k:
+                self._chosen[s] = fixed(s)
+                continue
+            self._chosen[s] = nothing(s)
             candidate.limit, candidate.remaining = min(limit_of(s), candidate.most), s.remaining
-            candidate.guesses = {}
-            if s.num_steps:
-                self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
-            if candidate.limit and not s.request.fixed_k:
+            if candidate.limit:
                 candidate.able = self._able(s, candidate)
                 asking += [s] if candidate.able else []
-        decisions = self.controller.plan([self.candidates[s] for s in asking], batch, cycles)
+        decisions = self.controller.decide([self.candidates[s] for s in asking], batch, cycles)
         for s, decision in zip(asking, decisions, strict=True):
             self.decisions[decision.drafter], goes_on = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain
@@ -188,7 +189,7 @@ class Planner(FixedK):
         return decisions
 
     def _able(self, s: TextSequence, candidate: Candidate) -> dict[str, Acceptance]:
-        """The records of whom to choose from: not of one that is known to have no proposal now."""
+        """The records of the drafters to choose from: those that may have a proposal now."""
         text, able = s.drafting, dict[str, Acceptance]()
         for name in list(text.states):
             record = self._record(s, name)
@@ -280,7 +281,7 @@ class Planner(FixedK):
         if not (plan.kind == CHOSEN and plan.serves):  # else the next ones say what it costs
             pass_ms = max(0.0, ms - drafting_ms - plan.choice_ms)
             self.controller.costs.observe_pass(batch, rows, pass_ms)
-        if plan.kind in (CHOSEN, KEPT):
+        if plan.kind in (CHOSEN, REUSED):
             rest.see(num_tokens / batch, batch, ms)
             if plan.kind == CHOSEN:
                 rest.efforts.append(plan.choice_ms)

@@ -1,7 +1,7 @@
 """Does drafting pay at all? The clock decides: tokens a second with drafts and without.
 
-    plan · kept … kept · plan · kept … kept · rest … rest · plan · kept …
-    └─────── a look: tokens, ms ───────┘      └ ms ┘
+    choice · reused … reused · choice · reused … reused · rest … rest · choice · reused …
+    └──────────────── a look: tokens, ms ─────────────┘   └── ms ───┘
 
 What the controller expects of drafts leaves out what it takes to choose them, to read what was
 missed, and whatever else the machine does meanwhile. So all of a cycle's time is held against all
@@ -17,7 +17,7 @@ from statistics import median_low
 
 _LOOK = 8  # cycles with drafts that are looked at, at least
 _RENEWED, _PLAIN = 256, 4  # cycles with drafts until some plain ones are measured again
-_KEPT, _OLD_KEPT = 0.98, 0.25  # of what was seen, with each cycle and with each rest
+_DECAY, _REST_DECAY = 0.98, 0.25  # factors of what was seen, with each cycle and each rest
 _OUTLIER = 3.0  # times as long as on average: the machine did something else
 _LITTLE = 0.03  # of the time: to lose so much is no reason to rest
 _COST = 0.02  # of the time: what looks may lose
@@ -46,7 +46,7 @@ class Rest:
                 self.left, self.looks = _PLAIN, 0
             elif lost > _LITTLE * self.time:
                 self.left, self.looks = int(_LOOK * lost / self.cycles / _COST), 0
-                self._fade(_OLD_KEPT)
+                self._fade(_REST_DECAY)
         self.left -= (is_rest := self.left > 0)
         return is_rest
 
@@ -59,7 +59,7 @@ class Rest:
         if self.plain and self.looks > 1:
             usual = self.time / self.tokens if self.tokens else 1.0
             time = min(ms / self._plain_ms(batch), _OUTLIER * usual * tokens)
-            self._fade(_KEPT)
+            self._fade(_DECAY)
             self.cycles += 1
             self.tokens += tokens
             self.time += time

@@ -56,7 +56,7 @@ def save(file: Path, texts: list[Text]) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    """Those of answers, in order."""
+    """The files of answers in a folder, in order."""
     return sorted(folder.glob("*.npz"))
 
 
@@ -89,7 +89,7 @@ class Writer:
         return [Text(np.array(r.prompt + new, np.uint32), len(r.prompt)) for r, new in pairs]
 
     def prompts(self, number: int, earlier: list[Path]) -> list[list[int]]:
-        """Those of file `number`, in tokens."""
+        """The prompts of file `number`, in tokens."""
         if not self.tokenizer.chat_template:
             begun = corpus.beginnings(number, PER_FILE)
             return [self.tokenizer(text)["input_ids"][:BEGINNING] for text in begun]

@@ -66,14 +66,14 @@ def _begin_as(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 def _layer_config(target: PreTrainedModel, kind: str, num_layers: int) -> Any:
     """The config of a head's layers, of the sizes of the target's."""
-    own, rope = target.config, target.config.rope_parameters
+    config, rope = target.config, target.config.rope_parameters
     layer = AutoConfig.for_model(
         kind,
         num_hidden_layers=num_layers,
         rope_parameters=rope.get("full_attention", rope),
         head_dim=target.get_decoder().layers[-1].self_attn.head_dim,
-        attention_bias=getattr(own, "attention_bias", False),
-        **{name: getattr(own, name) for name in SHARED},
+        attention_bias=getattr(config, "attention_bias", False),
+        **{name: getattr(config, name) for name in SHARED},
     )
     layer._attn_implementation = TRAIN
     return layer
@@ -118,7 +118,7 @@ class Eagle3(Student):
 
     @staticmethod
     def layers_of(num_layers: int) -> tuple[int, ...]:
-        """Those that are read where a head's config does not say."""
+        """The layers of the target that a head reads if its config names none."""
         if num_layers < 4:
             raise SystemExit(f"error: a head reads three layers, and the target has {num_layers}")
         return default_layers(num_layers)
@@ -201,13 +201,13 @@ _MIMO |= {ours: f"model.mtp_layers.0.{theirs}" for ours, theirs in MIMO.items()}
 _HAVE_ONE = {"mellum", "qwen3_5_text", "mimo"}  # families with an MTP layer
 
 
-def _mtp_config(own: PreTrainedConfig) -> PreTrainedConfig:
+def _mtp_config(target: PreTrainedConfig) -> PreTrainedConfig:
     """A target's config with an MTP layer; Llama's and Qwen2's as MiMo's, whose layers they are."""
-    if own.model_type in _HAVE_ONE:
-        config = deepcopy(own)
+    if target.model_type in _HAVE_ONE:
+        config = deepcopy(target)
     else:
-        given = own.to_dict()
-        config = MiMoConfig(**{n: given[n] for n in (*SHARED, *OF_MODELS) if n in given})
+        fields = target.to_dict()
+        config = MiMoConfig(**{n: fields[n] for n in (*SHARED, *OF_MODELS) if n in fields})
     for name, value in {"layer_types": "full_attention", "mlp_layer_types": "dense"}.items():
         if getattr(config, name, None):
             setattr(config, f"mtp_{name}", [value])

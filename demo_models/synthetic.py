@@ -34,22 +34,22 @@ CODE = {name: text.split("\n\n") for name, text in DATA["code"].items()}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def filled(rng: random.Random, sentence: str, told: dict[str, str]) -> str:
-    """A sentence with what is told, and with what is drawn from {several|words} or from WORDS.
+def filled(rng: random.Random, sentence: str, fixed: dict[str, str]) -> str:
+    """A sentence with the words in `fixed`, and some drawn from {several|words} or from WORDS.
 
     Example: "{name} likes {figs|plums} and {colours} {fruits}." -> "Anna likes figs and red pears."
     """
 
-    def word(found: re.Match[str]) -> str:
-        name = found[1]
-        return told[name] if name in told else rng.choice(WORDS.get(name) or name.split("|"))
+    def word(match: re.Match[str]) -> str:
+        name = match[1]
+        return fixed[name] if name in fixed else rng.choice(WORDS.get(name) or name.split("|"))
 
     return re.sub(r"{(.*?)}", word, sentence)
 
 
-def drawn(rng: random.Random, sentences: list[str], told: dict[str, str]) -> str:
+def drawn(rng: random.Random, sentences: list[str], fixed: dict[str, str]) -> str:
     """One of these sentences; all of them are filled before."""
-    return rng.choice([filled(rng, sentence, told) for sentence in sentences])
+    return rng.choice([filled(rng, sentence, fixed) for sentence in sentences])
 
 
 def cycle(rng: random.Random) -> str:
@@ -71,8 +71,8 @@ def cycle(rng: random.Random) -> str:
 
 def repeated_sentence(rng: random.Random) -> str:
     """One sentence, or one line of code, again and again."""
-    told = {kind[:-1]: rng.choice(WORDS[kind]) for kind in ("names", "animals", "colours")}
-    sentences = [filled(rng, sentence, told) for sentence in SENTENCES["repeated"]]
+    fixed = {kind[:-1]: rng.choice(WORDS[kind]) for kind in ("names", "animals", "colours")}
+    sentences = [filled(rng, sentence, fixed) for sentence in SENTENCES["repeated"]]
     sentences.append(prose_sentence(rng, rng.choice(list(PLACES))))
     sentences.append(story(rng).split(". ")[-1])
     sentence = rng.choice(sentences)
@@ -164,11 +164,11 @@ def story_words(rng: random.Random) -> dict[str, str]:
 
 def story(rng: random.Random) -> str:
     """A little story: who, wish, obstacle, helper, end. Names and things stay the same."""
-    told = story_words(rng)
+    fixed = story_words(rng)
     openings, *rest = DATA["story"].values()
-    opening = filled(rng, rng.choice(openings), told)
-    told["relative"] = rng.choice(["mother", "father", "aunt", "uncle"])
-    wish, weather, *others = (filled(rng, rng.choice(sentences), told) for sentences in rest)
+    opening = filled(rng, rng.choice(openings), fixed)
+    fixed["relative"] = rng.choice(["mother", "father", "aunt", "uncle"])
+    wish, weather, *others = (filled(rng, rng.choice(sentences), fixed) for sentences in rest)
     parts = [opening, wish]
     if rng.random() < 0.6:
         parts.append(weather)
@@ -182,8 +182,8 @@ def prose_sentence(rng: random.Random, place: str) -> str:
     """One sentence about a place."""
     a, b = rng.sample(PLACES[place], 2)
     time, person = rng.choice(WORDS["times"]), rng.choice(DATA["phrases"]["people"])
-    told = {"place": place, "a": a, "b": b, "time": time, "person": person}
-    return drawn(rng, SENTENCES["prose"], told)
+    fixed = {"place": place, "a": a, "b": b, "time": time, "person": person}
+    return drawn(rng, SENTENCES["prose"], fixed)
 
 
 def prose(rng: random.Random) -> str:

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
-from .base import Context, Drafter, settings_kept
+from .base import Context, Drafter, restoring_settings
 from .draft_model import check_words
 from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
 from .timed import TimedDrafter, line_of
@@ -24,6 +24,7 @@ __all__ = [
 _REGISTRY = {
     "ngram": "drafters.ngram:NgramDrafter",
     "suffix": "drafters.suffix:SuffixDrafter",
+    "grammar": "drafters.grammar:GrammarDrafter",
     "draft_model": "drafters.draft_model:DraftModelDrafter",
     "mtp": "drafters.mtp:MtpDrafter",
     "eagle3": "drafters.eagle3:Eagle3Drafter",
@@ -34,7 +35,7 @@ NAMES = tuple(_REGISTRY)
 _COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it
 
 
-@settings_kept()
+@restoring_settings()
 def load(name: str, context: Context) -> Drafter:
     """Build the drafter `name`, or the class after the colon of `file.py:Class`.
 

@@ -37,8 +37,8 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
-    """Put torch's settings back behind a drafter that changes them, as loaders of models do.
+def restoring_settings() -> Iterator[None]:
+    """Restore torch's settings behind a drafter that changes them, as loaders of models do.
 
     The target and the other drafters compute by them, too. It costs some ten microseconds.
     """
@@ -92,6 +92,7 @@ class ModelState:
     row: int = -1  # in the model's KV cache
     is_alone: bool = False  # of a measurement: no text that was read before helps; set by the pool
     goes_on: Doubts | None = None  # when a draft stops early; None: never. Set by the pool
+    forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 
 
 class Chain:
@@ -104,9 +105,10 @@ class Chain:
     def __init__(self, state: ModelState, limit: int) -> None:
         """At most `limit` tokens."""
         self._state, self._limit = state, limit
-        self.text = list(state.text)  # with the draft so far
+        forced = state.forced[:limit]
+        self.text = [*state.text, *forced]  # with the draft so far
         self._probs: list[Tensor] = []
-        self._confidence: list[float] = []
+        self._confidence = [1.0] * len(forced) if state.goes_on else []
 
     @property
     def tokens(self) -> list[int]:
@@ -154,6 +156,8 @@ class Drafter(ABC):
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
     keeps_outputs: bool = False  # a state hears of the last tokens, too
+    needs: str = ""  # a field of the request; without it there is nothing to draft from
+    goes_behind: bool = False  # a state gets `forced`: tokens with which its draft is to begin
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":

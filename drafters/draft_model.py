@@ -19,6 +19,7 @@ refused at start.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import kernels
@@ -37,6 +38,7 @@ class DraftModelDrafter(Drafter):
 
     name: ClassVar[str] = "draft_model"
     stops_early = True
+    goes_behind = True
 
     @classmethod
     def build(cls, context: Context) -> "DraftModelDrafter":
@@ -86,16 +88,20 @@ class DraftModelDrafter(Drafter):
         for state in states:
             self._rewind(state)
         model, cache = self._draft, self._draft.cache
-        fed = [state.text[cache.lengths[state.row] :] for state in states]
+        fed = [[*state.text[cache.lengths[state.row] :], *state.forced] for state in states]
         # A target of more (padded) rows may read an id that the draft model cannot read.
         limits = [
             limit if max(ids) < model.vocab_size else 0
             for limit, ids in zip(max_tokens, fed, strict=True)
         ]
         is_compiled = model.compiled and model.compiled.is_compiled
-        if is_compiled and kernels.can_chain(cache, states, fed, limits):
+        # What the grammar forces is fed, too. The draft begins with it.
+        free = [max(0, n - len(s.forced)) for n, s in zip(limits, states, strict=True)]
+        if is_compiled and kernels.can_chain(cache, states, fed, free):
             words = kernels.vocabulary_of(self._num_words(states))
-            return kernels.draft_chain(model.compiled.decoder, cache, states, fed, limits, words)
+            drafts = kernels.draft_chain(model.compiled.decoder, cache, states, fed, free, words)
+            begins = [s.forced[:n] for s, n in zip(states, limits, strict=True)]
+            return [begun(*each) for each in zip(begins, drafts, strict=True)]
         chains = list(map(Chain, states, limits))
         while active := [i for i, each in enumerate(chains) if each.is_open]:
             rows = [states[i].row for i in active]
@@ -140,6 +146,14 @@ class DraftModelDrafter(Drafter):
                 self._prefixes.remember(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)
+
+
+def begun(forced: Sequence[int], draft: Draft) -> Draft:
+    """A draft that begins with what the grammar forces."""
+    if not forced:
+        return draft
+    sure = draft.confidence and [1.0] * len(forced) + draft.confidence
+    return replace(draft, tokens=[*forced, *draft.tokens], confidence=sure)
 
 
 def num_frequent(num_weights: int, width: int, num_words: int) -> int:

@@ -34,7 +34,7 @@ import kernels
 from cache import Place
 from kernels import KernelHead, speed_up_head
 from messages import Draft, Model, Sampling, Verdict
-from models.files import check_numbers, own_weights, read_folder, reading
+from models.files import check_numbers, read_folder, reading, unmap_weights
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
@@ -105,7 +105,7 @@ class HeadDrafter(Drafter):
             # Rotations stay in float32, as transformers keeps them: bfloat16 errs in long texts.
             head.rotary_emb = type(head.rotary_emb)(head.config.layer).to(like.device)
             if not context.mmap:
-                own_weights(head)
+                unmap_weights(head)
             return cls(head, context)
 
     @staticmethod

@@ -25,9 +25,9 @@ from messages import Model
 from models.files import (
     check_numbers,
     check_sizes,
-    own_weights,
     read_folder,
     reading,
+    unmap_weights,
     why_not_loaded,
 )
 
@@ -75,7 +75,7 @@ class MtpDrafter(AutoregressiveDrafter):
             model.config._attn_implementation
         )
         if not context.mmap:
-            own_weights(head)
+            unmap_weights(head)
         if words is not None:
             head.shared_head = _rows_of(head.shared_head, words)
         return cls(head, context, words, is_target_s=context.mtp is None)

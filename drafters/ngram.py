@@ -28,6 +28,7 @@ class NgramDrafter(Drafter):
     """Proposes from the text of its request alone."""
 
     name: ClassVar[str] = "ngram"
+    goes_behind = True
 
     @classmethod
     def build(cls, context: Context) -> "NgramDrafter":
@@ -47,11 +48,11 @@ class NgramDrafter(Drafter):
         return index
 
     def propose(self, state: "NgramIndex", max_tokens: int) -> Draft:
-        return Draft(state.continuation(max_tokens))
+        return Draft(self.guess(state, max_tokens))
 
     def guess(self, state: "NgramIndex", max_tokens: int) -> list[int]:
         """What `propose` would propose: the controller asks, to know what it would be worth."""
-        return state.continuation(max_tokens)
+        return [*state.forced, *state.continuation(max_tokens - len(state.forced))]
 
     def evidence(self, state: "NgramIndex") -> int:
         """How many tokens of the text a proposal rests on."""
@@ -69,6 +70,7 @@ class NgramIndex:
 
     def __init__(self, smallest: int, largest: int) -> None:
         self.tokens: list[int] = []
+        self.forced: Sequence[int] = ()  # tokens behind the text, which its continuation follows
         self._sizes = range(largest, smallest - 1, -1)
         self._followed_at: dict[tuple[int, ...], int] = {}
 
@@ -84,7 +86,7 @@ class NgramIndex:
 
     def match(self) -> tuple[int, int]:
         """The length of the longest known suffix, and where its continuation stands; (0, 0)."""
-        text = self.tokens
+        text = [*self.tokens[-self._sizes[0] :], *self.forced]
         for size in self._sizes:
             start = self._followed_at.get(tuple(text[-size:])) if size <= len(text) else None
             if start is not None:
@@ -98,8 +100,9 @@ class NgramIndex:
         which is what periodic text does.
         """
         text, (size, start) = self.tokens, self.match()
-        if not size:
+        if not size or max_tokens < 1:
             return []
+        text = [*text, *self.forced] if self.forced else text
         draft, period = text[start : start + max_tokens], len(text) - start
         while len(draft) < max_tokens:
             draft.append(draft[len(draft) - period])

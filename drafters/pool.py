@@ -19,21 +19,21 @@ from cache.prefix import PrefixCache
 from messages import Doubts, Draft, Request, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 
-from .base import Drafter, settings_kept
+from .base import Drafter, restoring_settings
 from .timed import TimedDrafter
 from .tree import heard, longest, merged
 
 AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
 PLAIN = "none"  # for no drafter
-_MOST_EVIDENCE = 8
+_MOST_EVIDENCE, _MOST_FORCED = 8, 16
 LOG = logging.getLogger("drafters")
 
 
 class Task(NamedTuple):
     """What a request is to have drafted in a cycle."""
 
-    drafter: str = ""  # who drafts: a name, TREE for several at once, or nobody
+    drafter: str = ""  # a name, TREE for several at once, or empty for none
     limit: int = 0  # tokens, at most
     goes_on: Doubts | None = None  # when a draft stops early; None: never
     decision: Any = None  # of the controller, with its reasons: to be shown
@@ -60,6 +60,8 @@ class DraftedText:
     request: Request
     noise: Noise
     row: int = -1  # in the target's KV cache
+    matcher: Any = None  # where the text stands in its grammar; None: it has none
+    forced: list[int] | None = None  # tokens that the grammar forces here; None: not asked yet
     states: dict[str, Any] = field(default_factory=dict)  # by drafter, without those that failed
     task: Task = Task()  # of this cycle
     drafts: dict[str, Draft] = field(default_factory=dict)  # of this cycle, by drafter
@@ -99,6 +101,7 @@ class DrafterPool:
         first = default if default in drafters else first_choice(drafters)
         every = dict.fromkeys([first, *drafters] if drafters else ())
         self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
+        self.special = {name for name, drafter in drafters.items() if drafter.needs}
         free = [name for name, drafter in drafters.items() if hasattr(drafter, "guess")]
         models = [name for name in every if name not in free]
         if can_branch and len(drafters) > 1:
@@ -109,24 +112,28 @@ class DrafterPool:
                 "layers"
             )
         self.failures: Counter[str] = Counter()  # of each drafter
-        # Of the last `propose`, by who drafted: steps by request (as a rule tokens), and ms.
+        # Of the last `propose`, by drafter or TREE: steps of each request (mostly tokens), and ms.
         self.spent: dict[str, tuple[list[int], float]] = {}
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a drafter's method. Ours leave torch's settings alone, and are called often."""
         call = getattr(self.drafters[name], method)
         is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
-        return (call if is_ours else settings_kept()(call))(*arguments)
+        return (call if is_ours else restoring_settings()(call))(*arguments)
 
     def open(self, text: DraftedText) -> None:
         """Let the drafters that a new request names read along."""
         request, failed = text.request, dict[str, Exception]()
         for name in self.choices[request.drafter] if request.drafter else ():
+            if (needs := self.drafters[name].needs) and not getattr(request, needs):
+                continue
             try:
                 state = self._call(name, "open", request.prompt, request.drafting, text.noise)
                 text.states[name] = state
                 if self.drafters[name].shares_cache:
                     state.row = text.row
+                if self.drafters[name].needs == "grammar":
+                    state.matcher = text.matcher
                 if hasattr(state, "is_alone"):
                     state.is_alone = request.is_alone
             except Exception as error:
@@ -177,6 +184,7 @@ class DrafterPool:
                 if name in text.drafts:
                     self._catch_up(text, name)
             group = [text for text in waiting if name in text.drafts and name in text.states]
+            group = [text for text in group if self._begin_with_forced(text, name)]
             if not group:
                 continue
             for text in group if self.drafters[name].branches else ():
@@ -189,8 +197,38 @@ class DrafterPool:
             self._note(name, group, ms)
         for text in waiting:
             if text.drafts:
-                text.draft = merged(list(text.drafts.values()), text.task.limit)
+                draft = merged(list(text.drafts.values()), text.task.limit)
+                text.draft = self._obeying(text, draft)
         return [text.draft for text in texts]
+
+    def _obeying(self, text: DraftedText, draft: Draft) -> Draft:
+        """A draft without what the text's grammar forbids; what that forces stands first."""
+        if not text.matcher:
+            return draft
+        forced = self._forced(text)[: text.task.limit]
+        if draft.parents is None and draft.tokens[: len(forced)] != forced:
+            return Draft(forced)
+        is_drawn = draft.probs is not None and not text.request.sampling.is_coupled
+        return text.matcher.cut(draft, is_drawn)
+
+    def _forced(self, text: DraftedText) -> list[int]:
+        """What the grammar forces next, where several drafters draft for a text, and none draws."""
+        request = text.request
+        if not text.matcher or len(text.states) < 2 or request.drafting.needs_q:
+            return []
+        if text.forced is None:
+            text.forced = text.matcher.forced(_MOST_FORCED)
+        return text.forced
+
+    def _begin_with_forced(self, text: DraftedText, name: str) -> bool:
+        """Let a drafter begin with what is forced. Returns whether it is to be asked at all.
+
+        A head drafts behind the target's states, which it has of no drafted token.
+        """
+        forced, can = self._forced(text), self.drafters[name].goes_behind
+        if can:
+            text.states[name].forced = forced[: text.task.limit]
+        return can or not forced or self.drafters[name].needs == "grammar" or len(text.drafts) > 1
 
     def can_grow(self, text: DraftedText) -> bool:
         """Whether the text's drafts may branch."""
@@ -204,7 +242,7 @@ class DrafterPool:
         return names if names and self.can_grow(text) else list(text.states)[:1]
 
     def _note(self, name: str, texts: list[DraftedText], ms: float) -> None:
-        """Note what a call of a drafter took; who drafts for a tree alone is counted as that."""
+        """Note the cost of a call of a drafter, under TREE if all its drafts are for trees."""
         if all(text.task.drafter == TREE for text in texts):
             counts, before_ms = self.spent.get(TREE, ([text.task.limit for text in texts], 0.0))
             self.spent[TREE] = counts, before_ms + ms
@@ -256,13 +294,16 @@ class DrafterPool:
             self._catch_up(text, name)
             if name not in text.states:
                 return Guess([])
-            state = text.states[name]
+            state, forced = text.states[name], self._forced(text)[:max_tokens]
+            if drafter.goes_behind:
+                state.forced = forced
             tokens = self._call(name, "guess", state, max_tokens)
             if tokens is None:
                 return None
             check_tokens(tokens, self._vocab_size)
             has_evidence = tokens and hasattr(drafter, "evidence")
             evidence = int(self._call(name, "evidence", state)) if has_evidence else 0
+            evidence = _MOST_EVIDENCE if forced and drafter.goes_behind else evidence
             return Guess(tokens, min(evidence, _MOST_EVIDENCE))
         except Exception as error:
             self._lose(text, name, "guess", error)
@@ -282,13 +323,14 @@ class DrafterPool:
         num_rejected = verdict.drafted - verdict.accepted
         if num_rejected:  # else a view of each would cost as much as all else here
             hidden = {layer: states[:-num_rejected] for layer, states in hidden.items()}
-        came, text.hidden, text.draft = Missed(verdict.tokens, hidden), {}, None
+        came, judged = Missed(verdict.tokens, hidden), text.draft
+        text.hidden, text.draft, text.forced = {}, None, None
         self.remember_prompt(text, hidden)
         for name in [name for name in text.drafts if name in text.states]:
             if is_last and not self.drafters[name].keeps_outputs:
                 continue
             try:
-                draft = text.drafts[name] if len(text.drafts) > 1 else None
+                draft = None if text.drafts[name] is judged else text.drafts[name]
                 states = self._hidden(name, [came])
                 whole = verdict if states is None else replace(verdict, hidden=states)
                 for part in heard(whole, draft):

@@ -104,7 +104,7 @@ def smaller_copy(target: Model) -> Model:
     twin.model, twin.reference = deepcopy(model, shared), None
     if target.pack_copy:
         target.pack_copy(twin.model)
-    speed_up(twin, None if target.pack_copy else "int8", has_own_embedding=False)
+    speed_up(twin, None if target.pack_copy else "int8", shares_embedding=True)
     if twin.compiled:
         twin.compiled.recompute_rope_tables()
     return twin

@@ -146,6 +146,7 @@ class SuffixState:
     reads_past: bool  # if its rule of acceptance allows for that
     is_alone: bool = False  # neither reads past outputs nor adds to them; the pool sets it
     evidence: int = 0  # tokens of the text that the last guess rests on
+    forced: Sequence[int] = ()  # tokens with which a guess begins; the pool sets it
     index: SuffixIndex = field(default_factory=SuffixIndex)  # of the text
 
 
@@ -153,6 +154,7 @@ class SuffixDrafter(Drafter):
     """Proposes from the text of its request and from past outputs of the server."""
 
     name: ClassVar[str] = "suffix"
+    goes_behind = True
     keeps_outputs = True
 
     @classmethod
@@ -173,17 +175,20 @@ class SuffixDrafter(Drafter):
 
     def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
         """What `propose` would propose: the controller asks, to know what it would be worth."""
-        indexes = [state.index]
+        indexes, text = [state.index], state.index.tokens
+        if state.forced:
+            text, max_tokens = [*text[-DEPTH:], *state.forced], max_tokens - len(state.forced)
         if state.reads_past and not state.is_alone:
             indexes += self.past.halves
-        matches = [index.match(state.index.tokens) for index in indexes]
+        matches = [index.match(text) for index in indexes]
         state.evidence = max(match.length for match in matches)
         drafts = [
             index.likely(match, max_tokens)
             for index, match in zip(indexes, matches, strict=True)
             if index is state.index or match.length > matches[0].length
         ]
-        return max(drafts, key=lambda draft: draft[1])[0]  # of equal scores the draft from the text
+        draft, _ = max(drafts, key=lambda draft: draft[1])  # of equal scores that from the text
+        return [*state.forced, *draft]
 
     def evidence(self, state: SuffixState) -> int:
         """How many tokens the last guess rests on, of the text or of past outputs."""

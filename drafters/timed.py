@@ -27,7 +27,7 @@ import torch
 
 from messages import Draft
 
-from .base import Drafter, settings_kept
+from .base import Drafter, restoring_settings
 
 
 class _Interrupt(BaseException):
@@ -123,7 +123,7 @@ def _serve(calls: "queue.SimpleQueue[Any]") -> None:
         while (call := calls.get()) is not None:
             future, method, arguments = call
             try:
-                future.set_result(settings_kept()(method)(*arguments))
+                future.set_result(restoring_settings()(method)(*arguments))
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:  # sys.exit() in a drafter ends nothing else

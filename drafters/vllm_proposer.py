@@ -41,7 +41,7 @@ class Proposer:
         self._name, self._length = drafter.name, model.max_model_len
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._pool = DrafterPool({drafter.name: drafter}, model.get_vocab_size())
-        self._rows: dict[int, tuple[list[int], DraftedText]] = {}  # what was read, and by whom
+        self._rows: dict[int, tuple[list[int], DraftedText]] = {}  # ids read, and the text
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is none, but vLLM calls this on a CPU."""

@@ -2,7 +2,7 @@
 
     --engine http://host:8000   relay.py sends requests there, client.py speaks HTTP with it
 
-app.py puts them behind the routes, and plan.py says how to start one. docs/engines.md says what
+app.py puts them behind the routes, and advice.py says how to start one. docs/engines.md says what
 such an engine can and cannot do.
 """
 
@@ -42,6 +42,6 @@ def load_app(
 
 def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
     """Print how another engine would serve these models; returns the exit status."""
-    from . import plan
+    from . import advice
 
-    return plan.show_plan(engine, options, flags)
+    return advice.show_advice(engine, options, flags)

@@ -113,15 +113,15 @@ class Told:
 
         Raises TypeError, ValueError, LookupError or AttributeError for another shape than vLLM's.
         """
-        usage, metrics = (_told(dict, chunk.get(name), {}) for name in ("usage", "metrics"))
-        speculation = _told(dict, metrics.get("speculative_decoding"), {})
+        usage, metrics = (_checked(dict, chunk.get(name), {}) for name in ("usage", "metrics"))
+        speculation = _checked(dict, metrics.get("speculative_decoding"), {})
         for name, count in (*usage.items(), *speculation.items()):
-            if name.endswith(("_tokens", "_steps")) and _told(int, count, 0) < 0:
+            if name.endswith(("_tokens", "_steps")) and _checked(int, count, 0) < 0:
                 raise ValueError
-        choice = _told(dict, next(iter(_told(list, chunk.get("choices"), [])), None), {})
-        ids = [_told(int, token, None) for token in choice.get("token_ids") or []]
-        text = choice.get("text") or _told(dict, choice.get("delta"), {}).get("content")
-        text, reason = _told(str, text, ""), _told(str, choice.get("finish_reason"), None)
+        choice = _checked(dict, next(iter(_checked(list, chunk.get("choices"), [])), None), {})
+        ids = [_checked(int, token, None) for token in choice.get("token_ids") or []]
+        text = choice.get("text") or _checked(dict, choice.get("delta"), {}).get("content")
+        text, reason = _checked(str, text, ""), _checked(str, choice.get("finish_reason"), None)
         logprobs = _logprobs(choice["logprobs"], ids) if choice.get("logprobs") else []
         self.num_characters += len(text)
         tokens = max(len(self.output) + len(ids), len(self.logprobs) + len(logprobs))
@@ -148,7 +148,7 @@ class Told:
         return event
 
 
-def _told(kind: type, value: Any, otherwise: Any) -> Any:
+def _checked(kind: type, value: Any, otherwise: Any) -> Any:
     """A value of an engine's answer, `otherwise` for null. Raises TypeError for another type."""
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise TypeError
@@ -173,7 +173,7 @@ def _logprobs(data: Json, ids: list[int]) -> list[Json]:
 
 
 def _entry(token: str, logprob: float) -> Json:
-    return {"id": None, "token": _told(str, token, ""), "logprob": max(logprob, -9999.0)}
+    return {"id": None, "token": _checked(str, token, ""), "logprob": max(logprob, -9999.0)}
 
 
 class RemoteJob(Job):

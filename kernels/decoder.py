@@ -75,8 +75,8 @@ class DeltaNet:
     def __init__(self, net: nn.Module) -> None:
         """`net` is transformers' module; a RecurrentLayer may keep its states."""
         self.layer = getattr(net, "recurrent", None)
-        self._kept: list[Any] = []
-        at, weight = partial(_floats_at, self._kept), net.conv1d.weight.squeeze(1).T
+        self._references: list[Any] = []
+        at, weight = partial(_floats_at, self._references), net.conv1d.weight.squeeze(1).T
         self.rule = Rule(
             net.num_v_heads, net.num_k_heads, net.head_k_dim, net.head_v_dim, True, True,
             net.head_k_dim**-0.5,
@@ -85,7 +85,8 @@ class DeltaNet:
         norm = Norm(net.norm.variance_epsilon, net.norm.weight)
         self.struct = _Delta(
             Convolution(self.channels, self.taps, True, at(weight), at(net.conv1d.bias)),
-            self.rule, norm_struct(norm, self._kept), at(-net.A_log.float().exp()), at(net.dt_bias),
+            self.rule, norm_struct(norm, self._references), at(-net.A_log.float().exp()),
+            at(net.dt_bias),
         )  # fmt: skip
 
     def passed(
@@ -112,10 +113,10 @@ class Block:
         What the block adds to its input is multiplied by `scale`. Its linear layers are put in
         panels, and the originals are freed.
         """
-        self.kind, self.dtype, self._kept = kind, parts.down.weight.dtype, []
+        self.kind, self.dtype, self._references = kind, parts.down.weight.dtype, []
         names = "input_norm", "out_norm", "mlp_norm", "down_norm"
         norms = {
-            name: norm_struct(norm and norm_of(norm), self._kept)
+            name: norm_struct(norm and norm_of(norm), self._references)
             for name, norm in zip(names, parts.norms, strict=True)
         }
         self.struct = BlockStruct(
@@ -143,7 +144,7 @@ class Block:
         self.width = width
         self.is_rotated = bool(getattr(attention, "use_rope", True))  # SmolLM3 skips some layers
         norms = list(map(norm_of, parts.qk_norms)) or [None, None]
-        norm_structs, struct = [norm_struct(norm, self._kept) for norm in norms], self.struct
+        norm_structs, struct = [norm_struct(norm, self._references) for norm in norms], self.struct
         struct.query_norm, struct.key_norm = norm_structs
         struct.has_wide_norms = norms[0] is not None and len(norms[0].weight) != width
         struct.heads, struct.kv_heads = groups * self.kv_heads, self.kv_heads
@@ -240,7 +241,7 @@ class Decoder:
 
     def __init__(self, blocks: Sequence[Block], ropes: dict[str, Rope]) -> None:
         self.blocks, self.num_threads = list(blocks), torch.get_num_threads()
-        self.ropes, self.kept = ropes, list[Any]()  # what the structure points to
+        self.ropes, self.references = ropes, list[Any]()  # what the structure points to
         kinds = list(ropes)
         self.attending = [block for block in blocks if block.net is None]
         self.nets = [block.net for block in blocks if block.net]
@@ -342,7 +343,7 @@ class Decoder:
     def __call__(
         self,
         rows: Rows,
-        given: Tensor | None = None,
+        input_states: Tensor | None = None,
         layers: tuple[int, ...] = (),
         shift: int = 0,
         counts: Sequence[int] = (),
@@ -351,10 +352,11 @@ class Decoder:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [n, V] of the rows wanted, and hidden states [N, D] behind blocks `layers`.
 
-        `given` are states [N, D] if the model reads them, or without ids [N, 2 D], embeddings and
-        states side by side. -1 is behind the last norm. A token is rotated as if it stood `shift`
-        positions further on. Where there are delta nets, `counts` are the texts' rows, and `passed`
-        has the states of each net. With `only_keys`, keys and values of states are all it computes.
+        `input_states` are [N, D] if the model reads states, or without ids [N, 2 D], embeddings
+        and states side by side. Layer -1 is behind the last norm. A token is rotated as if it stood
+        `shift` positions further on. Where there are delta nets, `counts` are the texts' rows, and
+        `passed` has the states of each net. With `only_keys`, only keys and values of states are
+        computed.
         """
         count, references = len(rows.slots), list[Any]()
         logits = room(len(rows.wanted), self.output.outputs if self.output else 0)
@@ -364,10 +366,11 @@ class Decoder:
             layer_numbers = (_Int * len(layers))(*layers)
             others |= {"states": address(states), "num_states": len(layers)}
             others["state_layers"] = ctypes.addressof(layer_numbers)
-        if given is not None:
-            given = self._states(given, 1 if rows.ids or not self.struct.has_states else 2)
-            assert len(given) == count
-            others["input_states"] = address(given)
+        if input_states is not None:
+            num_parts = 1 if rows.ids or not self.struct.has_states else 2
+            input_states = self._states(input_states, num_parts)
+            assert len(input_states) == count
+            others["input_states"] = address(input_states)
         assert len(passed) == len(self.nets)
         if passed:
             assert sum(counts) == count
@@ -389,9 +392,9 @@ class Decoder:
         """One thread for a small forward, where several would wait longer than they compute."""
         return 1 if self.num_bytes * num_rows < _LITTLE else self.num_threads
 
-    def quantise(self, has_own_embedding: bool = True) -> None:
-        """Quantise the weights to int8, but not an embedding shared with another decoder."""
+    def quantise(self, shares_embedding: bool = False) -> None:
+        """Quantise the weights to int8, but not the embedding if another decoder shares it."""
         self.__dict__.pop("num_bytes", None)
-        others = {self.positions} if has_own_embedding else {self.positions, self.embedding}
+        others = {self.positions, self.embedding} if shares_embedding else {self.positions}
         for panels in self.panels - (others - {self.output}):
             panels.quantise()

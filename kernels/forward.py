@@ -131,7 +131,7 @@ class KernelForward:
         return decoder.num_bytes - (embedding.num_bytes if is_apart else 0)
 
     @property
-    def way(self) -> str:
+    def description(self) -> str:
         """How the model is computed, in few words."""
         return f"{self.what} ({library.instructions()})"
 

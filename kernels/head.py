@@ -89,7 +89,7 @@ class KernelHead:
         """Outputs [N, D] of pairs, embeds and states [N, D], in the embeddings' type."""
         pairs, outputs = torch.cat([embeds, states.to(embeds.dtype)], -1), list[Tensor]()
         for rows, part in zip(where.parts(), pairs.split(MOST_ROWS), strict=True):
-            options = {"given": part, "layers": (self._layer,), "shift": self._shift}
+            options = {"input_states": part, "layers": (self._layer,), "shift": self._shift}
             outputs.append(self.decoder(rows, **options)[1][self._layer])
         return torch.cat(outputs).to(embeds.dtype)
 
@@ -121,7 +121,9 @@ def _head_of(
     expected = run(embeds[None], states[None], positions, mask[None, None])[0]
     block, where = Block(parts, FULL, None), Rows()
     decoder = Decoder([block], ropes_of(head.rotary_emb, [FULL], length + shift + 1))
-    norm_structs = {name: norm_struct(norm_of(norm), decoder.kept) for name, norm in norms.items()}
+    norm_structs = {
+        name: norm_struct(norm_of(norm), decoder.references) for name, norm in norms.items()
+    }
     for name, value in {"has_states": True, **fields, **norm_structs}.items():
         setattr(decoder.struct, name, value)
     decoder.entrance = entrance and Panels.of(entrance.weight)

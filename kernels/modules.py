@@ -32,12 +32,12 @@ NAME = "kernels"  # transformers' name for our attention
 
 
 class FlatPlace:
-    """Where the rows of a forward go in the cache; stands in for the core's Place."""
+    """Where the rows of a forward go in the cache; stands in for a Place of cache/slots.py."""
 
     def __init__(self, place: Any, fed: Rows) -> None:
         self.slots, self.counts, self.ends = place.slots, place.counts, place.ends
-        self.end, self._kept = place.end, list[Any]()
-        self.batch = fed.batch(self._kept)
+        self.end, self._references = place.end, list[Any]()
+        self.batch = fed.batch(self._references)
         self.rows = torch.tensor([fed.slots, fed.positions, fed.places])  # [3, N]
         self.positions = self.rows[1][None]  # [1, N]
         self.num_written = self.num_attended = 0
@@ -167,7 +167,6 @@ class Modules:
         """Check the cache: transformers' modules write keys and values to the model's cache."""
         assert cache is self._cached.cache
 
-    @torch.inference_mode()
     def __call__(
         self, rows: Rows, layers: tuple[int, ...] = (), **_: Any
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -175,7 +174,7 @@ class Modules:
         cache = self._cached.cache
         place = cache.current = FlatPlace(cache.current, rows)
         ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
-        with self._mode:  # `run` leaves the cores to the kernels
+        with self._mode:  # `run` needs no gradients, and leaves the cores to the kernels
             logits, states = self._cached.run(ids, place, wanted, layers)
         if place.num_attended < place.num_written // 2:
             raise TypeError("layers attend by code of their own")

@@ -134,7 +134,7 @@ def _take_ends(decoder: Decoder, model: PreTrainedModel, last_norm: Norm) -> Non
     decoder.struct.embedding_scale = float(scale) * multiplier
     decoder.struct.logit_scale = 1 / getattr(config, "logits_scaling", 1.0)
     decoder.struct.logit_softcap = getattr(config, "final_logit_softcapping", None) or 0
-    decoder.struct.last_norm = norm_struct(last_norm, decoder.kept)
+    decoder.struct.last_norm = norm_struct(last_norm, decoder.references)
     decoder.point()
 
 

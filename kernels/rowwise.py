@@ -85,7 +85,7 @@ class RowWise(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         """Weights of `model` that its code multiplies with by itself are put in panels, once."""
         super().__init__()
-        self._kept = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        self._storages = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
         self._panels: dict[tuple[Any, ...], Panels] = {}
         self.unsteady = set[str]()  # torch's functions that ran and are not row by row
 
@@ -106,12 +106,12 @@ class RowWise(TorchFunctionMode):
             self.unsteady.add(name)
         return function(*args, **options)
 
-    def _is_kept(self, weight: Tensor) -> bool:
-        return weight.untyped_storage().data_ptr() in self._kept
+    def _is_weight(self, weight: Tensor) -> bool:
+        return weight.untyped_storage().data_ptr() in self._storages
 
     def _product(self, x: Tensor, y: Tensor) -> Tensor | None:
         """x @ y in one order of every sum; None where the sums can have several orders."""
-        if y.dim() in (2, 3) and y.dtype in DTYPES and self._is_kept(y):
+        if y.dim() in (2, 3) and y.dtype in DTYPES and self._is_weight(y):
             if y.dim() == 2:
                 return self._multiply(x, y.T)
             return torch.stack([self._multiply(*pair) for pair in zip(x, y.mT, strict=True)])
@@ -126,7 +126,7 @@ class RowWise(TorchFunctionMode):
         panels = self._panels.get(key)
         if panels is None:
             panels = Panels.of(weight)
-            if self._is_kept(weight):  # for as long as the model is there
+            if self._is_weight(weight):  # for as long as the model is there
                 self._panels[key] = panels
         result = panels(x).to(x.dtype)
         return result if bias is None else result + bias

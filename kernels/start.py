@@ -37,14 +37,14 @@ def speed_up(
     model: Model,
     quantize: str | None = None,
     check: Callable[[Model], None] | None = None,
-    has_own_embedding: bool = True,
+    shares_embedding: bool = False,
 ) -> None:
     """Set `compiled` of a CachedModel, if C can compute its forwards: the same results, faster.
 
     `quantize`: None, or "int8", which makes another model of a quarter of the bytes. `check`
     compares the whole model while its weights are still floats: after quantising, a rounding may
-    be a jump, and an error would hide among the jumps. `has_own_embedding` is false for a draft
-    made of the model itself: the embedding is shared, and is not quantised.
+    be a jump, and an error would hide among the jumps. `shares_embedding` is true for a
+    draft made of the model itself: their common embedding is not quantised.
     """
     if not library.is_used:
         return
@@ -56,7 +56,7 @@ def speed_up(
         if quantize:
             if check:
                 check(model)
-            decoder.quantise(has_own_embedding)
+            decoder.quantise(shares_embedding)
         return
     early = None if check else quantize  # without a check, quantise at once
     pack(model.model, early)
@@ -67,7 +67,7 @@ def speed_up(
             check(model)
             pack(model.model, quantize)
             pack_experts(model.model, quantize)
-        if has_own_embedding:
+        if not shares_embedding:
             quantise_embedding(model.model)
 
 

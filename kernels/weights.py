@@ -147,7 +147,7 @@ def why_not_int8(device: str) -> str | None:
 
 
 def _rounded(weight: Tensor) -> Iterator[np.ndarray]:
-    """Its rows in 8-bit blocks: a scale in float16, and 32 numbers, of which the largest is 127."""
+    """A weight's rows in 8-bit blocks: a float16 scale, and 32 numbers, the largest of them 127."""
     for rows in weight.split(max(1, _AT_ONCE // weight.shape[1] // LANES) * LANES):
         blocks = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % BLOCK))
         blocks = blocks.unflatten(1, (-1, BLOCK))

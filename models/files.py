@@ -120,8 +120,8 @@ def why_not_loaded(error: Exception) -> str:
 
 
 @contextmanager
-def own_pages() -> Iterator[None]:
-    """Within it what is larger than 256 KiB gets pages that the system has back once it is free.
+def returned_pages() -> Iterator[None]:
+    """Within it blocks beyond 256 KiB get pages of memory that go back to the system when freed.
 
     A model would lie in memory twice while it is packed, since glibc's heap keeps what is freed.
     """
@@ -140,8 +140,8 @@ def _set_heap(most: int) -> None:
         ctypes.CDLL(None).mallopt(trim_threshold, 2 * most)
 
 
-@own_pages()
-def own_weights(module: nn.Module) -> None:
+@returned_pages()
+def unmap_weights(module: nn.Module) -> None:
     """Copy the weights that lie in a mapped file into memory of this process, one by one.
 
     Tied weights stay tied, as each parameter stays the same object.

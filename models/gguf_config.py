@@ -235,9 +235,7 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
         return fields
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
-    head = keys.take("attention.key_length", width // heads)
-    if family.model_type not in ("phi3", "stablelm", "starcoder2"):  # those have no such field
-        fields["head_dim"] = head
+    fields["head_dim"] = head = keys.take("attention.key_length", width // heads)
     rotation = {"rope_theta": keys.take("rope.freq_base", 10000.0)}
     turned = keys.take("rope.dimension_count", head)
     if family.turns_part:

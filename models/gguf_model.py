@@ -25,7 +25,7 @@ from kernels import Panels, matrices_of, put_experts, put_panels
 from . import StartError
 from .gguf_config import config_of, refuse_unread
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
-from .gguf_tensors import Experts, Plan, Tables, Weights, for_all_tensors, unpacked
+from .gguf_tensors import Tables, Weights, for_all_tensors, unpacked
 
 LOG = logging.getLogger("loading")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
@@ -90,24 +90,25 @@ def load_model(
         report = _report(file, empty, {n: weight.shape for n, weight in weights.items()}, unread)
         return (empty if any(report.values()) else _filled(empty, weights)), report
     tables = Tables(file, empty)
-    plans = tables.plans(file, empty)
-    shapes = {plan.target: plan.shape for plan in plans.values() if plan.target}
-    unread = {name for name, p in plans.items() if not p.target and not tables.reads(name)}
+    conversions = tables.conversions(file, empty)
+    shapes = {each.target: each.shape for each in conversions.values() if each.target}
+    unread = {n for n, each in conversions.items() if not each.target and not tables.reads(n)}
     report = _report(file, empty, shapes, unread)
     if any(report.values()):
         return empty, report
     if dtype is None:
-        _tell_of([p for p in plans.values() if p.is_matrix and not p.form], file, is_strict)
+        without_form = [each for each in conversions.values() if each.is_matrix and not each.form]
+        _note_unpacked({each.tensor.type.name for each in without_form}, file, is_strict)
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
     matrices: dict[str, Panels | list[Panels]] = {}
 
     def read(tensor: Tensor) -> None:
-        plan = plans[tensor.name]
-        if plan.target and plan.is_matrix and dtype is None:
-            matrices[plan.target] = plan.panels(file)
-        elif plan.target:
-            weights[plan.target] = plan.floats(file, empty.dtype)
+        conversion = conversions[tensor.name]
+        if conversion.target and conversion.is_matrix and dtype is None:
+            matrices[conversion.target] = conversion.panels(file)
+        elif conversion.target:
+            weights[conversion.target] = conversion.floats(file, empty.dtype)
 
     for_all_tensors(read, file)
     model = _filled(empty, weights)
@@ -186,14 +187,14 @@ def _transformed(file: GgufFile, empty: PreTrainedModel) -> tuple[Weights, set[s
     return weights, unread
 
 
-def _tell_of(unpacked: list[Plan | Experts], file: GgufFile, is_strict: bool) -> None:
-    """Say which types are unpacked. Raises StartError where it `is_strict`."""
-    types = ", ".join(sorted({plan.tensor.type.name for plan in unpacked}))
-    if types and is_strict:
-        why = f"weights of type {types} would be unpacked (give --dtype auto)"
+def _note_unpacked(types: set[str], file: GgufFile, is_strict: bool) -> None:
+    """Log that weights of these types are unpacked. Raises StartError where it `is_strict`."""
+    names = ", ".join(sorted(types))
+    if names and is_strict:
+        why = f"weights of type {names} would be unpacked (give --dtype auto)"
         raise StartError(f"{file.name} cannot be served as it is: {why}")
-    if types:
-        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, types)
+    if names:
+        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, names)
 
 
 @torch.no_grad()

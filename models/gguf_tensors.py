@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kernels import LANES, Panels
 
-from .files import own_pages
+from .files import returned_pages
 from .gguf_file import BadFile, GgufFile, Tensor
 
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
@@ -47,7 +47,7 @@ Weights = dict[str, torch.Tensor]
 
 def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor's weights as floats. Raises BadFile for a type that gguf cannot unpack."""
-    with own_pages():
+    with returned_pages():
         weights = torch.empty(tensor.shape, dtype=dtype)
     rows = weights.view(-1, tensor.shape[-1])
     step = max(1, _PIECE // tensor.shape[-1])
@@ -98,19 +98,21 @@ class Tables:
         """Whether the model has a place for a tensor, or for one expert's part of it."""
         return bool({name, name.removesuffix(".weight")} & self.names.keys())
 
-    def plans(self, file: GgufFile, model: PreTrainedModel) -> "dict[str, Plan | Experts]":
+    def conversions(
+        self, file: GgufFile, model: PreTrainedModel
+    ) -> "dict[str, Conversion | Experts]":
         """What becomes of each tensor in a model, by the tensor's name."""
         modules = dict(model.named_modules())
         is_mixture = file.metadata["general.architecture"] in MIXTURES
         return {
             name: Experts(tensor, self, file)
             if is_mixture and EXPERTS.fullmatch(name) and len(tensor.shape) == 3
-            else Plan(tensor, self, modules)
+            else Conversion(tensor, self, modules)
             for name, tensor in file.tensors.items()
         }
 
 
-class Plan:
+class Conversion:
     """What a tensor becomes: the parameter `target`, of `shape`; None for one that is not read."""
 
     def __init__(self, tensor: Tensor, tables: Tables, modules: dict[str, nn.Module]) -> None:
@@ -134,17 +136,17 @@ class Plan:
                 self._order = rows.ravel().astype(np.int64)
 
     def floats(self, file: GgufFile, dtype: torch.dtype) -> torch.Tensor:
-        """Its weights as the model has them."""
+        """The tensor's weights as the model has them."""
         if self._tables.changes_nothing:
             return unpacked(file, self.tensor, dtype)
         # The family's code may calculate with the weights, so they are rounded thereafter.
         weights = unpacked(file, self.tensor, torch.float32).numpy()
         _, weights = self._tables.convert(self.tensor, weights)
-        with own_pages():
+        with returned_pages():
             return torch.tensor(weights, dtype=dtype)
 
     def panels(self, file: GgufFile) -> Panels:
-        """Its weights [outputs, inputs] in panels."""
+        """The tensor's weights [outputs, inputs] in panels."""
         if self.form:
             return Panels(self.form, self.tensor.shape, self._pieces(file))
         floats = self.floats(file, torch.bfloat16)
@@ -185,7 +187,7 @@ class Experts:
     def floats(self, file: GgufFile, dtype: torch.dtype) -> torch.Tensor:
         """The weights of all experts [experts, outputs, inputs]."""
         parts = [unpacked(file, part, dtype) for part in self._parts]
-        with own_pages():
+        with returned_pages():
             return torch.cat(parts, 1)
 
     def panels(self, file: GgufFile) -> list[Panels]:

@@ -1,12 +1,11 @@
 """The tokenizer of a GGUF file: a text becomes the ids that llama.cpp makes of it.
 
-A file holds a vocabulary, and a few keys that say how it is used. It is of one of three kinds:
+A file holds a vocabulary, and a few keys that say how it is used. It is of one of two kinds:
 
     gpt2     bytes, merged by a list; a text is first split into words, and the file has only the
              name of the rule for that
     llama    sentencepiece: characters, merged by the score of what they become; other characters
              are bytes; a text, and each text behind a special token, gets a space in front
-    gemma4   characters, merged by a list; other characters are bytes
 
 With another rule the model reads other tokens than it was trained on, and nothing else shows it. So
 a rule that is not held here is refused, and so is a key that nobody reads. A control token and a
@@ -122,8 +121,7 @@ def _facts_of(metadata: dict[str, Any]) -> dict[str, Any]:
     }
     if is_piece:
         facts |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    # Gemma 4 always has a BOS, whatever its files say.
-    return facts | entries | ({"add_bos_token": True} if entries["model"] == "gemma4" else {})
+    return facts | entries
 
 
 def _packed(value: Any) -> Any:
@@ -140,12 +138,12 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
         if key not in _READ and not re.fullmatch(_NO_MATTER, key) and is_set:
             return f"its tokenizer has the key {key!r:.80}, which is not supported yet"
     model, rule, tokens = facts["model"], facts.get("pre"), set(words)
-    if model not in ("gpt2", "llama", "gemma4"):
+    if model not in ("gpt2", "llama"):
         return f"tokenizers of the kind {model!r:.80} are not supported yet"
     if model == "gpt2" and rule not in _SPLITS:
         return f"the rule that splits texts, tokenizer.ggml.pre, is {rule!r:.80}, which is unknown"
     # For rules of one split original tokenizers heed add_space_prefix, and llama.cpp does not.
-    heeds_prefix = model != "llama" and _SPLITS.get(rule, (_GPT2,)) == (_GPT2,)
+    heeds_prefix = model == "gpt2" and _SPLITS[rule] == (_GPT2,)
     if heeds_prefix and facts["add_space_prefix"]:
         return f"add_space_prefix is not supported yet for tokenizers of the kind {model!r}"
     if (key := "scores" if model == "llama" else "merges") not in facts:
@@ -160,7 +158,7 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
     for name in ("bos", "eos"):
         if facts[f"add_{name}_token"] and f"{name}_token_id" not in facts:
             return f"its tokenizer adds {name.upper()}, and has no {name}_token_id"
-    if model != "gpt2" and (lacking := _BYTES - tokens):
+    if model == "llama" and (lacking := _BYTES - tokens):
         return f"its tokenizer lacks {len(lacking)} of the bytes, first {min(lacking)}"
     # tokenizers merges no character that is not a token itself. llama.cpp does.
     normal = (word for word, kind in zip(words, kinds, strict=True) if kind == _NORMAL)
@@ -170,28 +168,26 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
 
 
 def _made_of(facts: dict[str, Any], words: list[str], kinds: list[int]) -> Tokenizer:
-    model, rule, has_prefix = facts["model"], facts.get("pre"), facts["add_space_prefix"]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    if model == "llama":
-        merges = generate_merges(
-            vocabulary, dict(zip(words, facts["scores"].tolist(), strict=True))
-        )
-    else:
-        merges = [(m[: (at := m.find(" ", 1))], m[at + 1 :]) for m in facts["merges"]]
-    is_whole = model == "gpt2" and rule in _WHOLE_WORDS
-    options = {"byte_fallback": model != "gpt2", "ignore_merges": is_whole}
-    backend = Tokenizer(models.BPE(vocabulary, merges, **options))
-    if model == "gpt2":
-        splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[rule]]
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-        backend.decoder = decoders.ByteLevel()
-    else:
+    """The tokenizer of these words, which are of these types."""
+    is_piece, vocabulary = facts["model"] == "llama", {word: i for i, word in enumerate(words)}
+    if is_piece:
+        scores, has_prefix = facts["scores"].tolist(), facts["add_space_prefix"]
+        merges = generate_merges(vocabulary, dict(zip(words, scores, strict=True)))
+        backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True))
         prefix = [normalizers.Prepend("▁")] * has_prefix
         backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
         pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence([*pieces, *[decoders.Strip(" ", 1, 0)] * has_prefix])
-    is_phi = model == "llama" and facts["architecture"] == "phi3"
+    else:
+        rule = facts["pre"]
+        merges = [(m[: (at := m.find(" ", 1))], m[at + 1 :]) for m in facts["merges"]]
+        is_whole = rule in _WHOLE_WORDS
+        backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_whole))
+        splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[rule]]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+        backend.decoder = decoders.ByteLevel()
+    is_phi = is_piece and facts["architecture"] == "phi3"
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
     for word, kind in zip(words, kinds, strict=True):

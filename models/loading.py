@@ -22,7 +22,7 @@ from messages import in_short
 from . import StartError, gguf_check, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
 from .catalogue import entry_of, likely, place_of
-from .files import outside, own_pages, own_weights, why_not_loaded
+from .files import outside, returned_pages, unmap_weights, why_not_loaded
 from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
@@ -157,7 +157,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         check_weights(place, read.report)
         read.model = read.model.to(device).eval()
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
-            own_weights(read.model)
+            unmap_weights(read.model)
     _bound_cache(read.tokenizer)
     _show_tags(read.tokenizer)
     if getattr(read.tokenizer, "chat_template", None):
@@ -191,7 +191,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
         )
 
 
-@own_pages()
+@returned_pages()
 def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
     """Read a folder or a hub id. The weights come last, once all else is checked."""
     _check_folder(name)

@@ -102,6 +102,10 @@ def tokenize(text: str, tokenizer: Tokenizer, max_length: int, **options: Any) -
         return tokenizer(text, verbose=False, **options)["input_ids"]
 
 
+class Conversation(list[int]):
+    """The ids of a prompt that a chat template wrote."""
+
+
 def prompt_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
     """The ids of a prompt that is continued as it stands: a text, or ids already.
 
@@ -163,7 +167,7 @@ def chat_prompt(
     with long_texts.take(count + _MESSAGE_COST * len(turns)):
         text = _render(turns, tokenizer, tools)
     # The template has written the special tokens already.
-    return tokenize(text, tokenizer, max_length, add_special_tokens=False)
+    return Conversation(tokenize(text, tokenizer, max_length, add_special_tokens=False))
 
 
 @lru_cache(1)

@@ -26,8 +26,8 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, kinds) or any(sign in str(error) for sign in _SIGNS)
 
 
-def told(error: BaseException) -> int:
-    """Print the last line of what the error says. Returns the exit status."""
+def report_shortage(error: BaseException) -> int:
+    """Print the last line of the error's message. Returns the exit status."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
     tell_error(f"too little memory, or too few threads: {reason[:300]}")
     return 2
@@ -41,7 +41,7 @@ def tell_error(reason: str) -> None:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """sys.excepthook: handles what ends the process, mostly an import that failed."""
     if is_shortage(error):
-        raise SystemExit(told(error))
+        raise SystemExit(report_shortage(error))
     sys.__excepthook__(kind, error, trace)
 
 

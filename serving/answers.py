@@ -186,7 +186,7 @@ def setting(engine: Engine, options: Options) -> str:
     """One line: what the target is computed with on this machine, and whether that is exact."""
     model, fast, report = engine.target.model, engine.target.compiled, engine.target.report
     kind = weights_of(engine, options)["dtype"]
-    backend = fast.way if fast else "transformers' modules"
+    backend = fast.description if fast else "transformers' modules"
     exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
     count, device = torch.get_num_threads(), model.device.type
     where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else f"on {device}"

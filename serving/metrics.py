@@ -68,7 +68,7 @@ def figures_of(engine: Engine) -> Figures:
         "drafter_failures": engine.pool.failures.total(),
         "engine_faults": engine.totals.num_faults,
         "prefix_cache_queries": prefixes.num_asked if prefixes else 0,
-        "prefix_cache_hits": prefixes.num_found if prefixes else 0,
+        "prefix_cache_hits": prefixes.num_hits if prefixes else 0,
         "kv_cache_usage_perc": sum(cache.lengths) / (cache.num_rows * cache.max_length),
     }
     return Figures(values, total.accepted_at)

@@ -26,6 +26,7 @@ from models.calls import Call, CallReader
 from models.tools import Tools, read_tools
 
 from .answers import Shape, sse
+from .formats import FIELDS, constraint_of
 from .parsing import model_id, unknown_model
 from .service import Service, read_body
 
@@ -39,17 +40,8 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("none", "auto"), "goes with tools: /v1/chat/completions takes them"),
     "functions": (([],), "are not supported: tools are"),
     "function_call": (("none", "auto"), "is not supported: tool_choice is"),
-    "response_format": (
-        ({"type": "text"},),
-        'must be {"type": "text"}: no other format is enforced, but a prompt may ask for one',
-    ),
     "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
-# What binds a whole text, but for response_format.
-_BOUNDS = (
-    "json_schema", "regex", "grammar", "choice", "structured_outputs",
-    "guided_json", "guided_regex", "guided_grammar", "guided_choice",
-)  # fmt: skip
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
 Logprobs = list[Json] | None
@@ -144,20 +136,12 @@ def _translate_chat(fields: Json, sent: dict[str, str]) -> None:
 def _take_answer(fields: Json) -> Json | None:
     """Take the schema of answers without calls out of the fields of a request that has tools.
 
-    Raises RequestError for another bound on the text: it would forbid the calls.
+    Raises RequestError for a bound of another kind on the text.
     """
-    for name in _BOUNDS:
-        if fields.get(name) is not None:
-            raise RequestError(f"{name} does not go with tools", param=name)
-    wanted = fields.get("response_format")
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    schema = {"type": "object"}
-    if kind == "json_schema":
-        schema = wanted.get("json_schema")
-        schema = schema.get("schema") if isinstance(schema, dict) else None
-    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-        return None  # text, or a mistake that is found later
-    del fields["response_format"]
+    bounds = {name: fields.pop(name) for name in FIELDS if name in fields}
+    name, _, schema = constraint_of(bounds) or ("", "", None)
+    if not isinstance(schema, dict | None):
+        raise RequestError(f"{name} does not go with tools", param=name)
     return schema
 
 

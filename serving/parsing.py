@@ -19,6 +19,8 @@ from drafters.pool import PLAIN
 from messages import Engine, Json, Request, RequestError, Sampling, check_prompt
 from models.prompts import Tokenizer, chat_ids, is_text, large_bodies, prompt_ids
 
+from . import formats
+
 
 def parse_json(data: bytes) -> Json:
     """The JSON object in a request's body.
@@ -101,7 +103,7 @@ _CHECKS: dict[str, Check] = {
         "true, false or an integer from 0 to 20",
     ),
 }
-_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options"])
+_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options", *formats.FIELDS])
 # The fields of Sampling that a request may set, with their defaults.
 _SAMPLING = {field.name: field.default for field in fields(Sampling) if field.name in _CHECKS}
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
@@ -235,4 +237,5 @@ def parse_request(
     known = target.name, target.max_length, target.vocab_size
     fields, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
     stream, compare = fields.pop("stream"), fields.pop("compare")
+    fields["grammar"] = formats.grammar_of(body, engine, fields["prompt"])
     return Request(**fields), stream, compare, notes

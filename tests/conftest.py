@@ -12,24 +12,25 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from server import Gate, naming_a_model
+from server import LIMIT_S, ROOT, Gate, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
 from drafters import Drafter
-from kernels import start
+from kernels import library, start
 from messages import Request, Verdict
 from models.prompts import read_prompts
 from sampling import Noise, truncated_softmax
 from serving import assembly, retry, trace
 from serving.options import Options
+from serving.service import Service
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
-ROOT = Path(__file__).resolve().parent.parent
 TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
+needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 
 _COMMON = {
     "vocab_size": 4096,
@@ -167,14 +168,20 @@ def plain(demo_engine: Any) -> Callable[[list[int], int], list[int]]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of tiny random models, by family; `family:seed` gives another one."""
+    """Folders of tiny random models, by family; `family:seed` gives another one of those above."""
+    from families import save_small  # which needs this file
+
+    known = FAMILIES | HYBRIDS
 
     @cache
     def make(name: str) -> Path:
         family, _, seed = name.partition(":")
-        torch.manual_seed(int(seed or 0))
-        config = transformers.AutoConfig.for_model(family, **(FAMILIES | HYBRIDS)[family])
         folder = tmp_path_factory.mktemp(family)
+        if family not in known:
+            save_small(family, folder)
+            return folder
+        torch.manual_seed(int(seed or 0))
+        config = transformers.AutoConfig.for_model(family, **known[family])
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
         return folder
@@ -208,6 +215,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+def before(thing: Any, method: str, do: Callable[..., Any]) -> None:
+    """From now on each call of the method is preceded by a call of `do` with the same."""
+    inner = getattr(thing, method)
+    setattr(thing, method, lambda *arguments: (do(*arguments), inner(*arguments))[1])
 
 
 class Numbers(Noise):
@@ -265,9 +278,48 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     return WAYS[request.param]
 
 
+@contextmanager
+def application(engine: Any, options: Options) -> Iterator[Any]:
+    """A client of the server's application on an engine, in this process and without a socket."""
+    app = core.create_app(Service(engine, options))
+    yield app.test_client()
+    app.extensions["worker"].drain(LIMIT_S)
+
+
 def assemble(options):
     """An engine of the core's classes that was neither checked nor run yet."""
     return assembly.assemble_engine(options, core.load_model, core.Engine, core.sample)
+
+
+def load(model: Any, **options: Any) -> Any:
+    """An engine that is checked; ngram drafts a fixed K if no option says else."""
+    named = {name: str(o) if isinstance(o, Path) else o for name, o in options.items()}
+    return core.load_engine(Options(str(model), **{"drafter": "ngram", "fixed_k": True} | named))
+
+
+@contextmanager
+def open_rows(target: Any, *texts: list[int]) -> Iterator[list[int]]:
+    """Rows of the target's cache that have read these texts; they are closed in the end."""
+    rows = [target.cache.open_row() for _ in texts]
+    try:
+        for row, text in zip(rows, texts, strict=True):
+            if text:
+                target.forward([row], [text], [1])
+        yield rows
+    finally:
+        for row in rows:
+            target.cache.close_row(row)
+
+
+def read(target: Any, row: int, tokens: list[int]) -> torch.Tensor:
+    """Let a row read more tokens at once: the logits [t, V] of all of them."""
+    return target.forward([row], [tokens], [len(tokens)]).logits[0]
+
+
+def logits_of(target: Any, text: list[int]) -> torch.Tensor:
+    """Logits [t, V] of a text that is read at once, alone."""
+    with open_rows(target, []) as (row,):
+        return read(target, row, text)
 
 
 def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -296,6 +348,19 @@ def finish(engine: Any, sequences: list[Any]) -> list[Any]:
 def together(engine: Any, requests: list[Any]) -> list[Any]:
     """Run these requests side by side to their ends; their sequences."""
     return finish(engine, [engine.open(request) for request in requests])
+
+
+def in_turn(engine: Any, requests: list[Any], at_once: int) -> Iterator[Any]:
+    """Requests that begin one by one, so many run at once; the sequence of each that ends."""
+    waiting, running = list(requests), list[Any]()
+    while waiting or running:
+        if waiting and len(running) < at_once:
+            running.append(engine.open(waiting.pop(0)))
+        retry.step(engine, running)
+        for sequence in [s for s in running if s.finish_reason]:
+            engine.close(sequence)
+            running.remove(sequence)
+            yield sequence
 
 
 def failing(engine: Any, monkeypatch: Any, fails: Callable[[int, list[int]], bool]) -> None:
@@ -349,6 +414,26 @@ def propose_and_close(drafter: Any, states: list[Any], limits: list[int]) -> lis
     for state in states:
         drafter.close(state)
     return [draft.tokens for draft in drafts]
+
+
+def run_beside_fresh(engine: Any, request: Request) -> tuple[Any, list[Any]]:
+    """A request to its end, whose drafts are those of states that have seen no draft before.
+
+    Returns its sequence and its cycles.
+    """
+    s, cycles = engine.open(request), []
+    while s.finish_reason is None:
+        limit, tokens = min(request.num_speculative_tokens, s.remaining - 1), list(s.tokens)
+        cycles.append(engine.step([s])[s])
+        drafts = s.drafting.drafts if limit > 0 else {}
+        for name, draft in drafts.items():
+            drafter = engine.pool.drafters[name]
+            state = fresh_state(engine, drafter, tokens, request.sampling, s.noise)
+            if drafter.branches:
+                state.can_branch = len(drafts) > 1
+            assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], name
+    engine.close(s)
+    return s, cycles
 
 
 Script = Callable[[list[int], int], list[int]]

@@ -24,16 +24,14 @@ from urllib.parse import urlsplit
 
 CONVERSATION = Path(__file__).with_name("vllm_conversation.json")
 COLOURS = "red, green, blue, red, green,"
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 SAID = {  # name -> route and body, of each request that is made while it is recorded
     "plain": ("/generate", {"prompt": COLOURS, "max_tokens": 12}),
     "streamed": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stream": True}),
     "ids": ("/generate", {"prompt": [715, 12, 1381, 12], "max_tokens": 5}),
     "stopped": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stop": " green"}),
-    "seeded": (
-        "/generate",
-        {"prompt": "def f(", "max_tokens": 8, "temperature": 0.8, "top_p": 0.9, "seed": 7},
-    ),
+    "seeded": ("/generate", {"prompt": "def f(", "max_tokens": 8, **SAMPLED}),
     "logprobs": ("/generate", {"prompt": COLOURS, "max_tokens": 4, "logprobs": 1}),
     "long": ("/generate", {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 200, "stream": True}),
     "completion": ("/v1/completions", {"prompt": COLOURS, "max_tokens": 12, "logprobs": 1}),
@@ -103,20 +101,21 @@ class Replay(_Server):
 
     def answer(self, handler, body):
         self.seen.append((handler.path, body, handler.headers.get("Authorization")))
-        asked = handler.command, handler.path, body
-        found = [t for t in self.told["turns"] if (t["method"], t["path"], t["body"]) == asked]
-        if self.is_lenient and body:
-            found = [t for t in self.told["turns"] if t["path"] == handler.path and t["body"]]
-            found = [t for t in found if "out of vocabulary" not in t["pieces"][0]]
-        if not found:
+        turns = [turn for turn in self.told["turns"] if self.fits(turn, handler, body)]
+        if not turns:
             return handler.say(404, [json.dumps({"error": {"message": f"not recorded: {body}"}})])
-        if "completions" in handler.path and self.status:
+        status, pieces = turns[-1]["status"], turns[-1]["pieces"]
+        if "completions" not in handler.path:
+            return handler.say(status, pieces)
+        if self.status:
             return handler.say(self.status, ["Internal Server Error"], "text/plain")
-        turn = found[-1]
-        pieces = turn["pieces"]
-        if "completions" in handler.path:
-            pieces = self.failing(pieces, handler)
-        return handler.say(turn["status"], pieces)
+        return handler.say(status, self.failing(pieces, handler))
+
+    def fits(self, turn, handler, body):
+        if self.is_lenient and body and turn["body"]:
+            return turn["path"] == handler.path and "out of vocabulary" not in turn["pieces"][0]
+        asked = handler.command, handler.path, body
+        return (turn["method"], turn["path"], turn["body"]) == asked
 
     def failing(self, pieces, handler):
         for i, piece in enumerate(pieces):
@@ -154,9 +153,6 @@ def replaying():
         server.server_close()
 
 
-# ---------------------------------------------------------------------------------- recording
-
-
 class Recorder(_Server):
     """Passes everything on to a real vLLM, and writes down what is said."""
 
@@ -170,14 +166,12 @@ class Recorder(_Server):
         headers = {"Content-Type": "application/json"} if data else {}
         connection.request(handler.command, handler.path, data, headers)
         response = connection.getresponse()
-        pieces = []
-        while piece := response.read1(1 << 16).decode():
-            pieces.append(piece)
+        pieces = list(iter(lambda: response.read1(1 << 16).decode(), ""))
         if handler.path == "/metrics":
             lines = "".join(pieces).split("\n")
             pieces = ["\n".join(line for line in lines if any(map(line.count, _READ))) + "\n"]
-        turn = {"method": handler.command, "path": handler.path, "body": body}
-        self.turns.append(turn | {"status": response.status, "pieces": pieces})
+        asked = {"method": handler.command, "path": handler.path, "body": body}
+        self.turns.append(asked | {"status": response.status, "pieces": pieces})
         handler.say(response.status, pieces)
 
 

@@ -1,8 +1,8 @@
-"""Does the same token get the same bits, however it is computed?
+"""Compares the bits of a token's logits, however the token is computed.
 
-This asks what the check at load asks, of other texts and by other code: at lengths of text from 10
-to 1 100, every other one close to a border of keys, one text is decoded token by token, verified,
-verified in batches, and read as a prompt in pieces.
+One text is decoded token by token, verified, verified in batches and read as a prompt in pieces, at
+lengths from 10 to 1 100, every other one close to a border of keys. The check at a server's start
+asks the same with other texts and other code.
 """
 
 import random
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import open_rows
 
 from cache import states
 
@@ -41,41 +42,36 @@ def _fed(target: Any, rows: list[int], tokens: list[list[int]], num_logits: int)
 def _compare_drafts(target: Any, text: list[int], rounds: int, chance: random.Random) -> None:
     """A draft's tokens one by one, at once, and in batches with others; all rows have the text."""
     cache, longest = target.cache, len(text) - 8
-    rows = [cache.open_row() for _ in range(cache.num_rows)]
-    one = rows[0]
-    target.forward([one], [text[:longest]], [1])
-    for buffer in cache.buffers():
-        buffer[1:, :, :longest] = buffer[:1, :, :longest]
-    for i in range(rounds):
-        near = chance.choice([b for b in BORDERS if b < longest]) - chance.randrange(7)
-        length = near if i % 2 else chance.randrange(10, longest)
-        lengths = [length, *(chance.randrange(10, longest) for _ in rows[1:])]
-        for row, held in zip(rows, lengths, strict=True):
-            cache.lengths[row] = held
-            for layer in cache.recurrent:
-                newest = layer._marks[one][-1]  # what it holds, as if that were `held` tokens
-                layer._marks[row] = [states.Mark(held, newest.tail, newest.state)]
-        k = chance.randrange(1, 9)
-        drafts = [text[held : held + k] for held in lengths]
-        verified = _fed(target, [one], [drafts[0]], k)
-        for j, token in enumerate(drafts[0]):
-            alone = target.forward([one], [[token]], [1]).logits[0]
-            assert torch.equal(alone, verified[j : j + 1]), f"decoded at {length + j}"
-        cache.truncate(one, length)
-        for num_others in (len(rows) - 1, chance.randrange(1, len(rows))):
-            others = [draft[: chance.randrange(1, k + 1)] for draft in drafts[1 : 1 + num_others]]
-            beside = _fed(target, rows[: 1 + len(others)], [drafts[0], *others], k)
-            assert torch.equal(beside, verified), f"{k} beside {len(others)} at {length}"
-    for row in rows:
-        cache.close_row(row)
+    with open_rows(target, text[:longest], *[[]] * (cache.num_rows - 1)) as rows:
+        for buffer in cache.buffers():
+            buffer[1:, :, :longest] = buffer[:1, :, :longest]
+        for i in range(rounds):
+            near = chance.choice([b for b in BORDERS if b < longest]) - chance.randrange(7)
+            length = near if i % 2 else chance.randrange(10, longest)
+            lengths = [length, *(chance.randrange(10, longest) for _ in rows[1:])]
+            for row, held in zip(rows, lengths, strict=True):
+                cache.lengths[row] = held
+                for layer in cache.recurrent:
+                    newest = layer._marks[rows[0]][-1]  # its state, as if that were `held` tokens
+                    layer._marks[row] = [states.Mark(held, newest.tail, newest.state)]
+            k = chance.randrange(1, 9)
+            drafts = [text[held : held + k] for held in lengths]
+            verified = _fed(target, rows[:1], drafts[:1], k)
+            for j, token in enumerate(drafts[0]):
+                alone = target.forward(rows[:1], [[token]], [1]).logits[0]
+                assert torch.equal(alone, verified[j : j + 1]), f"decoded at {length + j}"
+            cache.truncate(rows[0], length)
+            for count in (len(rows), chance.randrange(2, len(rows) + 1)):
+                beside = [drafts[0], *(d[: chance.randrange(1, k + 1)] for d in drafts[1:count])]
+                logits = _fed(target, rows[:count], beside, k)
+                assert torch.equal(logits, verified), f"{k} beside {count - 1} at {length}"
 
 
 def _compare_pieces(target: Any, prompt: list[int], chance: random.Random) -> None:
-    row = target.cache.open_row()
-    whole = _fed(target, [row], [prompt], 6)
-    while len(prompt) - target.cache.lengths[row] > 6:
-        rest = prompt[target.cache.lengths[row] : -6]
-        target.forward([row], [rest[: chance.randrange(1, 300)]], [1])
-    last = _fed(target, [row], [prompt[target.cache.lengths[row] :]], 6)
-    assert torch.equal(last, whole[-len(last) :]), f"a prompt of {len(prompt)} in pieces"
-    target.cache.close_row(row)
+    with open_rows(target, []) as (row,):
+        whole = _fed(target, [row], [prompt], 6)
+        while len(prompt) - target.cache.lengths[row] > 6:
+            rest = prompt[target.cache.lengths[row] : -6]
+            target.forward([row], [rest[: chance.randrange(1, 300)]], [1])
+        last = _fed(target, [row], [prompt[target.cache.lengths[row] :]], 6)
+        assert torch.equal(last, whole[-len(last) :]), f"a prompt of {len(prompt)} in pieces"

@@ -1,9 +1,9 @@
-"""Small random models of every family of causal language models that transformers has.
+"""Small random models of every family of causal language models, and whether we serve them right.
 
-A config is made small by one table of field names for all families; OVERRIDES has what a family
-needs besides. All parameters are random, norms and biases too, as ones and zeros hide faults. Each
-model goes through the loader that serves strangers' models and writes texts, which are compared
-with those that transformers writes. This writes docs/families.txt anew:
+One table of field names makes the config of any family small; OVERRIDES has what a family needs
+besides. All parameters are random, norms and biases too, as ones and zeros hide faults. The usual
+loader loads each model, whose texts are compared with transformers'. This writes docs/families.txt
+anew:
 
     PYTHONPATH=. python tests/families.py
 """
@@ -18,14 +18,13 @@ from random import Random
 from typing import Any
 
 import torch
-from conftest import ROOT, TARGET, core, together
+from conftest import ROOT, TARGET, load, together
 from exactness import assert_same_bits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from messages import Request
-from serving.options import Options
 
 DOCUMENT = ROOT / "docs" / "families.txt"
 KINDS = EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
@@ -141,11 +140,13 @@ def prompts(tokenizer: Any) -> list[list[int]]:
     return [short, unit * 5, long]
 
 
-def expected_texts(folder: Any, given: list[list[int]], use_cache: bool = True) -> list[list[int]]:
-    """What transformers' own generate writes behind each prompt alone."""
+def expected_texts(
+    folder: Path, prompts: list[list[int]], use_cache: bool = True
+) -> list[list[int]]:
+    """What transformers' generate writes behind each prompt alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     texts = []
-    for prompt in given:
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False,
@@ -171,23 +172,22 @@ def outcome_of(name: str, folder: Path) -> Outcome:
     except Exception as error:
         print(name, error, file=sys.stderr)
         return Outcome(UNBUILT)
-    options = Options(model=str(folder), drafter="ngram", fixed_k=True, max_running=3)
     try:
-        engine = core.load_engine(options)
+        engine = load(folder, max_running=3)
     except ValueError as error:  # as a StartError is
         said = str(error).replace(str(folder), "").replace(f"({config.model_type})", "")
         return Outcome(REFUSED, re.sub("are [0-9.e-]+ away.*", "differ", " ".join(said.split())))
     remark = "" if config.model_type == name else "its text part"
-    given = prompts(engine.target.tokenizer)
-    requests = [Request(prompt, NUM_TOKENS, "ngram") for prompt in given]
+    texts = prompts(engine.target.tokenizer)
+    requests = [Request(text, NUM_TOKENS, "ngram") for text in texts]
     plain = [replace(request, drafter=None) for request in requests]
     alone = [text for request in requests for text in served_texts(engine, [request])]
     served = [alone, served_texts(engine, requests), served_texts(engine, plain)]
-    texts = expected_texts(folder, given)
-    if served[0] != texts:
-        texts = expected_texts(folder, given, use_cache=False)
+    expected = expected_texts(folder, texts)
+    if served[0] != expected:
+        expected = expected_texts(folder, texts, use_cache=False)
         remark = "transformers' generate differs from its own forward, which is followed here"
-    assert served == [texts] * 3, f"{name} writes other texts than transformers"
+    assert served == [expected] * 3, f"{name} writes other texts than transformers"
     if not engine.target.report.is_exact:
         return Outcome(RIGHT, remark)
     assert_same_bits(engine.target, 4, Random(3))

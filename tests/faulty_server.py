@@ -39,55 +39,54 @@ DRAFTER_FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+class Text(list[int]):
+    """The tokens of a request, and how many drafts were asked for."""
+
+    num_proposals = 0
+
+
 class Faulty(Drafter):
-    """Proposes what followed the last time, and fails in its own way the third time."""
+    """Proposes what followed the last token before, and fails in the third draft of a request."""
 
     def __init__(self, name: str) -> None:
         self.name = name  # type: ignore[misc]
 
-    def open(self, prompt: Any, sampling: Any, noise: Any) -> dict[str, Any]:
-        return {"text": list(prompt), "num_proposals": 0}
+    def open(self, prompt: Any, sampling: Any, noise: Any) -> Text:
+        return Text(prompt)
 
-    def propose(self, state: dict[str, Any], max_tokens: int) -> Draft:
-        state["num_proposals"] += 1
-        if state["num_proposals"] == 3:
+    def propose(self, state: Text, max_tokens: int) -> Draft:
+        state.num_proposals += 1
+        if state.num_proposals == 3:
             DRAFTER_FAULTS[self.name]()
-        text = state["text"]
-        at = max((i for i in range(1, len(text)) if text[i - 1] == text[-1]), default=0)
-        return Draft(text[at : at + max_tokens] if at else [])
-
-    def observe(self, state: dict[str, Any], verdict: Any) -> None:
-        state["text"] += verdict.tokens
+        at = max((i for i in range(1, len(state)) if state[i - 1] == state[-1]), default=0)
+        return Draft(state[at : at + max_tokens] if at else [])
 
 
-class Target:
-    """Breaks a target's forward for rows whose prompt has the id of a fault."""
+def break_forward(target: Any) -> None:
+    """Let a target's forward fail for the rows whose prompt has the id of a fault."""
+    forward, lengths = target.forward, target.cache.lengths
+    faults: dict[int, list[Any]] = {}  # row -> forwards until its fault, and what happens then
 
-    def __init__(self, target: Any) -> None:
-        self._forward, self._cache = target.forward, target.cache
-        self._faults: dict[int, str | None] = {}  # of each row
-        self._countdown: dict[int, int] = {}  # row -> forwards until then
-        target.forward = self
-
-    def __call__(self, rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
+    def faulty(rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
         for row, fed in zip(rows, tokens, strict=True):
-            if self._cache.lengths[row] == 0:  # a new request's
-                found = (name for i, name in enumerate(TARGET_FAULTS, FIRST_ID) if i in fed)
-                self._faults[row] = next(found, None)
-                self._countdown[row] = 0 if self._faults[row] == "raises_at_once" else 4
-            fault = self._faults[row]
-            self._countdown[row] -= 1
-            if fault and self._countdown[row] <= 0:
-                TARGET_FAULTS[fault]()
-        return self._forward(rows, tokens, *rest, **named)
+            if lengths[row] == 0:  # a new request's
+                ids = enumerate(TARGET_FAULTS.values(), FIRST_ID)
+                faults[row] = next(([*fault] for i, fault in ids if i in fed), [0, None])
+            faults[row][0] -= 1
+            num_forwards, act = faults[row]
+            if act and num_forwards <= 0:
+                act()
+        return forward(rows, tokens, *rest, **named)
+
+    target.forward = faulty
 
 
-# token id FIRST_ID + i -> what becomes of a forward, and of those after it
+# The token id FIRST_ID + i brings: which forward fails, like all after it, and what it does.
 FIRST_ID = 4000
-TARGET_FAULTS: dict[str, Callable[[], None]] = {
-    "raises": raises(RuntimeError("a broken kernel")),
-    "raises_at_once": raises(RuntimeError("a broken kernel")),
-    "dies": raises(SystemExit(1)),
+TARGET_FAULTS: dict[str, tuple[int, Callable[[], None]]] = {
+    "raises": (4, raises(RuntimeError("a broken kernel"))),
+    "raises_at_once": (1, raises(RuntimeError("a broken kernel"))),
+    "dies": (4, raises(SystemExit(1))),
 }
 
 
@@ -104,7 +103,7 @@ def main(arguments: list[str]) -> int:
 
     def load_faulty(options: Any) -> Any:
         engine = load(options)
-        Target(engine.target)
+        break_forward(engine.target)
         return engine
 
     class MortalServer(http.Server):

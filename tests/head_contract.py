@@ -1,6 +1,7 @@
-"""What holds for every trained head, whatever it computes; a test is run where it is imported.
+"""What the tests of trained heads share: formulas, and how a head's files are changed or broken.
 
-Who imports it has the fixtures `name` (the drafter's), `demo_engine` and `prompts`.
+The formulas are those of the papers, in plain torch and without a cache. `check_drafts` holds a
+drafter against them. What every head promises is in test_heads.py.
 """
 
 import json
@@ -10,34 +11,19 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import fresh_state, together
+from conftest import fresh_state
 from safetensors.torch import load_file, save_file
-from test_drafters import (  # noqa: F401
-    test_a_batch_of_states_proposes_like_each_alone,
-    test_a_rolled_back_state_proposes_like_a_fresh_one,
-)
-from test_prefix import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
 
 from kernels import chain
-from messages import Request
+from serving.options import Options
 
 
-def test_the_head_is_accepted_changes_no_token_and_gives_its_rows_back(
-    demo_engine, prompts, name, way
-):
-    """Were it not accepted, the tests here would see rejected drafts only."""
-    requests, rates = [Request(p, 24, name, 4, **way) for p in prompts.values()][:6], []
-    for request, sequence in zip(requests, together(demo_engine, requests), strict=True):
-        target, ends = demo_engine.target, demo_engine.eos_ids
-        assert sequence.output == core.plain_decode(target, request.prompt, 24, ends, **way)
-        assert not sequence.warnings
-        rates.append(sequence.statistics.draft_acceptance_rate)
-    assert max(rates) > 0.2, rates
-    cache = demo_engine.pool.drafters[name]._cache
-    assert cache.lengths == [0] * 8 and sorted(cache._free) == list(range(8))
+def load(name, model="embedded", head=None, **fields):
+    """An engine that drafts with a head of the kind `name`: the embedded one, or that folder's."""
+    fields = {name: head and str(head), "drafter": name, "fixed_k": True} | fields
+    return core.load_engine(Options(model=str(model), **fields))
 
 
-# ------------------------------------------------------------------------ a plain reference
 WIDTH, NUM_HEADS, HEAD_WIDTH = 32, 4, 8
 LAYER = {
     "vocab_size": 4096, "hidden_size": WIDTH, "intermediate_size": 48,
@@ -121,7 +107,6 @@ def check_drafts(engine, name, expected_of, limit):
         torch.testing.assert_close(found[known].view_as(scores), scores, rtol=1e-3, atol=2e-3)
 
 
-# ---------------------------------------------------------------- to change or break a head's files
 def in_several_files(folder):
     weights = load_file(folder / "model.safetensors")
     files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(weights)}
@@ -148,6 +133,11 @@ def saying(**values):
     return partial(changed, **values)
 
 
+def saying_in(part, **values):
+    """Change what a part of config.json says."""
+    return lambda folder: changed(folder, **{part: content_of(folder)[part] | values})
+
+
 def weights_changed(change):
     def change_file(folder):
         weights = load_file(folder / "model.safetensors")
@@ -170,10 +160,3 @@ BROKEN = {  # how, by what the error says
     "fc.weight is [8, 96] instead of [32, 96]": holding("fc.weight", lambda w: w["fc.weight"][:8]),
     "norm.weight has numbers that": holding("norm.weight", lambda w: w["norm.weight"] * torch.nan),
 }
-
-
-def assert_refused(load, kind, reason):
-    """In one line."""
-    with pytest.raises(ValueError, match=f"cannot use the {kind} head") as error:
-        load()
-    assert reason in str(error.value) and "\n" not in str(error.value), error.value

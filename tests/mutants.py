@@ -119,10 +119,8 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
         options.append(f"--basetemp={tempfile.gettempdir()}/{os.getpid()}")
         if mutant:  # the code itself: whoever has imported or bound the function has it broken
             function, other = broken(mutant)
-            function.__code__ = other.__code__
-            function.__defaults__, function.__kwdefaults__ = (
-                other.__defaults__, other.__kwdefaults__,
-            )  # fmt: skip
+            for part in ("__code__", "__defaults__", "__kwdefaults__"):
+                setattr(function, part, getattr(other, part))
             options.append("-x")
         code = int(pytest.main([*options, *map(node, tests)]))
         sys.stdout.flush()
@@ -143,8 +141,7 @@ def ended(
     waiting, running = wanted[::-1], {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            tests, mutant = waiting.pop()
-            output = tempfile.TemporaryFile()
+            (tests, mutant), output = waiting.pop(), tempfile.TemporaryFile()
             pid = os.fork()
             if not pid:
                 run_tests(tests, mutant, output.fileno())
@@ -165,7 +162,8 @@ def load_once() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to start than a test
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    core = importlib.import_module("conftest").core
+    conftest = importlib.import_module("conftest")
+    core = conftest.core
     for file in {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}:
         importlib.import_module(f"test_{file}")
     # What a fork writes to the KV cache is its own: mmap's default would share it with all.
@@ -175,12 +173,15 @@ def load_once() -> None:
     engine = load(Options(model="embedded", fixed_k=True, kernels=False, suffix_cache=0))
 
     def load_or_inherit(options: Any) -> Any:
-        caller = sys._getframe(1).f_globals["__name__"]
-        in_python = replace(options, kernels=False)  # where the mutants are, but for the kernels'
+        frame = sys._getframe(1)
+        if frame.f_code is conftest.load.__code__:  # which loads for a test
+            frame = frame.f_back
+        caller = frame.f_globals["__name__"]
         if caller == "conftest":
             return engine
-        in_c = "test_cache", "test_kernels", "test_sampling", "test_tree"
-        return load(options if caller in in_c else in_python)
+        in_c = caller in ("test_cache", "test_kernels", "test_sampling", "test_tree")
+        # The mutants are in Python, but for those of the kernels.
+        return load(options if in_c else replace(options, kernels=False))
 
     core.load_engine = load_or_inherit
     gc.collect()

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE, FAULTY = "08_speculative_decoding", "faulty_server"  # modules, with a main(arguments)
 SCRIPT = f"{CORE}.py"
@@ -26,6 +28,8 @@ COLOURS = "red, green, blue, red, green,"
 GOOD = {"prompt": "x = 1", "max_tokens": 2}
 PATHS = ("/generate", "/v1/completions")
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False, "max_tokens": 2000}  # counts on and on
+REQUESTS = ("num_requests_running", "num_requests_waiting")  # of /health and /metrics
+AT_WORK = (*REQUESTS, "kv_cache_usage_perc")
 LIMIT_S = 60.0  # for what happens at once, on a machine that is busy
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -62,21 +66,105 @@ def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None):
     raise SystemExit(importlib.import_module(module).main(arguments))
 
 
-class Server:
+class Client:
+    """Asks the server at a port of this machine."""
+
+    def __init__(self, port):
+        self.port = port
+
+    def call(self, method, path, body=None, headers=JSON):
+        """(status, headers, body) of one request; a dict goes out as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        body = json.dumps(body) if isinstance(body, dict) else body
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        return response.status, response.headers, data
+
+    def generate(self, **fields):
+        """(status, body) of POST /generate."""
+        status, _, data = self.call("POST", "/generate", fields)
+        return status, json.loads(data)
+
+    def stream(self, **fields):
+        """The events of POST /generate, of which the last one is the answer."""
+        status, headers, data = self.call("POST", "/generate", fields | {"stream": True})
+        assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
+        return events_of(data)
+
+    def openai(self, key="none"):
+        """The client of the package openai."""
+        import openai
+
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+
+    def health(self):
+        return json.loads(self.call("GET", "/health")[2])
+
+    def refusal(self, path="/generate"):
+        """What a 503 says, which every route answers that cannot serve now."""
+        status, headers, data = self.call("POST", path, GOOD)
+        assert status == 503 and headers["Retry-After"] == "1"
+        return json.loads(data)["error"]["message"]
+
+    def is_ready(self):
+        with suppress(OSError):
+            return self.call("GET", "/health")[0] == 200
+
+    def open_socket(self):
+        return socket.create_connection(("127.0.0.1", self.port), LIMIT_S)
+
+    def raw(self, data):
+        """(status, headers, body) of bytes as they are; the body as JSON."""
+        with self.open_socket() as client:
+            with suppress(OSError):  # it may be refused before all is sent
+                client.sendall(data)
+            return parse(read_all(client))
+
+    def connect(self, path, fields, buffer_bytes=None):
+        """A client that has asked and not read; closing it is leaving."""
+        client = socket.socket()
+        if buffer_bytes:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        client.connect(("127.0.0.1", self.port))
+        body = json.dumps(fields).encode()
+        client.sendall(request(path, body, f"Content-Length: {len(body)}"))
+        return client
+
+    def wait_until_running(self, number=1):
+        until(lambda: self.health()["num_requests_running"] == number)
+
+    def wait_until_taken(self, number):
+        """Until so many run or wait."""
+        until(lambda: sum(map(self.health().get, REQUESTS)) == number)
+
+    def wait_until_idle(self):
+        """Until all who were served or have left are forgotten, and so is their text.
+
+        The run that the page opens on, which is recorded while nobody waits, has a row for a
+        moment.
+        """
+        until(lambda: not any(map(self.health().get, AT_WORK)))
+
+
+class Server(Client):
     """A process that runs the command line, which serves unless it has a prompt.
 
     `log()` is what it has said so far.
     """
 
     def __init__(self, *arguments, module=CORE, wait=True, **started):
-        self.port, self._log = free_port(), tempfile.NamedTemporaryFile()
+        super().__init__(free_port())
+        self._log = tempfile.NamedTemporaryFile()
         serves = [] if "--prompt" in arguments else ["--port", str(self.port)]
         arguments = [*serves, *naming_a_model(arguments)]
         about = (module, arguments, self._log.name)
         self._process = _FORKS.Process(target=_run, args=about, kwargs=started, daemon=True)
         self._process.start()
         if wait:
-            until(lambda: is_ready(self.port) or not self._process.is_alive())
+            until(lambda: self.is_ready() or not self._process.is_alive())
             assert self._process.is_alive(), self.log()
 
     @property
@@ -119,13 +207,27 @@ def serving(*arguments, **options):
         server.close()
 
 
+def module_server(*arguments, **options):
+    """A fixture: a server with these arguments for the tests of a module, which has to end well."""
+
+    @pytest.fixture(scope="module")
+    def server():
+        with serving(*arguments, **options) as server:
+            yield server
+            server.end_well()
+
+    return server
+
+
 @contextmanager
-def process(port, *words, **options):
-    """A server in a Python of its own, as a user starts it, once it answers."""
-    process = subprocess.Popen([sys.executable, *words, "--port", str(port)], cwd=ROOT, **options)
+def process(*arguments, **options):
+    """A client, and the server in a Python of its own, as a user starts it, once it answers."""
+    client = Client(free_port())
+    command = [sys.executable, SCRIPT, *arguments, "--port", str(client.port)]
+    process = subprocess.Popen(command, cwd=ROOT, **options)
     try:
-        until(lambda: is_ready(port) or process.poll() is not None)
-        yield process
+        until(lambda: client.is_ready() or process.poll() is not None)
+        yield client, process
     finally:
         process.kill()
         process.communicate()
@@ -177,14 +279,14 @@ class Gate(Drafter):
         """Until a request stands before the gate; who comes then waits behind it."""
         until((self._folder / "held").exists)
 
-    def hold(self, pool, port, requests):
+    def hold(self, pool, server, requests):
         """Shut it before requests (path, fields), taken one after another: their answers to be."""
         self.shut()
         answers = []
         for i, (path, fields) in enumerate(requests, 1):
-            answers.append(pool.submit(call, port, "POST", path, fields))
+            answers.append(pool.submit(server.call, "POST", path, fields))
             self.wait_until_held()
-            wait_until_taken(port, i)
+            server.wait_until_taken(i)
         return answers
 
 
@@ -202,51 +304,6 @@ def until(condition):
         time.sleep(0.01)
 
 
-def call(port, method, path, body=None, headers=JSON):
-    """(status, headers, body) of one request; a dict goes out as JSON."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    body = json.dumps(body) if isinstance(body, dict) else body
-    connection.request(method, path, body, headers)
-    response = connection.getresponse()
-    data = response.read()
-    connection.close()
-    return response.status, response.headers, data
-
-
-def is_ready(port):
-    with suppress(OSError):
-        return call(port, "GET", "/health")[0] == 200
-
-
-def generate(port, **fields):
-    """(status, body) of POST /generate."""
-    status, _, data = call(port, "POST", "/generate", fields)
-    return status, json.loads(data)
-
-
-def health(port):
-    return json.loads(call(port, "GET", "/health")[2])
-
-
-def wait_until_running(port, number=1):
-    until(lambda: health(port)["num_requests_running"] == number)
-
-
-def wait_until_taken(port, number):
-    """Until so many run or wait."""
-    names = ("num_requests_running", "num_requests_waiting")
-    until(lambda: sum(map(health(port).get, names)) == number)
-
-
-def wait_until_idle(port):
-    """Until all who were served or have left are forgotten, and so is their text.
-
-    The run that the page opens on, which is recorded while nobody waits, has a row for a moment.
-    """
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    until(lambda: not any(map(health(port).get, names)))
-
-
 def events_of(data):
     """What a whole stream said, without pings and its [DONE]."""
     lines = [line for line in data.decode().split("\n\n") if line and line != ": ping"]
@@ -255,12 +312,12 @@ def events_of(data):
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def raw(port, data):
-    """(status, headers, body) of bytes as they are; the body as JSON."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        with suppress(OSError):  # it may be refused before all is sent
-            client.sendall(data)
-        return parse(read_all(client))
+def end_of(answer):
+    """(status, body) of what `call` returned; of a stream the last event is the body."""
+    status, headers, data = answer
+    assert b"Traceback" not in data
+    is_stream = headers["Content-Type"].startswith("text/event-stream")
+    return status, events_of(data)[-1] if is_stream else json.loads(data)
 
 
 def read_all(client):
@@ -292,14 +349,3 @@ def is_error(body, param=None):
     assert sorted(error) == ["code", "message", "param", "type"] and error["message"]
     assert "Traceback" not in error["message"] and "<" not in error["message"][:1]
     return error["param"] == param
-
-
-def connect(port, path, fields, buffer_bytes=None):
-    """A client that has asked and not read; closing it is leaving."""
-    client = socket.socket()
-    if buffer_bytes:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-    client.connect(("127.0.0.1", port))
-    body = json.dumps(fields).encode()
-    client.sendall(request(path, body, f"Content-Length: {len(body)}"))
-    return client

@@ -1,7 +1,8 @@
-"""What a caller can get wrong: bodies, fields, paths, and mutated requests by the thousand.
+"""Whatever a caller gets wrong, the answer says what it was and whose mistake; nothing breaks.
 
-Every mistake is answered with {"error": {"message", "type", "param", "code"}} and a status that
-says whose mistake it was. Bad framing is in test_connection.py, load in test_hostile.py.
+The answer is {"error": {"message", "type", "param", "code"}} with a status from 400 to 431. A new
+field of requests needs a line in BAD (what is refused) and one in TAKEN (what is just allowed).
+Bad framing is in test_connection.py, load in test_hostile.py.
 """
 
 import json
@@ -20,28 +21,14 @@ from pathlib import Path
 
 import pytest
 import speculative_decoding as core
-from conftest import TARGET, TEMPLATE
-from server import (
-    GOOD,
-    LIMIT_S,
-    call,
-    generate,
-    health,
-    is_error,
-    parse,
-    read_all,
-    request,
-    serving,
-    until,
-    wait_until_idle,
-)
+from conftest import TARGET, TEMPLATE, application
+from server import GOOD, LIMIT_S, is_error, parse, read_all, request, serving, until
 from transformers import AutoTokenizer
 
 from messages import RequestError
 from models import prompts as reading
 from models.prompts import chat_prompt, tokenize
 from serving.options import Options
-from serving.service import Service
 
 ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
@@ -53,9 +40,8 @@ def client(chat_folder):
     """Of a tiny model that all three routes can serve."""
     model = {"model": str(chat_folder("llama")), "drafter": "ngram", "max_tokens": DEFAULT_LIMIT}
     options = Options(**model)
-    app = core.create_app(Service(core.load_engine(options), options))
-    yield app.test_client()
-    app.extensions["worker"].drain(LIMIT_S)
+    with application(core.load_engine(options), options) as client:
+        yield client
 
 
 def body_for(route, fields):
@@ -75,6 +61,24 @@ def post(client):
         return answer.status_code, answer.json
 
     return post
+
+
+WRONG_PATHS = {
+    404: ["GET /nope", "GET /page/../../../etc/passwd", "GET /page/%2e%2e%2f__init__.py"],
+    405: ["GET /generate", "BREW /generate", "PUT /v1/chat/completions", "POST /v1/models",
+          "POST /v1/models/%1b[31m%00"],
+}  # fmt: skip
+EACH_PATH = [(status, *line.split()) for status, lines in WRONG_PATHS.items() for line in lines]
+
+
+@pytest.mark.parametrize(("wanted", "method", "path"), EACH_PATH)
+def test_a_wrong_path_or_method_is_a_json_error(client, wanted, method, path):
+    answer = client.open(path, method=method)
+    assert answer.status_code == wanted and answer.mimetype == "application/json"
+    assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
+    message = answer.json["error"]["message"]
+    assert (wanted == 405) == (" needs " in message)
+    assert message.isprintable() and len(message) <= 300
 
 
 TYPE = {"Content-Type": "application/json"}
@@ -100,28 +104,6 @@ def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(
     answer = client.post(route, data=body, headers=headers)
     assert answer.status_code == wanted and answer.mimetype == "application/json"
     assert is_error(answer.data) and answer.headers["X-Request-Id"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "wanted"),
-    [
-        ("GET", "/nope", 404),
-        ("GET", "/page/../../../etc/passwd", 404),
-        ("GET", "/page/%2e%2e%2f__init__.py", 404),
-        ("GET", "/generate", 405),
-        ("BREW", "/generate", 405),
-        ("PUT", "/v1/chat/completions", 405),
-        ("POST", "/v1/models", 405),
-        ("POST", "/v1/models/%1b[31m%00", 405),
-    ],
-)
-def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
-    answer = client.open(path, method=method)
-    assert answer.status_code == wanted and answer.mimetype == "application/json"
-    assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
-    assert (wanted == 405) == (b" needs " in answer.data)
-    message = answer.json["error"]["message"]
-    assert message.isprintable() and len(message) <= 300
 
 
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
@@ -154,7 +136,7 @@ UNSUPPORTED = {  # by /v1, where they would change the output
     "best_of": [3, True, "1"], "echo": [True], "suffix": ["x"],
     "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
     "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "response_format": [{"type": "xml"}, {}, "json_object"],
 }  # fmt: skip
 BAD_CHATS = {
     "messages": [None, [], {}, "hello", [None], ["hello"], [{}], [{"content": "a"}],
@@ -179,11 +161,10 @@ REFUSED = {
     COMPLETIONS: BAD | BAD_TEXTS | UNSUPPORTED,
     CHAT: BAD | BAD_CHATS | UNSUPPORTED,
 }
+EACH_FIELD = [(route, name) for route, fields in REFUSED.items() for name in fields]
 
 
-@pytest.mark.parametrize(
-    ("route", "name"), [(route, name) for route, fields in REFUSED.items() for name in fields]
-)
+@pytest.mark.parametrize(("route", "name"), EACH_FIELD)
 def test_a_bad_field_is_refused_by_the_name_it_was_sent_under(post, route, name):
     for value in REFUSED[route][name]:
         good = body_for(route, GOOD) | {"logprobs": True, "stream": value == "usage"}
@@ -420,20 +401,19 @@ HEADERS = ["Content-Type: text/plain", "Content-Encoding: br", "Expect: 100-cont
 
 
 @pytest.fixture(scope="module")
-def port(chat_folder):
+def server(chat_folder):
     """Of the same model in a process, with few threads."""
     limits = ("--max-tokens", str(DEFAULT_LIMIT), "--max-running", "4", "--max-queued", "8")
     with serving("--model", str(chat_folder("llama")), "--drafter", "ngram", *limits) as server:
-        yield server.port
+        yield server
         server.end_well()
 
 
 @pytest.fixture(scope="module")
-def half_sent(port):
+def half_sent(server):
     """They stop in the middle of a header and of a body, beside those of the next test."""
     whole = request(GENERATE, b'{"prompt": ', "Content-Length: 100")
-    address = ("127.0.0.1", port)
-    with socket.create_connection(address, 60) as one, socket.create_connection(address, 60) as two:
+    with server.open_socket() as one, server.open_socket() as two:
         one.sendall(whole[:40])
         two.sendall(whole)
         yield one, two
@@ -459,11 +439,11 @@ def mutated(rng):
     return data
 
 
-def check(port, seed):
+def check(server, seed):
     """The status of request `seed`; None where the client has left."""
     rng = random.Random(seed)
     data = mutated(rng)
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+    with server.open_socket() as client:
         client.sendall(data)
         if rng.random() < 0.05:  # with a reset
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -478,19 +458,19 @@ def check(port, seed):
     return status
 
 
-def test_mutated_requests_get_an_answer_or_a_json_error(port, half_sent):
-    """No 500, no hang, nothing lost; to repeat one that failed: `check(port, seed)`."""
+def test_mutated_requests_get_an_answer_or_a_json_error(server, half_sent):
+    """No 500, no hang, nothing lost; to repeat one that failed: `check(server, seed)`."""
     good = {"prompt": "a b a b a b a", "max_tokens": 12, "seed": 3}
-    before = generate(port, **good)[1]
+    before = server.generate(**good)[1]
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        statuses = list(pool.map(lambda seed: check(port, seed), range(NUM_REQUESTS)))
+        statuses = list(pool.map(lambda seed: check(server, seed), range(NUM_REQUESTS)))
     assert set(statuses) == EXPECTED and statuses.count(200) > NUM_REQUESTS / 10
-    wait_until_idle(port)  # from those, too, who have left
-    state = health(port)
+    server.wait_until_idle()  # from those, too, who have left
+    state = server.health()
     assert state["status"] == "ok"
     assert [w for w in state["warnings"] if "draft tokens are accepted" not in w] == []
-    after = generate(port, **good)[1]
-    assert after["token_ids"] == before["token_ids"] and call(port, "GET", "/")[0] == 200
+    after = server.generate(**good)[1]
+    assert after["token_ids"] == before["token_ids"] and server.call("GET", "/")[0] == 200
 
 
 def test_half_sent_requests_are_closed_in_the_end(half_sent):

@@ -1,4 +1,7 @@
-"""Requests share forwards and nothing else: each comes out as if it had been alone."""
+"""Requests share forwards and nothing else: each comes out as if it had been alone.
+
+A long prompt does not stop the others, and a forward or a step that fails loses no token.
+"""
 
 import random
 import threading
@@ -9,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
-from conftest import WAYS, ScriptedDrafter, failing, finish, run, scripted_engine
+from conftest import WAYS, ScriptedDrafter, before, failing, finish, run, scripted_engine, together
 from server import at_once, until
 
 from control import Statistics
@@ -20,6 +23,12 @@ from serving.worker import Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
+
+
+def test_requests_side_by_side_have_the_text_of_plain_decoding(demo_engine, prompts, plain, way):
+    texts = zip(prompts.values(), DRAFTERS, strict=False)
+    for s in together(demo_engine, [Request(text, 12, name, **way) for text, name in texts]):
+        assert s.output == plain(s.request.prompt, 12, **way)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +47,10 @@ def engine(demo_engine):
 
 def is_idle(engine):
     """Nothing is held: every row of every cache is free, and empty."""
-    own = engine.pool.drafters
-    return all(
-        not any(cache.lengths) and len(cache._free) == cache.num_rows and not cache.rows
-        for cache in (engine.target.cache, own["draft_model"]._draft.cache, own["mtp"]._cache)
-    )
+    model, mtp = (engine.pool.drafters[name] for name in ("draft_model", "mtp"))
+    caches = engine.target.cache, model._draft.cache, mtp._cache
+    free = all(len(cache._free) == cache.num_rows and not cache.rows for cache in caches)
+    return free and not any(any(cache.lengths) for cache in caches)
 
 
 def request_at_random(chance, prompts):
@@ -92,11 +100,10 @@ def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(engine, de
     """Lengths around the borders of a chunk of 24, and a prompt of many chunks."""
     long = (prompts["code_class"] + prompts["easy_facts"]) * 4
     for length in (23, 24, 25, 49, 150):
-        fields = {"max_tokens": 10, "drafter": "mtp"}
-        chunked, events = run(engine, long[:length], **fields)
-        whole, others = run(demo_engine, long[:length], **fields)
-        assert chunked.output == whole.output
-        assert len(events) == len(others) and chunked.statistics.prefills == 1
+        request = Request(long[:length], 10, "mtp")
+        (chunked,), (whole,) = together(engine, [request]), together(demo_engine, [request])
+        assert chunked.output == whole.output and chunked.num_steps == whole.num_steps
+        assert chunked.statistics.prefills == 1
         assert chunked.statistics.drafted_at == whole.statistics.drafted_at
         assert chunked.statistics.accepted_at == whole.statistics.accepted_at
 
@@ -117,22 +124,17 @@ def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])
-def test_a_step_that_fails_behind_its_last_token_loses_none(
-    demo_engine, prompts, monkeypatch, num_requests
-):
+def test_a_step_that_fails_loses_no_token(demo_engine, prompts, monkeypatch, num_requests):
     """Nor a log-probability: what has been accepted is not taken again."""
-    requests = [
-        Request(prompt, 12, "ngram", logprobs=2, **WAYS["sampled"])
-        for prompt in list(prompts.values())[:num_requests]
-    ]
+    fields = {"drafter": "ngram", "logprobs": 2, **WAYS["sampled"]}
+    texts = list(prompts.values())[:num_requests]
 
     def answers():
-        sequences = [demo_engine.open(request) for request in requests]
+        sequences = [demo_engine.open(Request(text, 12, **fields)) for text in texts]
         while running := [s for s in sequences if not s.finish_reason]:
             for s, cycle in retry.step(demo_engine, running).items():
                 trace.event(s, cycle)
-        for s in sequences:
-            demo_engine.close(s)
+        finish(demo_engine, sequences)
         return [(s.output, s.logprobs, s.statistics.num_draft_tokens) for s in sequences]
 
     expected, faulty = answers(), Mock(side_effect=[0, KeyError(), 0, KeyError(), *[0] * 99])
@@ -160,23 +162,17 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
     assert is_idle(engine)
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)]
-)
+@pytest.mark.parametrize("asked, expected", [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)])
 def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, expected):
-    made, waiting, event, step = [], [], trace.event, retry.step
-    monkeypatch.setattr("serving.trace.event", lambda *given: made.append(1) or event(*given))
-
-    def waits(*given):
-        until(lambda: waiting and not waiting[0]._is_read)
-        return step(*given)
-
-    monkeypatch.setattr("serving.retry.step", waits)
+    made, waiting = Mock(side_effect=trace.event), []
+    monkeypatch.setattr(trace, "event", made)
+    monkeypatch.setattr(retry, "step", retry.step)
+    before(retry, "step", lambda *_: until(lambda: waiting and not waiting[0]._is_read))
     worker = Worker(demo_engine, Options())
     waiting += worker.submit(Request([1, 2, 3], 9, **asked))
     waiting[0].wait()
     worker.drain(60)
-    assert len(made) == expected and len(waiting[0].sequence.output) == 9
+    assert made.call_count == expected and len(waiting[0].sequence.output) == 9
     assert len(waiting[0].sequence.text.text) > 0
 
 
@@ -209,22 +205,17 @@ def test_a_forward_that_fails_once_leaves_no_trace(
     assert sequence.statistics.num_draft_tokens > 3
 
 
-def test_a_draft_that_cannot_be_verified_costs_the_speculation(
-    demo_engine, prompts, plain, monkeypatch, way
-):
+def test_a_draft_that_cannot_be_verified_is_lost(demo_engine, prompts, plain, monkeypatch, way):
     expected = plain(prompts["hard_prose"], 12, **way)
     engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit)
     failing(engine, monkeypatch, lambda _, num_logits: max(num_logits) > 1)
     sequence, _ = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted", **way)
     assert sequence.output == expected and engine.totals.num_faults == 1
-    (warning,) = sequence.warnings
-    assert warning == "a forward failed (out of memory): went on without speculation"
+    assert sequence.warnings == ["a forward failed (out of memory): went on without speculation"]
     assert engine.pool.drafters["scripted"].num_open == 0
 
 
-def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
-    demo_engine, prompts, plain, monkeypatch
-):
+def test_a_neighbour_s_fault_lets_no_chunk_count_twice(demo_engine, prompts, plain, monkeypatch):
     """A chunk is read, then the others' forward fails: the chunk's hidden states came already."""
     engine = core.Engine(demo_engine.target, demo_engine.pool.drafters, prefill_chunk=16)
     running = engine.open(Request(prompts["easy_json"], 12))

@@ -1,4 +1,8 @@
-"""Benchmarks run as their docstrings say, and their last line is one JSON document."""
+"""Each benchmark runs with the command of its docstring, and its last line is one JSON document.
+
+Here each one runs in small, and must find what it is there to find: equal texts, a drafter that
+lies, an answer that a server lost. What it makes of times is tested with times that are made up.
+"""
 
 import importlib
 import json
@@ -8,22 +12,63 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 
 import gguf
 import pytest
 import torch
 from conftest import ROOT
-from server import generate, health, serving
-from test_gguf import write_gguf
+from gguf_files import TINY, write
+from server import serving
 from tqdm import tqdm
 
 import benchmarks as bench
 from benchmarks import audition, fixed_clock, lossless, pair, served, servers, soak
 from benchmarks.batch import of_best
 from benchmarks.passes import retype
+
+
+def forked(command):
+    """In the place of servers.started: forked servers need not import torch."""
+    return serving(*command[len(servers.OURS) :])
+
+
+@pytest.fixture
+def measure(capsys, monkeypatch):
+    """The document of a benchmark's main, run in this process, which has torch already."""
+
+    def run(command):
+        name, *arguments = command.split()
+        monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
+        prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
+        module = importlib.import_module(f"benchmarks.{name}")
+        for reader in (bench, module):
+            read = lambda is_chat=False: prompts  # noqa: E731
+            monkeypatch.setattr(reader, "read_prompts", read, raising=False)
+        monkeypatch.setattr(module, "started", forked, raising=False)
+        module.main(arguments)
+        *table, line = capsys.readouterr().out.splitlines()
+        document = json.loads(line)
+        assert len(table) > 3
+        assert document["command"].startswith(f"python -m benchmarks.{name} ")
+        assert document["versions"]["torch"] == torch.__version__
+        assert document["hardware"]["threads"] == torch.get_num_threads()
+        return document
+
+    return run
+
+
+def test_the_benchmark_against_generate_finds_equal_outputs(measure):
+    document = measure("peers --tokens 8 --k 3 --runs 1")
+    rows = [row for row in document["results"] if row["prompts"] == "all"]
+    assert [row["method"] for row in rows] == ["greedy", "ngram", "draft_model", "mtp"]
+    for row in rows:
+        assert row["equal_tokens"] == row["num_tokens"] == 2 * 8
+        assert row["equal_outputs"] == row["num_outputs"] == 2
+        # A pass a request is saved there by drafting before the prompt was read.
+        assert row["ours_passes"] <= row["generate_passes"] + 2
+    assert rows[0]["ours_passes"] == rows[0]["generate_passes"] == 16
+
 
 OWN = """
 import torch
@@ -45,37 +90,6 @@ class Liar(Drafter):
 """
 
 
-@contextmanager
-def forked(command):
-    """In the place of servers.started: forked servers need not import torch."""
-    with serving(*command[len(servers.OURS) :]) as server:
-        yield SimpleNamespace(port=server.port, health=partial(health, server.port))
-
-
-@pytest.fixture
-def measure(capsys, monkeypatch):
-    """The document of a benchmark's main, run in this process, which has torch already."""
-
-    def run(name, *arguments):
-        monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
-        prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
-        module = importlib.import_module(f"benchmarks.{name}")
-        for reader in (bench, module):
-            read = lambda is_chat=False: prompts  # noqa: E731
-            monkeypatch.setattr(reader, "read_prompts", read, raising=False)
-        monkeypatch.setattr(module, "started", forked, raising=False)
-        module.main(list(map(str, arguments)))
-        *table, line = capsys.readouterr().out.splitlines()
-        document = json.loads(line)
-        assert len(table) > 3
-        assert document["command"].startswith(f"python -m benchmarks.{name} ")
-        assert document["versions"]["torch"] == torch.__version__
-        assert document["hardware"]["threads"] == torch.get_num_threads()
-        return document
-
-    return run
-
-
 def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
     measure, monkeypatch, tmp_path
 ):
@@ -83,8 +97,8 @@ def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
     name = "temperature 1.3"
     monkeypatch.setattr(lossless, "SAMPLINGS", {name: lossless.SAMPLINGS[name]})
     monkeypatch.setattr(lossless, "KEPT", {"temperature 1": lossless.KEPT["temperature 1"]})
-    few = "--max-tokens", 6, "--seeds", 1, "--drafter", f"{tmp_path}/own.py:Liar"
-    document = measure("lossless", "--samples", 160, *few)
+    few = "--samples 160 --max-tokens 6 --seeds 1"
+    document = measure(f"lossless {few} --drafter {tmp_path}/own.py:Liar")
     for row in document["rows"]:
         assert row["coupled_differing"] == 0  # whoever lies
         smallest = min(row[view]["p_value"] for view in lossless.VIEWS)
@@ -103,7 +117,7 @@ def test_speedups_are_medians_of_runs_and_the_best_is_chosen_by_the_other_runs()
 
 
 def test_the_benchmark_of_batches_asks_a_server_and_compares_outputs(measure):
-    document = measure("batch", "--tokens", 3, "--runs", 1, "--sizes", 2)
+    document = measure("batch --tokens 3 --runs 1 --sizes 2")
     assert [row["drafter"] for row in document["batches"]][::6] == ["none", "auto"]
     assert all(row["identical"] and row["of_none"] > 0 for row in document["batches"])
     assert document["batches"][-1]["of_best"] > 0
@@ -112,22 +126,20 @@ def test_the_benchmark_of_batches_asks_a_server_and_compares_outputs(measure):
 def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("1, 2, 1, 2,\n\ndef main():\n")
-    document = measure(
-        "audition", "--model", "embedded", "--prompts", path, "--tokens", 8, "--runs", 2, "--k", 3
-    )
+    document = measure(f"audition --model embedded --prompts {path} --tokens 8 --runs 2 --k 3")
     rows, (advice,) = document["results"], document["advice"]
     names = {row["drafter"] for row in rows}
     assert names == {row["drafter"] for row in document["accepted"]} | {"none"}
-    kept = [list(row)[2:] for row in document["accepted"]]
-    assert kept == [["tok_pass", "at_1", "at_2", "at_3"]] * (len(names) - 1)
+    columns = [list(row)[2:] for row in document["accepted"]]
+    assert columns == [["tok_pass", "at_1", "at_2", "at_3"]] * (len(names) - 1)
     assert names - {"tree"} == {"none", "ngram", "suffix", "draft_model", "mtp", "auto"}
     assert all(row["equal"] for row in rows)
     speeds = [row["of_plain"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert next(row["tok_pass"] for row in rows if row["drafter"] == "none") == 1
-    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--model", "embedded"]
-    given = advice["command_line"].split()
-    assert given[:7] == [*words, "--drafter"] and given[7] in (rows[0]["drafter"], "none")
+    command, _, drafter = advice["command_line"].partition(" --drafter ")
+    assert command == "python 08_speculative_decoding.py --port 5000 --model embedded"
+    assert drafter.split()[0] in (rows[0]["drafter"], "none")
 
 
 @pytest.mark.parametrize(("quartile", "ending"), [
@@ -135,57 +147,42 @@ def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_p
     (0.99, "--draft-model 'a b' --drafter none"),
 ])  # fmt: skip
 def test_an_audition_recommends_only_what_pays(quartile, ending):
-    given = Namespace(model=bench.Options.model, draft_model="a b", eagle3=None, dflash=None,
+    options = Namespace(model=bench.Options.model, draft_model="a b", eagle3=None, dflash=None,
                       dtype="auto", quantize=None, k=6)  # fmt: skip
     row = {"drafter": "ngram", "of_plain": 1.2, "quartiles": [quartile, 1.4]}
-    found = audition.advice([row, {"drafter": "none"}], given)
-    assert found["command_line"] == f"python 08_speculative_decoding.py --port 5000 {ending}"
-    assert ("does not pay" in found["found"]) == (quartile < 1)
+    advised = audition.advice([row, {"drafter": "none"}], options)
+    assert advised["command_line"] == f"python 08_speculative_decoding.py --port 5000 {ending}"
+    assert ("does not pay" in advised["found"]) == (quartile < 1)
 
 
-UNREADABLE = [
-    ("", "there are no prompts"),
-    ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}', "a name stands twice"),
-    ('{"prompt": "a"}\n["b"]', "prompt 2 is not an object with the field prompt"),
-    ('{"prompt": ""}', "prompt 1 is not an object"),
-]
+UNREADABLE = {
+    "": "there are no prompts",
+    '{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}': "a name stands twice",
+    '{"prompt": "a"}\n["b"]': "prompt 2 is not an object with the field prompt",
+    '{"prompt": ""}': "prompt 1 is not an object",
+}
 
 
 def test_prompts_have_a_name_or_a_number_and_what_cannot_be_read_is_one_line(tmp_path, capsys):
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
     assert audition.prompts_of(path) == {"1": "a b", "x": "c"}
-    for text, reason in UNREADABLE:
+    for text, reason in UNREADABLE.items():
         path.write_text(text)
         with pytest.raises(SystemExit, match="2"):
             audition.main(["--model", "embedded", "--prompts", str(path)])
         error = capsys.readouterr().err
         assert error.startswith("error: ") and reason in error and error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        audition.main(["--model", "embedded", "--raw"])
-    assert capsys.readouterr().err == "error: --raw goes with --prompts\n"
 
 
-def test_the_benchmark_against_generate_finds_equal_outputs(measure):
-    document = measure("peers", "--tokens", 8, "--k", 3, "--runs", 1)
-    rows = [row for row in document["results"] if row["prompts"] == "all"]
-    assert [row["method"] for row in rows] == ["greedy", "ngram", "draft_model", "mtp"]
-    for row in rows:
-        assert row["equal_tokens"] == row["num_tokens"] == 2 * 8
-        assert row["equal_outputs"] == row["num_outputs"] == 2
-        # A pass a request is saved there by drafting before the prompt was read.
-        assert row["ours_passes"] <= row["generate_passes"] + 2
-    assert rows[0]["ours_passes"] == rows[0]["generate_passes"] == 16
-
-
-def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path, tiny_folder):
+def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path):
     old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
-    write_gguf(tiny_folder("llama"), old, None)
+    write(old, TINY)
     retype(str(old), str(new), "q8_0")
     before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
-    kept = {name: field.contents() for name, field in after.fields.items()}
+    fields = {name: field.contents() for name, field in after.fields.items()}
     for name, field in before.fields.items():
-        assert name.startswith("GGUF.") or kept[name] == field.contents()
+        assert name.startswith("GGUF.") or fields[name] == field.contents()
     for ours, theirs in zip(before.tensors, after.tensors, strict=True):
         is_matrix = len(ours.shape) > 1
         assert theirs.tensor_type.name == ("Q8_0" if is_matrix else "F32")
@@ -197,9 +194,9 @@ def test_what_a_server_says_of_a_chat_is_read_from_its_stream(chat_folder):
     with serving("--model", str(chat_folder("llama"))) as server:
         one, other = pair.write(server, {"drafter": "ngram"}, ["a", "c"], 3)
         for prompt, written in (("a", one), ("c", other)):
-            told = generate(server.port, prompt=prompt, chat=True, max_tokens=3)[1]
-            numbers = told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]
-            assert written[:3] == (told["text"], *numbers) and 0 < written.first_ms <= written.ms
+            answer = server.generate(prompt=prompt, chat=True, max_tokens=3)[1]
+            numbers = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+            assert written[:3] == (answer["text"], *numbers) and 0 < written.first_ms <= written.ms
         with pytest.raises(servers.Lost, match="status 400, not 200: .*drafter"):
             pair.write(server, {"drafter": "nobody"}, ["b"], 3)
 
@@ -209,8 +206,8 @@ def test_the_slowest_prompt_of_a_way_counts_as_a_median_of_runs():
         return bench.Calls([], [[pair.Written("", 1, 11, 5.0, 5.0 + ms) for ms in r] for r in runs])
 
     runs = [(100, 60), (100, 60), (100, 60)], [(50, 80), (400, 50), (80, 75)]
-    ways = dict(zip(("ours, none", "ours, auto"), runs, strict=True)) | {pair.PLAIN: runs[0]}
-    timed = {(way, 0): calls(*own) for way, own in ways.items()}
+    methods = dict(zip(("ours, none", "ours, auto"), runs, strict=True)) | {pair.PLAIN: runs[0]}
+    timed = {(method, 0): calls(*times) for method, times in methods.items()}
     rows = {row["who"]: row for row in pair.rows_of("code", timed)}
     assert rows["ours, auto"]["worst_of_none"] == 0.8  # 2, .25, 1.25; and .75, 1.2, .8
     assert rows["ours, none"]["worst_of_none"] == 1 and rows[pair.PLAIN]["worst_of_none"] is None
@@ -228,20 +225,20 @@ def test_a_server_is_measured_and_ended(tmp_path):
 
 
 def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
-    few = "--tokens", 4, "--runs", 1, "--prompts", 2, "--clients", 1, 2, "--drafters", "none"
-    document = measure("served", "--cases", "embedded", *few)
+    few = "--tokens 4 --runs 1 --prompts 2 --clients 1 2 --drafters none"
+    document = measure(f"served --cases embedded {few}")
     assert [row["clients"] for row in document["results"]] == [1, 2]
     for row in document["results"]:
         assert row["identical"] and row["whole"] > 0 and row["streamed"] > 0
 
 
 def test_served_speeds_are_in_those_of_the_engine_s_own_process():
-    def calls(way, *ms):
-        tokens = [[1] if way == "here" else [2]]
+    def calls(place, *ms):
+        tokens = [[1] if place == "here" else [2]]
         return bench.Calls([], [(each, each / 2, tokens) for each in ms])
 
     times = {"here": (10.0, 30.0), "whole": (20.0, 60.0), "streamed": (40.0, 120.0)}
-    timed = {(way, 8, 0): calls(way, *ms) for way, ms in times.items()}
+    timed = {(place, 8, 0): calls(place, *ms) for place, ms in times.items()}
     timed["here", 1, 0] = calls("here", 10.0, 30.0)
     row = served.row_of(timed, 8)
     assert row["whole"] == 0.5 and row["streamed_quartiles"] == [0.25, 0.25]
@@ -250,7 +247,7 @@ def test_served_speeds_are_in_those_of_the_engine_s_own_process():
 
 
 def test_int8_is_near_float32_and_smaller(measure):
-    document = measure("quality", "--model", "embedded", "--tokens", 300)
+    document = measure("quality --model embedded --tokens 300")
     floats, halves, integers = document["quality"]
     assert floats["agree"] == 1 and floats["overlap"] == pytest.approx(1, abs=1e-3)
     assert 0.9 < integers["agree"] <= 1 and 0.9 < integers["overlap"] < 1
@@ -267,11 +264,8 @@ def test_auto_loses_to_no_drafter_by_more_than_five_percent_on_any_kind_of_promp
 
 def test_under_a_fixed_clock_times_are_what_the_costs_say(measure):
     """Plain decoding has a pass of one row for each token behind the first."""
-    few = ("fixed_clock", "--tokens", 24, "--k", 2, "--other-ms", 0)
-    cheap, dear = (
-        measure(*few, "--pass-ms", 4, "--row-ms", 0, "--step-ms", step)["results"][-1]
-        for step in (0.001, 4)
-    )
+    few = "fixed_clock --tokens 24 --k 2 --other-ms 0 --pass-ms 4 --row-ms 0 --step-ms"
+    cheap, dear = (measure(f"{few} {step}")["results"][-1] for step in (0.001, 4))
     assert cheap["prompts"] == dear["prompts"] == "all" and cheap["ngram"] == dear["ngram"]
     assert min(cheap[name] for name in ("draft_model", "mtp", "auto")) > 1.2
     assert 0.8 < dear["mtp"] <= 1
@@ -287,15 +281,16 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("peers", ["--k", "17"], "must be from"),
-        ("soak", ["--minutes", "0"], "must be more than 0"),
-        ("pair", ["--llama", "/nope", "--target", __file__], "there is no file /nope"),
-        ("pair", ["--llama", sys.executable, "--target", "/x.gguf"], "there is no file /x.gguf"),
+        ("peers", "--k 17", "must be from"),
+        ("soak", "--minutes 0", "must be more than 0"),
+        ("audition", "--model embedded --raw", "error: --raw goes with --prompts\n"),
+        ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
+        ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
     ],
 )
 def test_benchmarks_refuse_what_measures_nothing(name, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"benchmarks.{name}").main(arguments)
+        importlib.import_module(f"benchmarks.{name}").main(arguments.split())
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -305,8 +300,8 @@ def test_benchmarks_refuse_what_measures_nothing(name, arguments, message, capsy
 @pytest.mark.slow
 def test_a_short_soak_loses_nothing_and_leaks_nothing():
     """Of all kinds of clients. How fast /health was is the benchmark's affair, not a test's."""
-    arguments = ["--minutes", "0.1", "--warm-up", "5", "--clients", "8", "--sample", "6", "--json"]
-    command = [sys.executable, "-m", "benchmarks.soak", *arguments]
+    few = "--minutes 0.1 --warm-up 5 --clients 8 --sample 6 --json"
+    command = [sys.executable, "-m", "benchmarks.soak", *few.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     document = json.loads(result.stdout)
@@ -372,6 +367,6 @@ def test_the_soak_sees_that_an_answer_differs_from_the_one_alone(capsys):
     client = soak.Client(0, tally, random.Random(0), [])
     for now, differs in ((text, 0), (text._replace(token_ids=[5, 9]), 1)):
         client.get = lambda ask, now=now: now
-        found = soak.send_again(client, [(ASKED, text)])
-        assert found == {"kept": 1, "sent_again": 1, "differ": differs}
+        outcome = soak.send_again(client, [(ASKED, text)])
+        assert outcome == {"kept": 1, "sent_again": 1, "differ": differs}
     assert tally.seen.count(("again, alone", "wrong")) == 1 and "WRONG" in capsys.readouterr().err

@@ -1,4 +1,8 @@
-"""Choosing in C gives the bits of sampling.py's own definition, on every machine."""
+"""Choosing in C gives the bits of its definition in sampling.py, on every machine.
+
+So a token that a compiled draft chooses is the one that Python would choose from the same scores,
+and scores without numbers are refused by both.
+"""
 
 import itertools
 import math
@@ -7,13 +11,13 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
+from conftest import needs_compiler
 
 import sampling as module
 from control.acceptance import Acceptance
 from kernels import sampling as compiled
 from sampling import Noise, choose, confidence, ranked, survivors
 
-needs_compiler = pytest.mark.skipif(not compiled.can_choose(), reason="no C compiler here")
 CUTS = [
     (1.0, 0, 1.0, 0.0), (0.3, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (1.0, 3000, 1.0, 0.0),
     (1.3, 0, 0.95, 0.0), (1.0, 0, 0.999, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 0.3),
@@ -40,43 +44,50 @@ def rows():
         yield torch.where(torch.arange(vocab) % 2 == 0, -0.0, 0.0)
 
 
-def with_python(monkeypatch, function, *given):
-    with monkeypatch.context() as patch:
+def in_both(function, *arguments):
+    """What a function gives in C, and as well in Python."""
+    result = function(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.can_choose", lambda: False)
-        return function(*given)
+        assert result == function(*arguments)
+    return result
+
+
+def surviving(row, cuts):
+    return [x.tolist() for x in survivors(row, *cuts)]
+
+
+@pytest.fixture(params=[pytest.param("C", marks=needs_compiler), "python"])
+def language(request, monkeypatch):
+    """What chooses."""
+    monkeypatch.setattr(compiled, "is_wanted", request.param == "C")
 
 
 @needs_compiler
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_c_chooses_what_python_chooses(monkeypatch, cuts):
-    way, seeds = core.Sampling(1.0, *cuts), itertools.cycle((0, 1, 2**40 + 3, -1))
-    for row in rows():
-        ours, theirs = survivors(row, *cuts), with_python(monkeypatch, survivors, row, *cuts)
-        assert all(map(np.array_equal, ours, theirs))
-        seed = next(seeds)
-        given = row, way, Noise(seed), 1000 * seed % 777
-        assert choose(*given) == with_python(monkeypatch, choose, *given)
+def test_c_chooses_what_python_chooses(cuts):
+    sampling, seeds = core.Sampling(1.0, *cuts), itertools.cycle((0, 1, 2**40 + 3, -1))
+    for row, seed in zip(rows(), seeds, strict=False):
+        in_both(surviving, row, cuts)
+        in_both(choose, row, sampling, Noise(seed), 1000 * seed % 777)
 
 
 @needs_compiler
-def test_c_finds_the_first_of_the_largest_and_the_leaders_that_python_finds(monkeypatch):
-    ways = itertools.cycle(core.Sampling(1.0, *cuts) for cuts in CUTS)
+def test_c_finds_the_first_of_the_largest_and_the_leaders_that_python_finds():
+    samplings = itertools.cycle(core.Sampling(1.0, *cuts) for cuts in CUTS)
     for row in rows():
         assert choose(row, core.Sampling(), Noise(0), 0) == int((row == row.max()).nonzero()[0])
-        for way in (core.Sampling(), next(ways)):
-            given = row, [1, 2, 3], way, Noise(3), 4
-            assert ranked(*given) == with_python(monkeypatch, ranked, *given)
+        for sampling in (core.Sampling(), next(samplings)):
+            in_both(ranked, row, [1, 2, 3], sampling, Noise(3), 4)
 
 
 @needs_compiler
-def test_c_is_as_sure_of_a_token_as_python(monkeypatch):
+def test_c_is_as_sure_of_a_token_as_python():
     for row in rows():
         for token in {0, len(row) // 2, len(row) - 1}:
-            sure = confidence(row, token)
-            assert sure == with_python(monkeypatch, confidence, row, token)
-            assert sure == pytest.approx(float(row.double().softmax(0)[token]), rel=1e-7, abs=1e-12)
-    broken = torch.tensor([0.0, math.nan]), 0
-    assert confidence(*broken) == with_python(monkeypatch, confidence, *broken) == 0
+            chance = float(row.double().softmax(0)[token])
+            assert in_both(confidence, row, token) == pytest.approx(chance, rel=1e-7, abs=1e-12)
+    assert in_both(confidence, torch.tensor([0.0, math.nan]), 0) == 0
     with pytest.raises(IndexError):
         confidence(torch.zeros(3), 3)
 
@@ -102,11 +113,9 @@ def test_of_equal_times_the_lower_id_wins(monkeypatch):
 
 
 @pytest.mark.parametrize("vocab", [7, 200, 4096])
-@pytest.mark.parametrize("way", [pytest.param("C", marks=needs_compiler), "python"])
 @pytest.mark.parametrize("number", [math.nan, math.inf, None], ids=str)
-def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
-    if way == "python":
-        monkeypatch.setattr("kernels.can_choose", lambda: False)
+@pytest.mark.usefixtures("language")
+def test_rows_that_are_no_numbers_are_refused(number, vocab):
     samplings = core.Sampling(), *(core.Sampling(1.0, *cuts) for cuts in CUTS)
     for at, sampling in itertools.product((0, vocab // 2, vocab - 1), samplings):
         row = torch.linspace(-1, 1, vocab)
@@ -115,14 +124,13 @@ def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
             choose(row, sampling, Noise(0), 0)
 
 
-@pytest.mark.parametrize("way", [pytest.param("C", marks=needs_compiler), "python"])
-def test_a_row_is_chosen_from_where_it_lies_and_only_if_it_can_choose(monkeypatch, way):
-    rows, ways = torch.eye(3, 50), [core.Sampling(), core.Sampling(temperature=1.0, top_k=1)]
-    if way == "python":
-        monkeypatch.setattr("kernels.can_choose", lambda: False)
-    for scores, way in itertools.product((rows, rows.bfloat16(), rows.T.contiguous().T), ways):
-        assert [choose(scores, way, Noise(0), 0, row=i) for i in range(3)] == [0, 1, 2]
-        assert choose(scores[1], way, Noise(0), 0) == 1
+@pytest.mark.usefixtures("language")
+def test_a_row_is_chosen_from_where_it_lies_and_only_if_it_is_there():
+    rows, samplings = torch.eye(3, 50), [core.Sampling(), core.Sampling(temperature=1.0, top_k=1)]
+    layouts = rows, rows.bfloat16(), rows.T.contiguous().T
+    for scores, sampling in itertools.product(layouts, samplings):
+        assert [choose(scores, sampling, Noise(0), 0, row=i) for i in range(3)] == [0, 1, 2]
+        assert choose(scores[1], sampling, Noise(0), 0) == 1
     with pytest.raises(IndexError):
         choose(rows, core.Sampling(), Noise(0), 0, row=3)
 

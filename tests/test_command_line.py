@@ -1,7 +1,9 @@
 """One command continues a prompt, runs the demo or serves; a mistake is one line and exit 2.
 
-Most of it is run in this process, on the engine that the other tests have. What the process itself
-does (its signals, pipes and sockets) is tested at the end, and in test_operations.py.
+The text is marked with the origin of its tokens, the demo compares it with plain decoding's, and
+only a fault of the program has a traceback. Most of it is run in this process, on the engine that
+other tests have, too. What the process itself does (its signals, pipes and sockets) is tested at
+the end, and in test_operations.py.
 """
 
 import io
@@ -39,22 +41,32 @@ TOO_LITTLE_MEMORY = "error: too little memory, or too few threads: "
 SHORT_DEMO = ("--demo", "--max-tokens", "4", "--repeats", "1")
 
 
-def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main, monkeypatch):
-    """Up to a limit, to a string that stops it, or to the token that ends a turn."""
+def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main):
     prompt = ("--prompt", "red, green, blue, red, green,")
     status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
     assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
     figures = r"20 tokens \(length\) · \d+ passes after prefill · \d\.\d\d tokens per pass"
     assert re.search(figures, out)
-    pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
-    coloured = terminal.mark(pieces, colour=True)
-    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
+
+
+def test_a_text_ends_at_a_stop_string_or_at_the_token_that_ends_a_turn(main, monkeypatch):
     _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
     text, _, figures = out.rpartition("\n\n")
     assert "(stop)" in figures and "8" in text and "9" not in text
     monkeypatch.setattr(core, "choose", lambda *_, **__: 0)
     status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
     assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (stop)" in out
+
+
+def test_a_terminal_shows_text_in_colours_and_of_few_characters_all_the_same(monkeypatch, main):
+    pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
+    coloured = terminal.mark(pieces, colour=True)
+    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as narrow:
+        monkeypatch.setattr(sys, "stdout", narrow)
+        status = core.main(naming_a_model(["--prompt", "1, 2, 3,", "--max-tokens", "4"]))
+        out = narrow.buffer.getvalue().decode("ascii")
+    assert status == 0 and "1, 2, 3," in out and "?" in out
 
 
 @pytest.fixture
@@ -109,16 +121,16 @@ def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
     assert all(len(p["standard"]["ms_of_runs"]) == 1 for p in prompts)
 
 
-@pytest.mark.parametrize(
-    ("token_s", "max_tokens", "expected"),
-    [
-        (0.01, None, (None, 8, 3, "")),
-        (0.05, None, (None, 8, 1, "")),
-        (0.25, None, (60, 8, 1, "8 of 8 prompts, 60 tokens each")),
-        (9.0, None, (32, 2, 1, "2 of 8 prompts, 32 tokens each")),
-        (0.25, 100, (100, 4, 1, "4 of 8 prompts, 100 tokens each")),
-    ],
-)
+SLOW = [  # seconds a token; --max-tokens; what is run: tokens, prompts, repeats; what is said
+    (0.01, None, (None, 8, 3, "")),
+    (0.05, None, (None, 8, 1, "")),
+    (0.25, None, (60, 8, 1, "8 of 8 prompts, 60 tokens each")),
+    (9.0, None, (32, 2, 1, "2 of 8 prompts, 32 tokens each")),
+    (0.25, 100, (100, 4, 1, "4 of 8 prompts, 100 tokens each")),
+]
+
+
+@pytest.mark.parametrize(("token_s", "max_tokens", "expected"), SLOW)
 def test_a_demo_of_a_slow_model_has_fewer_tokens_and_prompts_and_says_so(
     token_s, max_tokens, expected
 ):
@@ -220,14 +232,6 @@ def test_sampling_options_are_followed_and_the_seed_is_told(main):
     assert seeds[0] != seeds[1] and said("--seed", seeds[0]) == chosen
 
 
-def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypatch):
-    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as narrow:
-        monkeypatch.setattr(sys, "stdout", narrow)
-        status = core.main(naming_a_model(["--prompt", "1, 2, 3,", "--max-tokens", "4"]))
-        out = narrow.buffer.getvalue().decode("ascii")
-    assert status == 0 and "1, 2, 3," in out and "?" in out
-
-
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
     for name in ("embedded", "demo_models/target"):
@@ -268,6 +272,9 @@ MISTAKES = {  # what is said -> after which command lines
     "give it once": ["--port 5000 --api-key a --api-key-file b"],
     "No such file": ["--port 5000 --api-key-file no/such/file"],
     "prompt_lookup_min (9) must be": ["--model embedded --prompt x --prompt-lookup-min 9"],
+    "leave no room in a context of 2048": [f"--model embedded --prompt '{'x ' * 2100}'"],
+    "lone surrogate": ["--model embedded --prompt \udcff"],
+    "stop must be a non-empty string": ["--model embedded --prompt x --stop ''"],
     "vllm is no address such as": ["--port 1 --engine vllm --model T"],
     "": [  # what does not go together
         "--plan --drafter none", "--plan --quantize int8", "--plan --demo",
@@ -300,7 +307,7 @@ def assert_one_line(message, status, out, err):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("line", "message"), EACH_MISTAKE, ids=str)
+@pytest.mark.parametrize(("line", "message"), EACH_MISTAKE, ids=lambda words: words[:60])
 def test_what_cannot_be_done_is_one_line_and_exit_2(line, message, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     try:
@@ -308,19 +315,6 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line, message, capsys, monke
     except SystemExit as stop:
         status = stop.code
     assert_one_line(message, status, *capsys.readouterr())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["x " * 2100], "leave no room in a context of 2048"),
-        (["\udcff"], "lone surrogate"),
-        (["x", "--stop", ""], "stop must be a non-empty string"),
-    ],
-    ids=["long", "no text", "stop"],
-)
-def test_a_prompt_that_cannot_be_is_one_line_and_exit_2(main, arguments, message):
-    assert_one_line(message, *main("--prompt", *arguments))
 
 
 def test_a_drafter_s_fault_with_strict_is_one_line(main, demo_engine, monkeypatch):
@@ -362,19 +356,13 @@ DAMAGED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shards(tiny_folder, tmp_path_factory):
-    """A model in three files."""
-    source, path = tiny_folder("llama"), tmp_path_factory.mktemp("shards") / "model"
+@pytest.fixture
+def sharded(tiny_folder, tmp_path):
+    """A model in three files, in a folder of the test."""
+    source, path = tiny_folder("llama"), tmp_path / "model"
     shutil.copytree(source, path, ignore=lambda *_: ["model.safetensors"])
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(path, max_shard_size="300KB")
     return path
-
-
-@pytest.fixture
-def sharded(shards, tmp_path):
-    """It in a folder of the test's own."""
-    return shutil.copytree(shards, tmp_path / "model")
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
@@ -399,15 +387,14 @@ def test_a_context_may_be_left_out_or_be_huge(sharded, positions, length):
     assert loading.load_pretrained(str(sharded), Options()).length == length
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
-        RuntimeError("can't start new thread"),
-        MemoryError(),
-    ],
-    ids=repr,
-)
+NO_MEMORY = [
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    RuntimeError("can't start new thread"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
 def test_too_little_memory_is_one_line(main, monkeypatch, error):
     monkeypatch.setattr(http, "serve", Mock(side_effect=error))
     assert_one_line(TOO_LITTLE_MEMORY, *main("--port", "5000"))

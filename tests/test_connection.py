@@ -1,6 +1,7 @@
-"""A connection reads one way of framing, waits only so long, and holds only so much memory.
+"""A connection reads a request alike however its bytes come, and refuses framing that is ambiguous.
 
-It is tested without a socket and with a clock of our own; the real process is in test_hostile.py.
+It waits only so long for a client and holds only so much memory for it. Both are tested without a
+socket and with a clock that the tests move; the real process is in test_hostile.py.
 """
 
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ class Transport:
         self.is_paused = False
 
 
-class Room:
+class Server:
     """In the place of the server: notes what is to be answered, and by which application."""
 
     environ, limit = {}, 1 << 30
@@ -53,10 +54,7 @@ class Room:
     def __init__(self):
         self.asked, self.num_held = [], 0
 
-    def ignore(self, *_, **__):
-        """Nothing is checked, admitted or noted here."""
-
-    check = admit = forget = note = ignore
+    check = admit = forget = note = lambda *_, **__: None
 
     def hold(self, num_bytes):
         self.num_held += num_bytes
@@ -80,9 +78,15 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def client(clock):
-    made = Connection(Room())
+    made = Connection(Server())
     made.connection_made(Transport())
     return made
+
+
+def receive(client, data, size=1 << 16):
+    """Let the data come in pieces of a size."""
+    for i in range(0, len(data), size):
+        client.data_received(data[i : i + size])
 
 
 def waits(client, clock, seconds, each_second=b""):
@@ -110,27 +114,38 @@ HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\
 ANSWER = ["200 OK", [("Content-Length", "0")]]
 
 
-@pytest.mark.parametrize(
-    ("sent", "each_second", "patience", "outcome"),
-    [
-        ([], b"", 10, "closed"),
-        ([], b"\r\n", 10, "closed"),
-        ([b"GET"], b"", 10, 408),
-        ([b"GET / HTTP/1.1\r\nX: "], b"x", 10, 408),
-        ([b"\r\n", b"\r", b"\n"], b"", 10, "closed"),
-        ([HEAD, b"\r\n"], b"", 10, 408),
-        ([HEAD, b"\r\n"], b"x", 10, 408),
-        ([HEAD, b"\r\n", b"x" * 163_840], b"", 20, 408),  # 16 KiB a second
-        ([REQUEST], b"", 3600, None),  # it is not the client who is slow
-    ],
-)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_a_request_is_read_alike_however_it_is_cut(client, size):
+    head = HEAD.replace(b"Content-Length: 900000", b"Transfer-Encoding: chunked")
+    data = b"\r\n\r\n" + head + b"\r\n5\r\nabcde\r\n3;x=y\r\nfgh\r\n0\r\nX: y\r\n\r\n"
+    receive(client, data, size)
+    (environ,) = client.server.asked
+    assert environ["wsgi.input"].read() == b"abcdefgh" and REFUSAL not in environ
+    assert environ["CONTENT_LENGTH"] == "8" and "HTTP_TRANSFER_ENCODING" not in environ
+    assert client.is_last and client.server.num_held == 0  # no second one behind chunks
+
+
+SLOW = [  # what a client sends, then each second; for how many seconds; what becomes of it
+    ([], b"", 10, "closed"),
+    ([], b"\r\n", 10, "closed"),
+    ([b"GET"], b"", 10, 408),
+    ([b"GET / HTTP/1.1\r\nX: "], b"x", 10, 408),
+    ([b"\r\n", b"\r", b"\n"], b"", 10, "closed"),
+    ([HEAD, b"\r\n"], b"", 10, 408),
+    ([HEAD, b"\r\n"], b"x", 10, 408),
+    ([HEAD, b"\r\n", b"x" * 163_840], b"", 20, 408),  # 16 KiB a second
+    ([REQUEST], b"", 3600, None),  # it is not the client who is slow
+]
+
+
+@pytest.mark.parametrize(("sent", "each_second", "num_s", "outcome"), SLOW)
 def test_a_client_has_so_much_time_for_what_it_sends(
-    client, clock, sent, each_second, patience, outcome
+    client, clock, sent, each_second, num_s, outcome
 ):
     """Also if it sends a byte now and then."""
     for data in sent:
         client.data_received(data)
-    assert waits(client, clock, patience, each_second) is None
+    assert waits(client, clock, num_s, each_second) is None
     assert waits(client, clock, 1, each_second) == outcome
 
 
@@ -240,9 +255,7 @@ def test_framing_that_is_ambiguous_or_endless_is_refused_and_nothing_behind_it_i
     client, status, lines, body
 ):
     """RFC 9112. What has no end is refused while it comes."""
-    data = "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or REQUEST)
-    for i in range(0, len(data), 1 << 16):
-        client.data_received(data[i : i + (1 << 16)])
+    receive(client, "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or REQUEST))
     (environ,) = client.server.asked
     assert environ[REFUSAL].status == status and client.is_last and client.server.num_held == 0
 
@@ -278,18 +291,6 @@ def test_whoever_answers_is_told_that_the_client_leaves(client):
     client.connection_lost(None)
     when_left(lambda: left.append("before"))
     assert left == ["while", "before"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_a_request_is_read_alike_however_it_is_cut(client, size):
-    head = HEAD.replace(b"Content-Length: 900000", b"Transfer-Encoding: chunked")
-    data = b"\r\n\r\n" + head + b"\r\n5\r\nabcde\r\n3;x=y\r\nfgh\r\n0\r\nX: y\r\n\r\n"
-    for i in range(0, len(data), size):
-        client.data_received(data[i : i + size])
-    (environ,) = client.server.asked
-    assert environ["wsgi.input"].read() == b"abcdefgh" and REFUSAL not in environ
-    assert environ["CONTENT_LENGTH"] == "8" and "HTTP_TRANSFER_ENCODING" not in environ
-    assert client.is_last and client.server.num_held == 0  # no second one behind chunks
 
 
 def test_a_connection_that_is_closed_for_room_reads_no_further(client):

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
-from conftest import WAYS, ScriptedDrafter, run, together
+from conftest import WAYS, ScriptedDrafter, before, run, run_beside_fresh, together
 
 from control import Statistics
 from control.acceptance import Acceptance
@@ -28,7 +28,24 @@ from serving.options import Options
 from serving.worker import warm_up
 
 K = 8
-WEIGHTS = 100, {"own": 20, "other": 20, "free": 0}
+WEIGHTS = 100, {"model": 20, "other": 20, "free": 0}
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, size):
+    """By the clock, alone and with one choice for all: drafters of all kinds, limits and rules."""
+    target, loaded = demo_engine.target, demo_engine.pool.drafters
+    engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
+    drafters = ["auto", "suffix", "mtp", "auto", "ngram", "draft_model", "auto", None]
+    ways = [*WAYS.values()] * 4
+    requests = [
+        Request(text, 24, name, 1 + 2 * i, **ways[i])
+        for i, (text, name) in enumerate(zip(prompts.values(), drafters, strict=False))
+    ]
+    done = [s for i in range(0, 8, size) for s in together(engine, requests[i : i + size])]
+    for s, way in zip(done, ways, strict=True):
+        assert s.output == plain(s.request.prompt, 24, **way)
+        assert s.warnings == [] and bool(s.drafting.task.decision) == bool(s.request.drafter)
 
 
 def settled(*alphas, cases=1e6, since=0):
@@ -54,25 +71,22 @@ def measure(costs, batch=1, pass_ms=10.0, call_ms=0.0, **step_ms):
         costs.prices(batch, batch)  # it learns when asked
 
 
-def controller(c=0.2, batch=1, **given):
+def measured(c=0.2, batch=1, **given):
     """With measured costs: a pass of 10 ms, a draft step of c passes."""
     result = Controller(*WEIGHTS, *given.values())
-    measure(result.costs, batch, own=c * 10.0)
+    measure(result.costs, batch, model=c * 10.0)
     return result
 
 
-def settle(own, asks, batch):
+def settle(controller, asks, batch):
     """The decisions on these once their texts have a pace: the last without a probe."""
-    for _ in range(100):
-        decisions = own.plan(asks, batch)
-        if not any(decision.is_probe for decision in decisions):
-            found = decisions
-    return found
+    made = [controller.decide(asks, batch) for _ in range(100)]
+    return [each for each in made if not any(decision.is_probe for decision in each)][-1]
 
 
-def ask(own, records, batch=1, limit=K):
+def ask(controller, records, batch=1, limit=K):
     """The decision for one of `batch` requests, all with such records."""
-    return settle(own, [Candidate(records, limit, 1000) for _ in range(batch)], batch)[0]
+    return settle(controller, [Candidate(records, limit, 1000) for _ in range(batch)], batch)[0]
 
 
 def script_of(token):
@@ -81,14 +95,15 @@ def script_of(token):
 
 
 @pytest.fixture
-def own():
+def controller():
     """A controller that has measured nothing."""
     return Controller(*WEIGHTS)
 
 
 @pytest.fixture
-def costs():
-    return Costs(*WEIGHTS)
+def costs(controller):
+    """What it will have measured."""
+    return controller.costs
 
 
 def engine_of(demo_engine, shares, **scripts):
@@ -112,75 +127,46 @@ def scripted(**scripts):
     return {name: ScriptedDrafter(script) for name, script in scripts.items()}
 
 
-def before(thing, method, do):
-    """From now on each call of the method is preceded by a call of `do` with the same."""
-    inner = getattr(thing, method)
-    setattr(thing, method, lambda *given: (do(*given), inner(*given))[1])
-
-
-# ------------------------------------------------------------------ no choice costs a token
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, size):
-    """By the clock, alone and with one choice for all: drafters of all kinds, limits and rules."""
-    target, loaded = demo_engine.target, demo_engine.pool.drafters
-    engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
-    drafters = ["auto", "suffix", "mtp", "auto", "ngram", "draft_model", "auto", None]
-    ways = [*WAYS.values()] * 4
-    requests = [
-        Request(text, 24, name, 1 + 2 * i, **ways[i])
-        for i, (text, name) in enumerate(zip(prompts.values(), drafters, strict=False))
-    ]
-    done = [s for i in range(0, 8, size) for s in together(engine, requests[i : i + size])]
-    for s, own in zip(done, ways, strict=True):
-        assert s.output == plain(s.request.prompt, 24, **own)
-        assert s.warnings == [] and bool(s.drafting.task.decision) == bool(s.request.drafter)
-
-
-# ------------------------------------------------------------------- what is known of a drafter
-
-
-def test_proposals_with_more_evidence_have_a_record_of_their_own(own):
+def test_proposals_with_more_evidence_have_a_record_of_their_own(controller):
     """What followed one word came never, what followed four always; the next request knows."""
-    record = own.record("free", "greedy")
+    record = controller.record("free", "greedy")
     for _ in range(60):
         for evidence, accepted in ((1, 0), (4, 3)):
             record.with_evidence(evidence).observe(3, accepted, 3)
             record.observe(3, accepted, 3)
-    other = own.record("free", "greedy")
+    other = controller.record("free", "greedy")
     for each in (record, other):
         low, high = (each.with_evidence(n).reach(3) for n in (1, 4))
         assert low[0] < 0.05 and high[2] > 0.9 and 0.4 < each.reach(1)[0] < 0.6
-    assert own.record("free", "coupled").alphas(2) == Acceptance().alphas(2)
+    assert controller.record("free", "coupled").alphas(2) == Acceptance().alphas(2)
     # What was never seen begins like all of the drafter's.
     assert other.with_evidence(2).reach(1)[0] == pytest.approx(other.reach(1)[0], abs=0.1)
 
 
-def test_where_a_draft_stopped_counts_as_reached_and_not_accepted(own):
-    record = own.record("own", "greedy")
+def test_where_a_draft_stopped_counts_as_reached_and_not_accepted(controller):
+    record = controller.record("model", "greedy")
     for _ in range(200):
         record.observe(1, 1, 4)  # stopped behind one token, which was right
         record.observe(4, 4, 4)
     assert record.reach(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
     assert record.taken(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
     # A step that is not taken costs nothing: then the rest of the draft is worth it.
-    assert ask(controller(c=0.4), {"own": record}, limit=4).num_tokens == 4
+    assert ask(measured(c=0.4), {"model": record}, limit=4).num_tokens == 4
     always = settled(1.0, 0.5, 1.0, 1.0)
-    assert ask(controller(c=0.4), {"own": always}, limit=4).num_tokens < 4
+    assert ask(measured(c=0.4), {"model": always}, limit=4).num_tokens < 4
 
 
 def test_a_copy_of_the_target_is_not_doubted_where_the_target_doubts(demo_engine):
     drafters = scripted(copy=None, other=None)
     drafters["copy"].is_copy = True
-    own = Controller.of(demo_engine.target, drafters)
-    copy, other = (own.record(name, "greedy").doubts(0.5) for name in ("copy", "other"))
+    controller = Controller.of(demo_engine.target, drafters)
+    copy, other = (controller.record(name, "greedy").doubts(0.5) for name in ("copy", "other"))
     assert copy([0.3, 0.4, 0.3]) and not other([0.3])
 
 
-def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(own):
+def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
     """Confidence is judged by what became of it: here .35 is as good as .95, and .65 is bad."""
-    record = own.record("own", "greedy")
+    record = controller.record("model", "greedy")
     for _ in range(200):
         for sure, accepted in ((0.35, 2), (0.95, 2), (0.65, 0)):
             record.learn_confidence([sure, 0.95], accepted)
@@ -188,7 +174,7 @@ def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(own):
     assert mean == pytest.approx(4 / 5, abs=0.05)
     for sure, chance in (([0.35], 1.0), ([0.95, 0.35], 1.0), ([0.65], 0.0), ([0.95, 0.65], 0.0)):
         assert record.doubts(0.9 * mean)(sure) is bool(chance)
-    assert own.record("other", "greedy").typical.calibration.chance(0.62) == 0.65
+    assert controller.record("other", "greedy").typical.calibration.chance(0.62) == 0.65
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -197,59 +183,49 @@ def test_what_a_step_must_bring_is_what_it_costs(batch):
 
     Two requests give tokens at nearly twice the rate, and share the step.
     """
-    own = Controller(*WEIGHTS)
-    measure(own.costs, batch, call_ms=3.0, own=1.0)
-    decision = ask(own, {"own": settled(0.9)}, batch)
-    rate = batch * decision.expected_speedup / own.costs.pass_line(batch).at(batch)
+    controller = Controller(*WEIGHTS)
+    measure(controller.costs, batch, call_ms=3.0, model=1.0)
+    decision = ask(controller, {"model": settled(0.9)}, batch)
+    rate = batch * decision.expected_speedup / controller.costs.pass_line(batch).at(batch)
     assert decision.break_even == pytest.approx(rate * ((3 + 1) / batch + 0.2), rel=0.1)
     assert decision.least_chance == pytest.approx(rate * (1 / batch + 0.2), rel=0.1)
 
 
 def test_a_model_that_guesses_right_drafts_more():
     """A forward that a guess spared is not paid. The first token has one in any case."""
-    chosen, least = [], []
+    decisions = []
     for num_forwards in 5, 2:
-        own, record = Controller(*WEIGHTS), settled(0.8)
-        measure(own.costs, 1, call_ms=0.0, own=3.0)
+        controller, record = Controller(*WEIGHTS), settled(0.8)
+        measure(controller.costs, 1, call_ms=0.0, model=3.0)
         for _ in range(40):
             record.learn_steps(num_forwards, 5)
             record.learn_steps(1, 1)
         assert record.steps == pytest.approx((num_forwards - 1) / 4, abs=0.01)
-        decision = ask(own, {"own": record}, 1)
-        chosen.append(decision.num_tokens)
-        least.append(decision.least_chance)
-    assert 0 < chosen[0] < chosen[1] and least[1] < least[0] / 2
+        decisions.append(ask(controller, {"model": record}))
+    dear, cheap = decisions
+    assert 0 < dear.num_tokens < cheap.num_tokens and cheap.least_chance < dear.least_chance / 2
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_a_model_s_draft_ends_with_the_token_that_it_doubts(
-    demo_engine, prompts, rule, monkeypatch
-):
+def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, monkeypatch):
     """The controller's rule is asked after each token; but where rejection judges, the length of a
     draft would tell later cycles of tokens that were never judged."""
     sampling = core.Sampling(temperature=0.8, verification=rule)
     request = Request(prompts["hard_docs"], 40, "mtp", 5, sampling=sampling)
-    engine, least = engine_of(demo_engine, {"mtp": 1}), set()
-    plan, propose = engine.controller.plan, engine.pool.propose
-    engine.controller.plan = lambda *asks: [d._replace(least_chance=0.25) for d in plan(*asks)]
-
-    def proposed(texts, tasks):
-        (task,) = tasks
-        if task.limit:
-            least.add(task.goes_on and task.goes_on.least_chance)
-        if task.goes_on:  # .8 is sure enough
-            task = task._replace(goes_on=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))
-        return propose(texts, [task])
-
-    engine.pool.propose = proposed
+    engine = engine_of(demo_engine, {"mtp": 1})
+    decide = engine.controller.decide
+    engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
+    doubts = Mock(return_value=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
+    monkeypatch.setattr(Acceptance, "doubts", doubts)
     monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
-        assert least == {0.25} and all(len(d.confidence) == len(d.tokens) for d in drafts)
+        assert {asked.args for asked in doubts.mock_calls} == {(0.25,)}
+        assert all(len(d.confidence) == len(d.tokens) for d in drafts)
         assert all(min(d.confidence[:-1], default=1) > 0.8 for d in drafts)
         assert len({len(d.tokens) for d in drafts if d.confidence[-1] <= 0.8}) > 1
     else:
-        assert least == {None} and drafts and not any(d.confidence for d in drafts)
+        assert drafts and not doubts.called and not any(d.confidence for d in drafts)
     fixed = engine.generate(replace(request, fixed_k=True))
     assert [len(cycle.proposals) for _, cycle in fixed if cycle.number][:4] == [5] * 4
 
@@ -274,14 +250,14 @@ def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c, at_once):
 
     Who drafts `at_once` is paid once: c is then for the whole draft, of so many tokens at most.
     """
-    own, record = controller(c, at_once={"own": at_once} if at_once else {}), settled(alpha)
-    line = own.costs.pass_line(1)
+    controller, record = measured(c, at_once={"model": at_once} if at_once else {}), settled(alpha)
+    line = controller.costs.pass_line(1)
 
     def speedup(k):
         tokens, steps = (1 - alpha ** (k + 1)) / (1 - alpha), min(k, 1) if at_once else k
         return tokens * line.at(1) / (steps * c * 10 + line.at(k + 1))
 
-    decision = ask(own, {"own": record})
+    decision = ask(controller, {"model": record})
     longest = at_once or K
     best = max(map(speedup, range(longest + 1)))
     assert decision.num_tokens <= longest
@@ -290,12 +266,12 @@ def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c, at_once):
 
 
 def test_without_drafts_it_probes_now_and_then_and_comes_back():
-    own = controller()
-    record, asked = own.record("own", "greedy"), []
+    controller = measured()
+    record, asked = controller.record("model", "greedy"), []
     for _ in range(200):
         record.observe(K, 0)
     for _ in range(1000):
-        (decision,) = own.plan([Candidate({"own": record}, K, 1000)], 1)
+        (decision,) = controller.decide([Candidate({"model": record}, K, 1000)], 1)
         asked.append(decision.num_tokens)
         record.observe(decision.num_tokens, 0)
     assert max(asked) == 1
@@ -303,105 +279,100 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     spent = sum(asked) * (decision.break_even - decision.alpha)
     assert 0.5 < spent / (PROBE_BUDGET * 1000) <= 1.01
     for _ in range(200):  # now the text has become easy
-        (decision,) = own.plan([Candidate({"own": record}, K, 1000)], 1)
+        (decision,) = controller.decide([Candidate({"model": record}, K, 1000)], 1)
         record.observe(decision.num_tokens, decision.num_tokens)
     assert decision.num_tokens >= 5 and not decision.is_probe
 
 
 def test_batches_of_other_sizes_have_costs_of_their_own():
-    own, records = controller(c=0.2), {"own": settled(0.6)}
-    measure(own.costs, 8, pass_ms=100.0)
-    one, eight = (own.costs.prices(batch, 1) for batch in (1, 9))
+    controller, records = measured(c=0.2), {"model": settled(0.6)}
+    measure(controller.costs, 8, pass_ms=100.0)
+    one, eight = (controller.costs.prices(batch, 1) for batch in (1, 9))
     assert one.plain_ms == pytest.approx(10.2, rel=0.1)
     assert eight.plain_ms == pytest.approx(100 + 9 * 0.2, rel=0.1)
-    assert ask(own, records).num_tokens < ask(own, records, 9).num_tokens
+    assert ask(controller, records).num_tokens < ask(controller, records, 9).num_tokens
 
 
 def test_a_probe_pays_for_what_is_not_done_anyway_and_newcomers_get_none():
     """A step that neighbours take costs it nothing. A newcomers' choice is kept for many cycles, so
     what was saved for probes waits for the next choice for all."""
-    own, records = controller(c=0.5, batch=4), [settled(0.9)] * 3 + [settled(0.0, since=1)]
-    asks = [Candidate({"own": record}, K, 1000) for record in records]
-    own._saved["own"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
+    controller, records = measured(c=0.5, batch=4), [settled(0.9)] * 3 + [settled(0.0, since=1)]
+    asks = [Candidate({"model": record}, K, 1000) for record in records]
+    controller._saved["model"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
     for cycles in (0, 1):
-        probes = [decision.is_probe for decision in own.plan(asks, 4, cycles)]
+        probes = [decision.is_probe for decision in controller.decide(asks, 4, cycles)]
         assert probes == [False] * 3 + [cycles > 0]
 
 
 def test_it_says_why():
     good, poor, hopeless = (
-        ask(controller(c), {"own": settled(alpha)})
+        ask(measured(c), {"model": settled(alpha)})
         for c, alpha in ((0.2, 0.95), (0.2, 0.05), (34.54, 0.85))
     )
-    assert re.fullmatch(r"own, K=\d: α .9\d, c .20, expected \d\.\d\d×", str(good))
-    assert re.fullmatch(r"K=0 is faster here: own has α .05 < break-even .22 \(c .20\)", str(poor))
-    dear = "K=0 is faster now: own has α .85, but to begin costs more"
+    assert re.fullmatch(r"model, K=\d: α .9\d, c .20, expected \d\.\d\d×", str(good))
+    assert str(poor) == "K=0 is faster here: model has α .05 < break-even .22 (c .20)"
+    dear = "K=0 is faster now: model has α .85, but to begin costs more"
     assert str(poor._replace(alpha=0.85)) == dear
     assert poor.break_even == pytest.approx(0.2 + 0.2 / 10.2, abs=0.01)
-    says = r"K=0 is faster here: even a certain own guess costs more \(c 3\d\.\d\d\)"
+    says = r"K=0 is faster here: even a certain model guess costs more \(c 3\d\.\d\d\)"
     assert re.fullmatch(says, str(hopeless)) and hopeless.num_tokens == 0
 
 
-def step_of(costs, name="own"):
+def draft(costs, name, num_tokens, ms, unread=0, pass_ms=10.4):
+    """A cycle of one request, with a draft: what a step costs then."""
+    costs.observe_draft(name, [num_tokens], unread, ms)
+    costs.observe_pass(1, 2, pass_ms)
     return costs.prices(1, 1).drafts[name].first_ms
 
 
-def draft(costs, name, num_tokens, ms, unread=0, pass_ms=10.4):
-    """A cycle of one request, with a draft."""
-    costs.observe_draft(name, [num_tokens], unread, ms)
-    costs.observe_pass(1, 2, pass_ms)
-    costs.prices(1, 1)
-
-
 def test_a_drafter_that_becomes_slower_is_noticed_and_one_accident_is_not(costs):
-    measure(costs, own=1.0)
-    draft(costs, "own", 1, 100.0)
+    measure(costs, model=1.0)
+    draft(costs, "model", 1, 100.0)
     for _ in range(8):  # it learns of eight cycles together
         costs.observe_pass(1, 1, 10.2)
-    assert step_of(costs) < 2
+    assert costs.prices(1, 1).drafts["model"].first_ms < 2
     for num_tokens in (5, 1, K) * 14:
-        draft(costs, "own", num_tokens, 100.0 * num_tokens)
-    assert step_of(costs) > 50
+        step_ms = draft(costs, "model", num_tokens, 100.0 * num_tokens)
+    assert step_ms > 50
 
 
 def test_a_first_measurement_does_not_end_drafting(costs):
     """The first call may have to set things up, or reads the prompt, and a step was once taken to
     cost nothing then. Who never drafts again is never measured again."""
-    draft(costs, "own", 3, 80.0, unread=40, pass_ms=48.0)
-    assert step_of(costs) == pytest.approx(0.2 * costs.prices(1, 1).plain_ms)
+    step_ms = draft(costs, "model", 3, 80.0, unread=40, pass_ms=48.0)
+    assert step_ms == pytest.approx(0.2 * costs.prices(1, 1).plain_ms)
     costs = Costs(*WEIGHTS)
     measure(costs)
-    for name, most in (("own", 3 * 0.2), ("free", 3 * 0.1)):
-        draft(costs, name, 1, 500.0)
-        assert step_of(costs, name) == pytest.approx(most * 10, rel=0.1)
+    for name, most in (("model", 3 * 0.2), ("free", 3 * 0.1)):
+        assert draft(costs, name, 1, 500.0) == pytest.approx(most * 10, rel=0.1)
 
 
 def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear_or_cheap(costs):
     """A draft is told in the time that its cycle would have taken."""
-    measure(costs, own=1.0)
-    draft(costs, "own", 1, 1.0, pass_ms=2 * 10.4)  # as quick as ever while all else was slow
+    measure(costs, model=1.0)
+    draft(costs, "model", 1, 1.0, pass_ms=2 * 10.4)  # as quick as ever while all else was slow
     for _ in range(3):
-        draft(costs, "own", 2, 2.0 + 6.0, unread=100)
-    assert step_of(costs) == pytest.approx(1.0)
-    assert costs.prices(1, 1).drafts["own"].read_ms == pytest.approx(0.06, rel=0.01)
+        step_ms = draft(costs, "model", 2, 2.0 + 6.0, unread=100)
+    assert step_ms == pytest.approx(1.0)
+    assert costs.prices(1, 1).drafts["model"].read_ms == pytest.approx(0.06, rel=0.01)
     for _ in range(40):
-        draft(costs, "own", 1, 50.0, pass_ms=50 * 10.4)
+        draft(costs, "model", 1, 50.0, pass_ms=50 * 10.4)
         costs.observe_pass(1, 2, 10.4)
-    assert step_of(costs) == pytest.approx(1.0, rel=0.05)
+    assert costs.prices(1, 1).drafts["model"].first_ms == pytest.approx(1.0, rel=0.05)
 
 
-def live(own, num_cycles, slowness=()):
+def live(controller, num_cycles, slowness=()):
     """How many of so many cycles of one request draft, on a clock that is made up.
 
     Three of four drafted tokens are accepted. The first cycles take `slowness` times as long.
     """
-    num_drafts, record = 0, own.record("own", "greedy")
+    num_drafts, record = 0, controller.record("model", "greedy")
     for cycle in range(num_cycles):
-        count = own.plan([Candidate({"own": record}, 5, 100)], 1)[0].num_tokens
+        count = controller.decide([Candidate({"model": record}, 5, 100)], 1)[0].num_tokens
         times = slowness[cycle] if cycle < len(slowness) else 1.0
         if count:
-            own.costs.observe_draft("own", [count], record.unread, times * count)
-        own.costs.observe_pass(1, 1 + count, times * 5.0)
+            controller.costs.observe_draft("model", [count], record.unread, times * count)
+        controller.costs.observe_pass(1, 1 + count, times * 5.0)
         record.observe(count, min(count, (0, 5, 3, 4)[cycle % 4]), count)
         record.unread = 0 if count else record.unread + 1
         num_drafts += count > 0
@@ -409,32 +380,32 @@ def live(own, num_cycles, slowness=()):
 
 
 @pytest.mark.parametrize("order", range(4, 7))
-def test_no_order_of_cold_measurements_shuts_a_drafter_off_that_pays(own, order):
+def test_no_order_of_cold_measurements_shuts_a_drafter_off_that_pays(controller, order):
     """Three starts, each with a dozen slow calls: it comes back within 400 cycles."""
     chance = random.Random(order)
-    live(own, 40, slowness=[1 + 99 * chance.random() ** 3 for _ in range(12)])
-    assert [live(own, 20) for _ in range(20)][-1] >= 18
+    live(controller, 40, slowness=[1 + 99 * chance.random() ** 3 for _ in range(12)])
+    assert [live(controller, 20) for _ in range(20)][-1] >= 18
 
 
 # ------------------------------------------------------------------------- one choice for all
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_one_choice_for_all_is_nearly_the_best_of_all_choices(own, seed):
+def test_one_choice_for_all_is_nearly_the_best_of_all_choices(controller, seed):
     """Three requests, two models and maybe a free drafter, up to three tokens: 10³ choices.
 
     In tokens per ms. Two models would run one after the other, so none of the 10³ has two.
     """
     chance = random.Random(seed)
-    models = ("own", "other")
+    models = ("model", "other")
     names = (*models, "free")[: 2 + seed % 2]
-    measure(own.costs, 3, **{name: chance.uniform(0.2, 4.0) for name in models})
+    measure(controller.costs, 3, **{name: chance.uniform(0.2, 4.0) for name in models})
     records = [
         {name: settled(chance.random()) for name in names if chance.random() < 0.8}
-        or {"own": settled(0.5)}
+        or {"model": settled(0.5)}
         for _ in range(3)
     ]
-    prices = own.costs.prices(3, 3)
+    prices = controller.costs.prices(3, 3)
 
     def rate(choices):
         tokens, ms = 3, prices.plain_ms
@@ -448,21 +419,22 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(own, seed):
         return tokens / ms
 
     every = [[("", 0), *((n, k) for n in record for k in (1, 2, 3))] for record in records]
-    found = [d[:2] for d in settle(own, [Candidate(record, 3, 1000) for record in records], 3)]
+    asks = [Candidate(record, 3, 1000) for record in records]
+    found = [decision[:2] for decision in settle(controller, asks, 3)]
     for choices in itertools.product(*every):
         if len({name for name, count in choices if count and name in models}) < 2:
             assert rate(found) >= 0.99 * rate(choices)
 
 
-def test_requests_that_may_choose_share_one_model_in_a_cycle(own):
+def test_requests_that_may_choose_share_one_model_in_a_cycle(controller):
     """Each would do better with another one; who asked for it gets it."""
-    measure(own.costs, 2, own=1.0, other=1.0)
-    likes_own = {"own": settled(0.9), "other": settled(0.2)}
-    likes_other = {"own": settled(0.2), "other": settled(0.9)}
-    decisions = settle(own, [Candidate(likes_own, 5, 1000), Candidate(likes_other, 5, 1000)], 2)
+    measure(controller.costs, 2, model=1.0, other=1.0)
+    alphas = {"model": (0.9, 0.2), "other": (0.2, 0.9)}
+    liking = [{name: settled(alphas[name][i]) for name in alphas} for i in (0, 1)]
+    decisions = settle(controller, [Candidate(records, 5, 1000) for records in liking], 2)
     assert len({d.drafter for d in decisions if d.num_tokens}) == 1
-    only = [Candidate({name: settled(0.9)}, 5, 1000) for name in ("own", "other")]
-    assert [d.drafter for d in settle(own, only, 2)] == ["own", "other"]
+    only = [Candidate({name: settled(0.9)}, 5, 1000) for name in ("model", "other")]
+    assert [d.drafter for d in settle(controller, only, 2)] == ["model", "other"]
 
 
 # ------------------------------------------------------------------------------ in the engine
@@ -470,8 +442,7 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(own):
 
 def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
     """n-gram looked better by its record, but finds no match: the model drafts at once."""
-    shares = {"ngram": 0, "steady": 20}
-    engine = engine_of(demo_engine, shares, steady=script_of(5))
+    engine = engine_of(demo_engine, {"ngram": 0, "steady": 20}, steady=script_of(5))
     ngram = engine.pool.drafters["ngram"]
     for prompt, expected in (([1, 2, 3, 4], "steady"), ([1, 2, 1, 2, 1, 2], "ngram")):
         s = engine.open(Request(prompt, 8, "auto"))
@@ -489,8 +460,8 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
 def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompts, temperature):
     """Each cycle's own tokens against the guess; a silent model always drafts."""
     engine = engine_of(demo_engine, {"silent": 0, "ngram": 0}, silent=lambda tokens, n: [])
-    plan, ngram = engine.controller.plan, demo_engine.pool.drafters["ngram"]
-    engine.controller.plan = lambda asks, batch, cycles: plan(
+    decide, ngram = engine.controller.decide, demo_engine.pool.drafters["ngram"]
+    engine.controller.decide = lambda asks, batch, cycles: decide(
         [Candidate({"silent": ask.records["silent"]}, ask.limit, 1) for ask in asks], batch
     )
     engine.planner.close = lambda s: None  # what it learned stays
@@ -544,14 +515,14 @@ def test_drafts_that_pay_again_end_short_looks():
     assert sum(rested) < 400 and sum(rested[1100:]) < 20  # to know what plain cycles take
 
 
-def test_batches_of_other_sizes_and_others_who_may_draft_rest_by_themselves(own):
+def test_batches_of_other_sizes_and_others_who_may_draft_rest_by_themselves(controller):
     """A new request ends a rest as far as it may be different from the others."""
-    rest = own.rest(4, "auto")
-    assert own.rest(7, "auto") is rest
-    assert own.rest(8, "auto") is not rest is not own.rest(4, "ngram")
-    rest.left = own.rest(1, "auto").left = 60
-    own.join()
-    assert rest.left == 57 and own.rest(1, "auto").left == 0
+    rest = controller.rest(4, "auto")
+    assert controller.rest(7, "auto") is rest
+    assert controller.rest(8, "auto") is not rest is not controller.rest(4, "ngram")
+    rest.left = controller.rest(1, "auto").left = 60
+    controller.join()
+    assert rest.left == 57 and controller.rest(1, "auto").left == 0
 
 
 def test_a_choice_is_kept_for_as_long_as_it_takes_to_make():
@@ -574,34 +545,32 @@ def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prom
         at = len(tokens) - len(prompt)
         return expected[at : at + limit] if len(asked) != 3 else [0] * limit
 
-    engine = engine_of(demo_engine, {"own": 0}, own=script)
-    given = {"drafter": "own", "num_speculative_tokens": 16, "trace": True}
-    s, events = run(engine, prompt, max_tokens=120, **given)
+    engine = engine_of(demo_engine, {"model": 0}, model=script)
+    fields = {"drafter": "model", "num_speculative_tokens": 16, "trace": True}
+    s, events = run(engine, prompt, max_tokens=120, **fields)
     assert asked[:6] == [5, 10, 16, 5, 10, 16] and s.output == expected
-    assert events[1]["controller"].startswith("own, K=5")
+    assert events[1]["controller"].startswith("model, K=5")
 
 
 @pytest.mark.parametrize(
-    ("size", "plans"),
+    ("size", "choices"),
     [(1, [(0, 1, 1), (1, 1, 1), (2, 2, 4)]), (4, [(0, 4, 1), (4, 4, 1), (1, 4, 0), (4, 4, 8)])],
 )
-def test_a_choice_serves_on_when_one_ends_and_where_one_joins_many(
-    demo_engine, prompts, size, plans
-):
+def test_a_choice_serves_on_when_one_ends_or_joins_many(demo_engine, prompts, size, choices):
     """It serves eight cycles. One of four ends in cycle 2, and in cycle 4 another's prompt is read:
     beside one other all is chosen anew, beside three it is chosen for alone.
     """
-    engine, made = engine_of(demo_engine, {"own": 1}, own=script_of(1)), []
-    before(engine.controller, "plan", lambda asks, *given: made.append((len(asks), *given)))
+    engine, made = engine_of(demo_engine, {"model": 1}, model=script_of(1)), []
+    before(engine.controller, "decide", lambda asks, *given: made.append((len(asks), *given)))
     engine.controller.rest(size, None).serves = lambda batch: 8
-    requests = [Request(prompts["code_class"], n, "own", 2) for n in (40, 40, 40, 3)]
+    requests = [Request(prompts["code_class"], n, "model", 2) for n in (40, 40, 40, 3)]
     batch = [engine.open(request) for request in requests[:size]]
     for cycle in range(10):
         if cycle == 4:
             batch.append(engine.open(requests[0]))
         engine.step([s for s in batch if s.finish_reason is None])
         assert batch[0].drafting.drafts or cycle not in range(1, 5)
-    assert made == plans  # (who asks, of how many, cycles since the last choice for all)
+    assert made == choices  # (who asks, of how many, cycles since the last choice for all)
     for s in batch:
         engine.close(s)
 
@@ -609,90 +578,80 @@ def test_a_choice_serves_on_when_one_ends_and_where_one_joins_many(
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine, prompts, rule):
     """And a request that wants its K gets it all the same."""
-    engine, known = engine_of(demo_engine, {"own": 1}, own=script_of(1)), []
+    engine, known = engine_of(demo_engine, {"model": 1}, model=script_of(1)), []
     engine.controller.rest(1, None).begin = Mock(side_effect=[False, False, True, True, False])
     sampling = core.Sampling(temperature=0.5, verification=rule)
-    request = Request(prompts["code_class"], 30, "own", 2, sampling=sampling)
+    request = Request(prompts["code_class"], 30, "model", 2, sampling=sampling)
     first, second = (engine.open(replace(request, fixed_k=fixed)) for fixed in (False, True))
     for _ in range(4):
         cycle = engine.step([first, second])
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
     assert second.statistics.drafted_at == [3, 3] and second.drafting.task.decision is None
-    assert first.drafting.task.decision.is_rest and str(first.drafting.task.decision).endswith(
-        "plain ones"
-    )
+    decision = first.drafting.task.decision
+    assert decision.is_rest and str(decision).endswith("plain ones")
 
     def note(asks, *_):
-        known.extend((own.unread, own.since) for one in asks for own in one.able.values())
+        known.extend((r.unread, r.since) for ask in asks for r in ask.able.values())
 
-    before(engine.controller, "plan", note)
+    before(engine.controller, "decide", note)
     engine.step([first, second])
     assert known == [(2, 2)] and first.num_steps == 5
     for sequence in (first, second):
         engine.close(sequence)
 
 
-def test_passes_are_measured_with_all_rows_without_choosing_and_prefills_not_at_all(
-    demo_engine, prompts
-):
-    engine, passes = engine_of(demo_engine, {"ngram": 0}), []
-    engine.controller.costs.observe_pass = lambda *given: passes.append(given)
-    before(engine.controller, "plan", lambda *_: time.sleep(0.2))
+def test_passes_are_measured_without_choosing_or_prefills(demo_engine, prompts, monkeypatch):
+    """With all rows; and each choice takes a minute here."""
+    engine, passes, choices, clock = engine_of(demo_engine, {"ngram": 0}), [], [], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 60 * len(choices))
+    engine.now = time.perf_counter
+    engine.controller.costs.observe_pass = lambda *measured: passes.append(measured)
+    before(engine.controller, "decide", lambda *_: choices.append("another minute"))
     _, events = run(engine, prompts["repetitive_colours"], max_tokens=20, drafter="ngram")
     rows = [len(event["proposals"]) + 1 for event in events[1:]]
     assert [(batch, fed) for batch, fed, _ in passes] == [(1, count) for count in rows]
-    assert max(rows) > 2 and all(ms > 0 for *_, ms in passes)
-    assert min(ms for *_, ms in passes) < 190 < min(engine.controller.rest(1, None).efforts)
+    assert max(rows) > 2 and all(0 < ms < 60_000 for *_, ms in passes)
+    assert min(engine.controller.rest(1, None).efforts) > 60_000
 
 
 def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, prompts, way):
-    """Each has long pauses, in which nobody asks it; the same drafts follow, token by token."""
+    """Each has long pauses, in which nobody asks it; and what it would propose is asked, too."""
     loaded = demo_engine.pool.drafters
+    engine, names = core.Engine(demo_engine.target, loaded, "auto"), []
+    propose = engine.pool.propose
 
-    def drafts(is_told_at_once):
-        engine, turns = core.Engine(demo_engine.target, loaded, "auto"), itertools.count()
-        propose, observe, made = engine.pool.propose, engine.pool.observe, []
+    def guessed(batch):
+        (s,) = batch
+        for name in ("ngram", "suffix") if s.num_steps else ():
+            fresh = loaded[name].open(s.tokens, s.request.sampling, s.noise)
+            assert engine.pool.guess(s.drafting, name, 3).tokens == loaded[name].guess(fresh, 3)
 
-        def in_turn(texts, tasks):
-            name = list(loaded)[next(turns) // 5 % 4]
-            guesses = [engine.pool.guess(texts[0], n, 3) for n in ("ngram", "suffix")]
-            (draft,) = propose(texts, [Task(name, tasks[0].limit)])
-            made.append((name, draft.tokens, guesses))
-            return [draft]
+    def in_turn(texts, tasks):
+        names.append(list(loaded)[len(names) // 5 % 4])
+        return propose(texts, [Task(names[-1], tasks[0].limit)])
 
-        def observed(text, *given, **named):
-            observe(text, *given, **named)
-            for name in list(text.states) if is_told_at_once else ():
-                engine.pool._catch_up(text, name)
-
-        engine.pool.propose, engine.pool.observe = in_turn, observed
-        given = {"max_tokens": 70, "drafter": "auto", "is_alone": True}  # else the second run knows
-        sequence, _ = run(engine, prompts["code_class"], **given, **way)
-        assert sequence.warnings == []
-        assert sequence.statistics.num_accepted_draft_tokens > 10
-        return made
-
-    late, at_once = drafts(False), drafts(True)
-    assert late == at_once and {name for name, tokens, _ in late if tokens} == set(loaded)
+    before(engine.planner, "plan", guessed)
+    engine.pool.propose = in_turn
+    s, cycles = run_beside_fresh(engine, Request(prompts["code_class"], 70, "auto", **way))
+    drafted = {name for name, cycle in zip(names, cycles, strict=True) if cycle.num_drafted}
+    assert drafted == set(loaded) and s.warnings == []
+    assert s.statistics.num_accepted_draft_tokens > 10
 
 
 @pytest.mark.parametrize("name", ["draft_model", "mtp"])
-def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
-    demo_engine, prompts, name, monkeypatch
-):
+def test_a_fault_in_a_batch_of_drafts_is_one_request_s(demo_engine, prompts, name, monkeypatch):
     """Neither their caches nor their random numbers keep anything of the draft that failed."""
     drafter, guilty = demo_engine.pool.drafters[name], prompts["hard_story"]
     sampling = core.Sampling(temperature=0.9)
     healthy = Request(prompts["code_class"], 24, name, sampling=sampling, seed=2)
     *_, (alone, _) = demo_engine.generate(healthy)
-    sample = drafter._sample
 
-    def faulty(logits, text, *given):
+    def fail(logits, text, *_):
         if text[: len(guilty)] == guilty:
             raise RuntimeError("cannot read this")
-        return sample(logits, text, *given)
 
-    monkeypatch.setattr(drafter, "_sample", faulty)
+    monkeypatch.setattr(drafter, "_sample", drafter._sample)
+    before(drafter, "_sample", fail)
     monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # which asks nobody else
     others = [Request(text, 24, name, seed=1) for text in (guilty, prompts["easy_json"])]
     sequences = together(demo_engine, [healthy, *others])
@@ -711,13 +670,7 @@ def seated(drafters):
 
 @pytest.mark.parametrize(
     ("method", "chosen"),
-    [
-        ("open", "good"),
-        ("guess", "good"),
-        ("observe", "good"),
-        ("observe", "bad"),
-        ("close", "good"),
-    ],
+    [(method, "good") for method in ("open", "guess", "observe", "close")] + [("observe", "bad")],
 )
 def test_of_several_drafters_only_the_one_that_fails_is_lost(method, chosen):
     """Also where it cannot hear of its own draft."""
@@ -757,17 +710,12 @@ def test_who_was_passed_over_is_told_of_no_draft():
 
 def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine, monkeypatch):
     """And nothing of it is counted: neither tokens nor costs, nor a drafter's fault."""
-    asked = []
-
-    def script(tokens, limit):
-        asked.append(limit)
-        return tokens[-limit:]
-
+    script = Mock(side_effect=lambda tokens, limit: tokens[-limit:])
     drafters = scripted(scripted=script, poisoned=Mock(side_effect=KeyError))
     controller = Controller(100, {"scripted": 20, "poisoned": 20})
     engine = core.Engine(demo_engine.target, drafters, controller=controller)
     warm_up(engine)
-    assert asked == [Request.num_speculative_tokens]
+    assert [limit for (_, limit), _ in script.call_args_list] == [Request.num_speculative_tokens]
     totals = engine.totals
     assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == Statistics()
     assert not (controller.costs.passes or engine.pool.failures or totals.recent)

@@ -1,4 +1,8 @@
-"""The embedded models: what they can do, that their folders are whole, and that training runs."""
+"""The embedded models continue what repeats or counts, and can be trained anew from nothing.
+
+Their files are those whose checksums are documented, and they are small enough for a repository.
+All stages of training run here in miniature, from synthetic text to models that are served.
+"""
 
 import hashlib
 import json
@@ -11,8 +15,7 @@ import torch
 from conftest import ROOT, run
 from transformers import AutoModelForCausalLM
 
-from demo_models import hybrid as made
-from demo_models import recipe, synthetic
+from demo_models import hybrid, recipe, synthetic
 from models.prompts import chat_ids
 from serving.options import Options
 
@@ -49,8 +52,8 @@ def test_the_draft_model_that_comes_along_is_whole_and_small():
     """It stands beside smollm2, and writes text by itself."""
     file = MODELS / "smollm2_draft" / "draft.gguf"
     assert Options(model="smollm2").model_of("draft_model") == str(file)
-    for dtype, own in {"float32": "auto", "packed": "packed"}.items():
-        assert Options(model="smollm2", dtype=dtype).for_draft.dtype == own
+    for dtype, expected in {"float32": "auto", "packed": "packed"}.items():
+        assert Options(model="smollm2", dtype=dtype).for_draft.dtype == expected
     assert file.stat().st_size < 14e6
     engine = core.load_engine(Options(model=str(file), drafter="none"))
     assert engine.target.vocab_size == 49_152
@@ -71,18 +74,19 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
     target = AutoModelForCausalLM.from_pretrained(
         MODELS / "target", dtype="float32", attn_implementation=recipe.TRAIN
     )
-    hybrid, length = made.convert(target), 12
+    converted, length = hybrid.convert(target), 12
     x, mask = torch.randn(1, length, 192), recipe.additive(recipe.causal(length))
     positions = torch.arange(length)[None]
 
     def through(model, i, **kind):
-        given = {"attention_mask": mask, "past_key_values": None}
-        given["position_embeddings"] = model.model.rotary_emb(x, positions, **kind)
-        return model.model.layers[i](x, **given)
+        rotations = model.model.rotary_emb(x, positions, **kind)
+        return model.model.layers[i](
+            x, attention_mask=mask, past_key_values=None, position_embeddings=rotations
+        )
 
     for i in (3, 7):
         expected = through(target, i, layer_type="full_attention")
-        assert torch.allclose(through(hybrid, i), expected, rtol=1e-4)
+        assert torch.allclose(through(converted, i), expected, rtol=1e-4)
 
 
 def trained(kind, folder, *options):

@@ -1,21 +1,25 @@
-"""DFlash heads: what is computed, for which target, in which files; and the contract of all."""
+"""DFlash heads draft a block of tokens in one pass, by the formulas of their paper.
+
+Each token is drawn from the q of its place alone; and the numbers of a head are its target's. What
+every head promises is in test_heads.py.
+"""
+
+from functools import partial
 
 import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, assert_lossless, fresh_state
-from head_contract import *  # noqa: F403 a test of the contract is run where it is imported
+from conftest import assert_lossless, fresh_state
 from safetensors.torch import save_file
 from test_eagle3 import NUM_LAYERS, target_folder
 from transformers import AutoConfig
 
 from demo_models.heads import save_dflash
 from drafters.dflash import BlockConfig, DFlashHead
-from serving.options import Options
 
 __all__ = ["target_folder"]  # a fixture
-HEAD = ROOT / "demo_models" / "target_dflash"
+load = partial(contract.load, "dflash")
 MASK, SIZE, WINDOW = 5, 6, 9
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW,
@@ -47,8 +51,8 @@ def new_head(folder, **fields):
 
 
 @torch.inference_mode()
-def reference_logits(head, model, text):
-    """[block_size - 1, V] behind a text, by the formulas of the paper, all from scratch."""
+def reference_draft(head, model, text):
+    """Greedy tokens and logits [block_size - 1, V] behind a text, by the formulas of the paper."""
     w = {name: weight.float() for name, weight in head.state_dict().items()}
     config, old = head.config, len(text) - 1
     size, at = config.block_size, torch.arange(old + config.block_size)
@@ -69,60 +73,36 @@ def reference_logits(head, model, text):
 
         heads = contract.projected(own, rows, at)
         x = contract.with_mlp(own, x + contract.attended(own, heads, seen))
-    return model.get_output_embeddings()(contract.normed(x, w["norm.weight"]))[1:]
+    logits = model.get_output_embeddings()(contract.normed(x, w["norm.weight"]))[1:]
+    return logits.argmax(-1).tolist(), logits
 
 
-def load(model=None, head=None, **fields):
-    """An engine for the embedded target, or another one, with the embedded head or another one."""
-    model = str(model or "embedded")
-    fields = {"model": model, "fixed_k": True, "drafter": "dflash"} | fields
-    return core.load_engine(Options(dflash=head and str(head), **fields))
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["packed", "plain"])
-def demo_engine(request):
-    """The engine of the contract's tests; it finds the embedded head by itself."""
-    return load(kernels=request.param)
-
-
-@pytest.fixture(scope="module")
-def name():
-    return "dflash"
-
-
-# --------------------------------------------------------------------------- what it computes
 @pytest.mark.parametrize("kernels", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("kind", [*KINDS, "several files"])
 def test_a_head_drafts_as_the_paper_says(target_folder, tmp_path, reference, kind, kernels):
     head, model = new_head(tmp_path, **KINDS.get(kind, {})), reference(target_folder)
     if kind == "several files":
         contract.in_several_files(tmp_path)
-
-    def expected_of(text):
-        logits = reference_logits(head, model, text)
-        return logits.argmax(-1).tolist(), logits
-
-    contract.check_drafts(load(target_folder, tmp_path, kernels=kernels), "dflash", expected_of, 9)
+    engine = load(target_folder, tmp_path, kernels=kernels)
+    contract.check_drafts(engine, "dflash", partial(reference_draft, head, model), 9)
 
 
-def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
-    target_folder, tmp_path, reference
-):
+def test_each_q_belongs_to_its_place(target_folder, tmp_path, reference):
+    """And not to what was drawn before it."""
     head, text = new_head(tmp_path), list(range(7, 40))
     engine = load(target_folder, tmp_path)
     drafter, drawn = engine.pool.drafters["dflash"], set()
-    expected = reference_logits(head, reference(target_folder), text).softmax(-1)
+    _, logits = reference_draft(head, reference(target_folder), text)
     sampling = core.Sampling(temperature=1.0, verification="rejection")
     for seed in range(8):
         state = fresh_state(engine, drafter, text, sampling, core.Noise(seed))
         draft = drafter.propose(state, 5)
         drafter.close(state)
-        torch.testing.assert_close(draft.probs, expected, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(draft.probs, logits.softmax(-1), rtol=1e-2, atol=1e-4)
         drawn.add(tuple(draft.tokens))
     assert len(drawn) == 8
 
 
-# ------------------------------------------------------------------------------ losslessness
 @pytest.mark.parametrize("given", [{"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
 def test_a_head_computes_in_its_target_s_numbers(given, prompts):
     engine = load(**given)
@@ -142,11 +122,7 @@ def test_a_block_may_stand_behind_the_end_of_the_context():
     assert not [text for text in sequence.warnings if "dflash" in text]
 
 
-# ------------------------------------------------------------------------- options and refusals
-def block_saying(**own):
-    return contract.saying(dflash_config={"mask_token_id": 1, "target_layer_ids": [0]} | own)
-
-
+block_saying = partial(contract.saying_in, "dflash_config")
 BROKEN = contract.BROKEN | {
     "no mask_token_id: is this a DF": contract.saying(dflash_config=None),
     "no block_size": contract.saying(block_size=None),
@@ -164,21 +140,3 @@ BROKEN = contract.BROKEN | {
     "a vocabulary of 5000": contract.saying(vocab_size=5000),
     "unknown weight lm_head.weight": contract.holding("lm_head.weight", lambda _: torch.ones(2)),
 }
-
-
-@pytest.mark.parametrize("reason", BROKEN)
-def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, reason):
-    new_head(tmp_path)
-    BROKEN[reason](tmp_path)
-    # It is asked for by --dflash, and not passed over.
-    contract.assert_refused(lambda: load(target_folder, tmp_path, drafter=None), "DFlash", reason)
-
-
-def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts):
-    assert "dflash" not in core.load_engine(Options(model="embedded")).pool.drafters
-    with pytest.raises(ValueError, match="give --dflash"):
-        core.load_engine(Options(model=str(target_folder), drafter="dflash"))
-    engine = load(head=HEAD, drafter="auto", fixed_k=False)
-    assert {"dflash", "mtp", "ngram"} < set(engine.pool.choices["auto"])
-    assert engine.controller.costs.at_once == {"dflash": 7}
-    assert_lossless(engine, prompts["hard_story"], 40, "auto")

@@ -1,4 +1,8 @@
-"""README and docs/ as a reader uses them: the lesson, every command, every link, every name."""
+"""Whatever README and docs/ say can be relied on: each command runs, each name and link exists.
+
+The lesson's blocks write the texts that it says, the curl commands are answered, and each field
+that the server answers with is described.
+"""
 
 import inspect
 import io
@@ -11,12 +15,13 @@ from importlib.util import find_spec
 import pytest
 import speculative_decoding as core
 from conftest import ROOT
-from server import SCRIPT, call, generate, health, naming_a_model, serving
+from server import SCRIPT, module_server, naming_a_model
 
 from serving.options import parse_arguments
 
-README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = {page: page.read_text("utf-8") for page in PAGES}
+server = module_server()
 OTHERS_OPTIONS = {  # of vLLM and SGLang
     "--max-num-seqs", "--per-request-spec-decode-metrics",
     "--speculative-adaptive", "--speculative-config",
@@ -40,19 +45,24 @@ def blocks(text, language):
 
 def commands():
     """Every line of every bash block, once, in order."""
-    lines = [
-        line
-        for document in DOCUMENTS
-        for block in blocks(document.read_text("utf-8"), "bash")
-        for line in block.splitlines()
-    ]
-    return list(dict.fromkeys(lines))
+    found = (block for text in DOCUMENTS.values() for block in blocks(text, "bash"))
+    return list(dict.fromkeys(line for block in found for line in block.splitlines()))
 
 
 def arguments(command):
     """What follows the script's name in a command, or None if it runs something else."""
     _, found, rest = command.split(" > ")[0].partition(SCRIPT)
     return shlex.split(rest) if found else None
+
+
+@pytest.mark.parametrize("command", list(filter(arguments, commands())), ids=str)
+def test_commands_of_the_script_run(command, capsys):
+    """One server is started below, and test_command_line runs the demo: both are parsed here."""
+    given = arguments(command)
+    parse_arguments(given)
+    if "--prompt" in given:
+        assert core.main(naming_a_model(given)) == 0
+        assert "tokens per pass" in capsys.readouterr().out
 
 
 def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
@@ -83,11 +93,8 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
 def test_the_lesson_begins_with_the_core_s_four_steps():
     steps = re.findall(r"^\| (\d\. \w+) \| `(.+?)` \|", read("docs/lesson.md"), re.MULTILINE)
     source = inspect.getsource(core.speculate)
-    places = [source.index(line) for _, line in steps]
-    numbers = [source.index(f"# {step.title()}") for step, _ in steps]
-    assert len(steps) == 4 and sorted(numbers + places) == [
-        place for pair in zip(numbers, places, strict=True) for place in pair
-    ]
+    places = [source.index(part) for step, line in steps for part in (f"# {step.title()}", line)]
+    assert len(steps) == 4 and places == sorted(places)
 
 
 def test_the_lesson_s_command_extracts_the_blocks():
@@ -109,27 +116,10 @@ def test_readme_s_commands_make_their_own_environment():
     assert test in read(".ci/run"), "CI must run README's own test command"
 
 
-@pytest.mark.parametrize("command", list(filter(arguments, commands())), ids=str)
-def test_commands_of_the_script_run(command, capsys):
-    """One server is started below, and test_command_line runs the demo: both are parsed here."""
-    given = arguments(command)
-    parse_arguments(given)
-    if "--prompt" in given:
-        assert core.main(naming_a_model(given)) == 0
-        assert "tokens per pass" in capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def port():
-    """Of README's server, whose port is free here."""
+def test_curl_commands_are_answered(server):
+    """README starts a server at port 5000; here it has any port that is free."""
     (given,) = (a for a in map(arguments, commands()) if a and a[0] == "--port" and len(a) == 2)
     assert given == ["--port", "5000"]
-    with serving() as server:
-        yield server.port
-        server.end_well()
-
-
-def test_curl_commands_are_answered(port):
     found = [shlex.split(line) for line in commands() if line.startswith("curl")]
     assert len(found) > 5
     for words in found:
@@ -138,21 +128,21 @@ def test_curl_commands_are_answered(port):
         body = options.get("-d")
         body = body and body.replace('"smollm2"', '"embedded"')  # which runs here
         path = url.removeprefix("localhost:5000") or "/"
-        assert call(port, "POST" if body else "GET", path, body)[0] == 200, words
+        assert server.call("POST" if body else "GET", path, body)[0] == 200, words
 
 
-def test_what_the_server_answers_is_described(port):
+def test_what_the_server_answers_is_described(server):
     """Every field of an answer and of /health; and no field of a request that is unknown."""
     text = read("docs/api.md")
     more = {"max_tokens": 2, "trace": True, "compare": True, "logprobs": True}
-    answer, state = generate(port, prompt="x = [", **more)[1], health(port)
+    answer, state = server.generate(prompt="x = [", **more)[1], server.health()
     said = [*answer, *answer["timings"], *answer["trace"][0], *answer["compare"], *state]
     assert [name for name in said if f"`{name}`" not in text] == []
     table = text[text.index("### Fields") : text.index("### The answer")]
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     nothing = dict.fromkeys(names) | {"prompt": "x", "max_tokens": 1}
-    assert len(names) > 15 and generate(port, **nothing)[1]["warnings"] == []
+    assert len(names) > 15 and server.generate(**nothing)[1]["warnings"] == []
 
 
 def test_every_option_that_is_named_exists():
@@ -164,32 +154,27 @@ def test_every_option_that_is_named_exists():
     callers = said.getvalue().partition("Who may call:")[2].partition("\n\n")[0]
     own = "--host", "--allowed-host", "--allow-origin", "--api-key", "--api-key-file"
     assert re.findall(r"^  (--[\w-]+)", callers, re.MULTILINE) == [*own]
-    text = "".join(document.read_text("utf-8") for document in DOCUMENTS)
+    text = "".join(DOCUMENTS.values())
     quoted = [words for words in re.findall(r"`([^`\n]+)`", text) if words.startswith("--")]
     named = {name for words in quoted for name in re.findall(r"(?<!\S)--[a-z][\w-]*", words)}
     assert len(named) > 30 and named - known == OTHERS_OPTIONS
 
 
 def test_one_word_for_one_thing():
-    for document in DOCUMENTS:
-        text = " ".join(document.read_text("utf-8").split())
-        found = re.findall("|".join(OTHER_WORDS), text)
-        assert found == [], document.name
+    for page, text in DOCUMENTS.items():
+        assert re.findall("|".join(OTHER_WORDS), " ".join(text.split())) == [], page.name
 
 
 def test_links_headings_and_benchmarks_exist():
-    for document in DOCUMENTS:
-        text = document.read_text("utf-8")
-        for link in re.findall(r"\]\(([^)]+)\)", text):
+    for page, text in DOCUMENTS.items():
+        for link in re.findall(r"\]\((?!\w+://)([^)]+)\)", text):
             path, _, heading = link.partition("#")
-            page = document.parent / path if path else document
-            assert "://" in link or page.exists(), (document.name, link)
-            if heading and "://" not in link:
-                headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
-                anchors = [
-                    re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings
-                ]
-                assert heading in anchors, (document.name, link)
+            other = page.parent / path if path else page
+            assert other.exists(), (page.name, link)
+            if heading:
+                titles = re.findall(r"^#+ (.+)$", other.read_text("utf-8"), re.MULTILINE)
+                plain = (re.sub(r"[^\w -]", "", title).strip().lower() for title in titles)
+                assert heading in {title.replace(" ", "-") for title in plain}, (page.name, link)
         assert [m for m in re.findall(r"benchmarks\.\w+", text) if not find_spec(m)] == []
 
 

@@ -1,7 +1,7 @@
-"""One contract for all drafters, and what is particular to each.
+"""A drafter proposes by the text alone, whatever it drafted before and whoever shares its call.
 
-A drafter proposes by the text alone, whatever it drafted before and whoever shares its call; and a
-drafter that fails costs its request the speculation, never the answer.
+A drafter that fails, blocks or changes torch's settings costs its request the speculation, never
+the answer; and one that cannot be used is refused in a line that says what to write.
 """
 
 import inspect
@@ -11,6 +11,7 @@ import re
 import threading
 from dataclasses import replace
 from itertools import product
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import speculative_decoding as core
@@ -20,9 +21,12 @@ from conftest import (
     ROOT,
     WAYS,
     ScriptedDrafter,
+    assert_lossless,
+    before,
     fresh_state,
     propose_and_close,
     run,
+    run_beside_fresh,
     scripted_engine,
     together,
 )
@@ -37,80 +41,59 @@ from kernels import library
 from messages import Draft, Request, RequestError
 from serving.options import Options
 
-DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 
-
-@pytest.fixture(scope="module", params=DRAFTERS)
+@pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "mtp"])
 def name(request):
     return request.param
 
 
-# ---------------------------------------------------------------------------- the contract of all
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
 def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name, sampling):
-    drafter, k, compared = demo_engine.pool.drafters[name], 4, 0
+    """Whatever of its drafts was refused before: each draft is that of a state that saw none."""
+    num_drafted = 0
     for prompt in ("repetitive_counting", "code_class", "hard_story"):
-        s = demo_engine.open(Request(prompts[prompt], 20, name, k, sampling=sampling))
-        while s.finish_reason is None:
-            limit, tokens = min(k, s.remaining - 1), list(s.tokens)
-            cycle = demo_engine.step([s])[s]
-            if cycle.number and limit:
-                state = fresh_state(demo_engine, drafter, tokens, sampling, s.noise)
-                assert propose_and_close(drafter, [state], [limit]) == [cycle.proposals]
-                compared += 1
-        demo_engine.close(s)
-    assert compared > 12
+        request = Request(prompts[prompt], 20, name, 4, sampling=sampling)
+        _, cycles = run_beside_fresh(demo_engine, request)
+        num_drafted += sum(cycle.num_drafted for cycle in cycles)
+    assert num_drafted > 12
 
 
 def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     drafter, limits = demo_engine.pool.drafters[name], [3, 1, 6]
     texts = [prompts[p] for p in ("repetitive_letters", "code_function", "hard_prose")]
     states = [fresh_state(demo_engine, drafter, text) for text in texts]
-    together = propose_and_close(drafter, states, limits)
-    for text, limit, tokens in zip(texts, limits, together, strict=True):
+    drafts = propose_and_close(drafter, states, limits)
+    for text, limit, tokens in zip(texts, limits, drafts, strict=True):
         state = fresh_state(demo_engine, drafter, text)
         assert propose_and_close(drafter, [state], [limit]) == [tokens]
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "expected"),
-    [
-        ("mtp", "coupled", 1.0),
-        ("mtp", "rejection", 1.2),
-        ("draft_model", "coupled", 1.2),  # it may be close to the target
-        ("draft_model", "rejection", 1.2),
-    ],
-)
-def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
-    drafter, noise = demo_engine.pool.drafters[name], core.Noise(7)
-    given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
-    text = prompts["hard_story"]
-    states = [fresh_state(demo_engine, drafter, text, given, noise) for _ in range(2)]
-    states[1].sampling = own
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("name", ["mtp", "draft_model"])
+def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule):
+    """A draft model does not: it may be close to the target."""
+    expected = 1.0 if (name, rule) == ("mtp", "coupled") else 1.2
+    drafter, text, noise = demo_engine.pool.drafters[name], prompts["hard_story"], core.Noise(7)
+    asked, drawn = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
+    states = [fresh_state(demo_engine, drafter, text, asked, noise) for _ in range(2)]
+    states[1].sampling = drawn
     first, second = propose_and_close(drafter, states, [12, 12])
     assert first == second
 
 
 @pytest.mark.parametrize("model", ["draft_model", "mtp"])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_a_draft_knows_the_repetition_penalty_and_its_own_tokens(
-    demo_engine, prompts, model, temperature
-):
+def test_a_draft_knows_the_repetition_penalty(demo_engine, prompts, model, temperature):
     """Under a penalty that forbids any repetition no token is drafted twice."""
-    given = {"sampling": core.Sampling(100.0, temperature), "drafter": model, "max_tokens": 16}
+    fields = {"sampling": core.Sampling(100.0, temperature), "drafter": model, "max_tokens": 16}
     for prompt in (prompts["repetitive_letters"], prompts["code_class"]):
-        sequence, events = run(demo_engine, prompt, **given)
+        sequence, events = run(demo_engine, prompt, **fields)
         text = list(prompt)
         for event in events:
-            assert len(set(event["proposals"])) == len(event["proposals"])
-            assert not set(event["proposals"]) & set(text)
+            written = {*text, *event["proposals"]}
+            assert len(written) == len(set(text)) + len(event["proposals"])
             text += [token["id"] for token in event["tokens"]]
         assert sequence.statistics.num_draft_tokens > 5
-
-
-# ------------------------------------------------------------------------------- faults of drafters
 
 
 @pytest.mark.parametrize(
@@ -126,15 +109,11 @@ def test_a_draft_knows_the_repetition_penalty_and_its_own_tokens(
         (Draft([5, 6, 7], None, "abc"), "'<=' not supported between"),
     ],
 )
-def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer(
-    demo_engine, prompts, plain, draft, reason
-):
+def test_a_drafter_that_fails_never_costs_the_answer(demo_engine, prompts, draft, reason):
     engine = scripted_engine(demo_engine, None)
     drafter = engine.pool.drafters["scripted"]
     drafter.propose = lambda *_: draft
-    sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
-    assert sequence.output == plain(prompts["easy_json"], 12)
-    (warning,) = sequence.warnings
+    (warning,) = assert_lossless(engine, prompts["easy_json"], 12, "scripted").warnings
     assert reason in warning and "went on without speculation" in warning
     assert (engine.pool.failures, drafter.num_open) == ({"scripted": 1}, 0)
 
@@ -157,47 +136,42 @@ def uniform(limit):
         (uniform, None),
     ],
 )  # fmt: skip
-def test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read(
-    demo_engine, prompts, plain, probs, reason
-):
-    """Proposes token 7 with a q that it cannot have been drawn from; or, at the end, can."""
+def test_probs_that_cannot_be_are_a_failure_of_the_drafter(demo_engine, prompts, probs, reason):
+    """Token 7 is proposed with a q that it cannot have been drawn from; or, at the end, can."""
     engine = scripted_engine(demo_engine, lambda _, k: [7] * k, lambda _, k: probs(k))
-    prompt, given = prompts["easy_json"], {"max_tokens": 8, "drafter": "scripted"}
-    rejection = core.Sampling(temperature=1.0, verification="rejection")
-    sequence, _ = run(engine, prompt, **given, sampling=rejection)
+    prompt, rejection = prompts["easy_json"], core.Sampling(1.0, 1.0, verification="rejection")
+    sequence, _ = run(engine, prompt, max_tokens=8, drafter="scripted", sampling=rejection)
     assert len(sequence.output) == 8
     assert [reason in warning for warning in sequence.warnings] == [True] * bool(reason)
     for way in WAYS.values():  # nothing that a drafter says of its chances counts here
-        sequence, _ = run(engine, prompt, **given, **way)
-        assert sequence.output == plain(prompt, 8, **way) and sequence.warnings == []
-
-
-def raising(*_):
-    raise RuntimeError("out of ideas\nand of lines")
+        assert not assert_lossless(engine, prompt, 8, "scripted", **way).warnings
 
 
 @pytest.mark.parametrize("method", ["open", "propose", "observe"])
-def test_a_strict_engine_fails_the_request_of_a_drafter_that_fails(
-    demo_engine, prompts, monkeypatch, method
-):
+def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch, method):
     drafter, cache = ScriptedDrafter(lambda tokens, k: tokens[-k:]), demo_engine.target.cache
     engine = core.Engine(demo_engine.target, {"scripted": drafter}, is_strict=True)
-    monkeypatch.setattr(drafter, method, raising)
+    error = RuntimeError("out of ideas\nand of lines")
+    monkeypatch.setattr(drafter, method, Mock(side_effect=error))
     num_free = len(cache._free)
     with pytest.raises(RequestError, match=r"^drafter scripted failed \(out of ideas") as caught:
-        run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
+        run(engine, [5, 6, 7], max_tokens=12, drafter="scripted")
     assert (len(cache._free), drafter.num_open) == (num_free, 0)
     assert caught.value.status == 500  # over HTTP, with this message alone
 
 
+SETTINGS = {  # what loaders of models change and leave changed: how it is read and set
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "device": (torch.get_default_device, torch.set_default_device),
+}
+
+
 def torch_s_settings():
-    """What loaders of models change and leave changed."""
-    return {
-        "dtype": torch.get_default_dtype(), "device": torch.get_default_device(),
-        "threads": torch.get_num_threads(), "grad": torch.is_grad_enabled(),
-        "deterministic": torch.get_deterministic_debug_mode(),
-        "precision": torch.get_float32_matmul_precision(),
-    }  # fmt: skip
+    return {name: read() for name, (read, _) in SETTINGS.items()}
 
 
 @pytest.fixture
@@ -205,54 +179,37 @@ def settings():
     """As they are before the test, and after it, whatever fails."""
     before = torch_s_settings()
     yield before
-    torch.set_default_dtype(before["dtype"])
-    torch.set_default_device(None)
-    torch.set_num_threads(before["threads"])
-    torch.set_grad_enabled(before["grad"])
-    torch.set_deterministic_debug_mode(before["deterministic"])
-    torch.set_float32_matmul_precision(before["precision"])
+    for name, value in before.items():
+        SETTINGS[name][1](None if name == "device" else value)
 
 
 @pytest.mark.parametrize("is_timed", [False, True], ids=["here", "in its thread"])
 @pytest.mark.parametrize(
-    "change",
+    ("setting", "value"),
     [
-        lambda: torch.set_default_dtype(torch.bfloat16),
-        lambda: torch.set_default_dtype(torch.float64),
-        lambda: torch.set_default_device("meta"),
-        lambda: torch.set_num_threads(3),
-        lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
-        lambda: torch.use_deterministic_algorithms(True),
-        lambda: torch.set_float32_matmul_precision("medium"),
+        ("dtype", torch.bfloat16), ("dtype", torch.float64), ("device", "meta"), ("threads", 3),
+        ("grad", True), ("grad", False), ("deterministic", 2), ("precision", "medium"),
     ],
-    ids=["bfloat16", "float64", "meta", "threads", "grad", "deterministic", "precision"],
-)
+    ids=lambda value: str(value).removeprefix("torch."),
+)  # fmt: skip
 def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
-    demo_engine, prompts, plain, settings, change, is_timed
+    demo_engine, prompts, settings, setting, value, is_timed
 ):
     """They were for the drafter alone: a file's in its thread, and one of ours here."""
     prompt, mtp = prompts["easy_json"], demo_engine.pool.drafters["mtp"]
-    fields = {"max_tokens": 10, "logprobs": 2, "drafter": "auto"}
     for method, way in product(("open", "propose", "observe", "close"), WAYS.values()):
         drafter, active = ScriptedDrafter(lambda tokens, k: tokens[-k:]), []
-        right = getattr(drafter, method)
-
-        def changed(*given, right=right, active=active):
-            for _ in active:
-                change()
-            return right(*given)
-
-        setattr(drafter, method, changed)
-        own = TimedDrafter(drafter, 60.0) if is_timed else drafter
-        engine = core.Engine(demo_engine.target, {"scripted": own, "mtp": mtp}, "scripted")
-        expected, _ = run(engine, prompt, **fields, **way)
+        fields = {"logprobs": 2, "drafter": "auto"} | way
+        before(drafter, method, lambda *_, on=active: [SETTINGS[setting][1](value) for _ in on])
+        drafter = TimedDrafter(drafter, 60.0) if is_timed else drafter
+        engine = core.Engine(demo_engine.target, {"scripted": drafter, "mtp": mtp}, "scripted")
+        expected, _ = run(engine, prompt, max_tokens=10, **fields)
         active.append(True)
-        s, _ = run(engine, prompt, **fields, **way)
-        assert s.output == plain(prompt, 10, **way) == expected.output
+        s = assert_lossless(engine, prompt, 10, **fields)
         assert s.logprobs == expected.logprobs and not s.warnings
         assert torch_s_settings() == settings
         if is_timed:
-            assert own._call(torch_s_settings) == settings | {"threads": 1}
+            assert drafter._call(torch_s_settings) == settings | {"threads": 1}
 
 
 def test_a_file_that_changes_torch_s_settings_changes_them_for_itself_alone(tmp_path, settings):
@@ -277,9 +234,6 @@ def test_c_is_handed_no_buffer_of_another_type_or_size():
     for wrong in (numbers.double(), numbers.bfloat16(), numbers.T, numbers.to("meta"), numbers[:1]):
         with pytest.raises(AssertionError):
             library.address(wrong, 2, 3)
-
-
-# ------------------------------------------------------------------------ a drafter's limit of time
 
 
 class Blocking(Drafter):
@@ -317,18 +271,12 @@ def test_a_drafter_that_blocks_is_left_alone_until_it_returns():
     assert drafter.propose("", 3).tokens == [3] and inner.closed == ["one"]
 
 
-# --------------------------------------------------------------------------------------- n-gram
-
-
 def brute_force(tokens, smallest, largest, limit):
     """The longest suffix that stands earlier too, its latest place, read on into itself."""
     for size in range(min(largest, len(tokens)), smallest - 1, -1):
         for start in range(len(tokens) - 1, size - 1, -1):
             if tokens[start - size : start] == tokens[-size:]:
-                grown = list(tokens)
-                for i in range(limit):
-                    grown.append(grown[start + i])
-                return grown[len(tokens) :]
+                return (tokens[start:] * limit)[:limit]
     return []
 
 
@@ -348,21 +296,13 @@ def test_the_index_agrees_with_a_brute_force_search():
 
 def test_a_lookup_does_not_slow_down_with_the_text():
     """Work, not time: of 50 000 tokens it reads a suffix of each size, and its draft."""
-
-    class Counting(list):
-        reads = 0
-
-        def __getitem__(self, item):
-            self.reads += 1
-            return super().__getitem__(item)
-
     index, chance = NgramIndex(2, 4), random.Random(1)
     index.extend([chance.randrange(50) for _ in range(50_000)])
-    index.tokens = Counting(index.tokens)
-    assert index.continuation(8) and index.tokens.reads <= 3 + 1
+    text, index.tokens = index.tokens, MagicMock()
+    index.tokens.__len__.return_value = len(text)
+    index.tokens.__getitem__.side_effect = text.__getitem__
+    assert index.continuation(8) and index.tokens.__getitem__.call_count <= 3 + 1
 
-
-# ------------------------------------------------------------------------------ loading and fitting
 
 OWN = """
 from __future__ import annotations
@@ -378,26 +318,6 @@ class Inherits(NgramDrafter):
     def propose(self, state, max_tokens):
         return Draft([7])
 
-class Taken(Drafter):
-    name = "ngram"
-    def propose(self, state, max_tokens):
-        return Draft()
-
-class Unfinished(Drafter):
-    pass
-
-class Needy(Taken):
-    def __init__(self, context): pass
-
-class Short(Taken):
-    def open(self, prompt): pass
-
-class Raises(Inherits):
-    @classmethod
-    def build(cls, context):
-        raise RuntimeError("no luck")
-
-class Other: pass
 """
 MISTAKES = """
 import torch
@@ -416,27 +336,27 @@ def context(target, draft=None):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("mine", "message"),
     [
-        ("broken.py:Mine", "failed to load"),
-        ("own.py:Mine", "has no class 'Mine'"),
-        ("own.py:Draft", "has no class 'Draft' of its own"),
-        ("own.py:Other", r"\(own.py, line \d+\): write class Other\(Drafter\)"),
-        ("own.py:Taken", "the name 'ngram' of own.py:Taken is taken"),
-        ("own.py:Unfinished", r"\(.*own.py, line 20\): write def propose\(self"),
-        ("own.py:Needy", r"'context' \(.*own.py, line 23\): write def __init__\(self\), or"),
-        ("own.py:Short", r"\(.*own.py, line 27\): write def open\(self, prompt, sampling, noise"),
-        ("own.py:Raises", "failed to start: no luck"),
+        ("def broken(:", "failed to load"),
+        ("", "has no class 'Mine'"),
+        ("Mine = Draft", "has no class 'Mine' of its own"),
+        ("class Mine: pass", r"\(mine.py, line 15\): write class Mine\(Drafter\)"),
+        ("class Mine(Inherits): name = 'ngram'", "the name 'ngram' of mine.py:Mine is taken"),
+        ("class Mine(Drafter): pass", r"\(.*mine.py, line 15\): write def propose\(self"),
+        ("class Mine(Drafter):\n  propose = Inherits.propose\n  def __init__(self, context): pass",
+         r"'context' \(.*mine.py, line 15\): write def __init__\(self\), or"),
+        ("class Mine(Inherits):\n  def open(self, prompt): pass",
+         r"\(.*mine.py, line 16\): write def open\(self, prompt, sampling, noise"),
+        ("class Mine(Inherits):\n  def build(context): raise RuntimeError('no luck')",
+         "failed to start: no luck"),
     ],
-)
-def test_a_drafter_that_cannot_be_had_is_one_clear_line(
-    demo_engine, tmp_path, monkeypatch, wanted, message
-):
+)  # fmt: skip
+def test_a_drafter_that_cannot_start_is_one_line(demo_engine, tmp_path, monkeypatch, mine, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "broken.py").write_text("def broken(:\n")
+    (tmp_path / "mine.py").write_text(OWN + mine)
     with pytest.raises(ValueError, match=message) as caught:
-        drafters.load_all(wanted, context(demo_engine.target), True)
+        drafters.load_all("mine.py:Mine", context(demo_engine.target), True)
     assert "\n" not in str(caught.value)
 
 
@@ -450,10 +370,8 @@ def test_a_drafter_of_one_s_own_is_the_one_that_runs(demo_engine, prompts, tmp_p
     assert all(event["proposals"] == [7] for event in events[1:-1])
 
 
-def test_the_documents_drafter_with_a_model_runs(
-    demo_engine, prompts, plain, tmp_path, monkeypatch
-):
-    """Of at most 25 lines. Its KV cache goes back by what it drafted."""
+def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monkeypatch):
+    """It has a model and at most 25 lines. Its KV cache goes back by what it drafted."""
     text = (ROOT / "docs/models.md").read_text("utf-8")
     text = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)[1]
     assert len([line for line in text.splitlines() if line]) <= 25
@@ -486,19 +404,16 @@ def test_the_documents_drafter_with_a_model_runs(
         ("close", "1 / 0", "failed to close: division by zero ({}, line 11)"),
     ],
 )  # fmt: skip
-def test_an_error_in_somebody_s_drafter_says_where_and_what_to_return(
-    demo_engine, plain, tmp_path, method, result, message
-):
+def test_an_error_in_a_drafter_says_where_it_is(demo_engine, tmp_path, method, result, message):
+    """And what is to be returned there."""
     file, text = tmp_path / "mine.py", MISTAKES
     if method:
         given = ", ".join(inspect.signature(getattr(Drafter, method)).parameters)
         text += f"    def {method}({given}):\n        return {result}\n"
     file.write_text(text if method else text.replace("Draft([1])", result), "utf-8")
-    own = drafters.load(f"{file}:Mine", context(demo_engine.target))
-    engine = core.Engine(demo_engine.target, {"Mine": own}, "Mine")
-    sequence, _ = run(engine, [5, 6, 7], max_tokens=6, drafter="Mine")
-    assert sequence.output == plain([5, 6, 7], 6)
-    (warning,) = sequence.warnings
+    drafter = drafters.load(f"{file}:Mine", context(demo_engine.target))
+    engine = core.Engine(demo_engine.target, {"Mine": drafter}, "Mine")
+    (warning,) = assert_lossless(engine, [5, 6, 7], 6, "Mine").warnings
     assert message.format(file) in warning
     assert warning.endswith(": went on without speculation") or method == "close"
 
@@ -551,17 +466,16 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
         assert all(s.warnings == [] for s in sequences)
 
 
-def test_a_draft_keeps_to_frequent_words_where_the_text_does(
-    demo_engine, prompts, plain, monkeypatch
-):
+def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompts, monkeypatch):
     """The output is the same; a text of rare words is drafted from all."""
-    prompt = prompts["repetitive_colours"]
+    prompt, name = prompts["repetitive_colours"], "draft_model"
+    drafter = demo_engine.pool.drafters[name]
 
     def drafted(limit):
-        monkeypatch.setattr(demo_engine.pool.drafters["draft_model"], "_num_frequent", limit)
-        sequence, events = run(demo_engine, prompt, max_tokens=30, drafter="draft_model")
-        assert sequence.output == plain(prompt, 30)
-        return [token for event in events for token in event["proposals"]]
+        monkeypatch.setattr(drafter, "_num_frequent", limit)
+        assert_lossless(demo_engine, prompt, 30, name)
+        state = fresh_state(demo_engine, drafter, prompt)
+        return propose_and_close(drafter, [state], [20])[0]
 
     border = sorted(prompt)[-1] + 1  # so the text has no rare word
     few = drafted(border)

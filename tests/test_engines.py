@@ -1,7 +1,7 @@
-"""Behind this server's routes another engine answers with its own text and acceptance.
+"""Behind this server's routes another engine answers with its text and its acceptance.
 
-What it cannot do is refused by name, and whatever fails in it is an error of 502 to 504. It is a
-replayed conversation with a real vLLM.
+What it cannot do is refused by name, and whatever fails in it is an error of 502 to 504. Here the
+engine is a replayed conversation with a real vLLM.
 
 The replayed answers were captured from the version that tests/vllm_conversation.json names. The
 test against a vLLM that runs is marked `network`, as that has to be installed first:
@@ -17,15 +17,7 @@ import threading
 import pytest
 import speculative_decoding as core
 from engine import CHAT, COLOURS, SAID, replaying
-from server import (
-    LIMIT_S,
-    connect,
-    events_of,
-    health,
-    is_error,
-    serving,
-    until,
-)  # fmt: skip
+from server import LIMIT_S, events_of, is_error, serving, until
 
 from engines import app, client, relay
 from engines.app import KEY_VARIABLE
@@ -46,16 +38,19 @@ def replay():
 @pytest.fixture
 def ask(replay, request):
     """(status, body or events) of a POST, under limits that a test may give."""
-    engine = client.Engine.ask(client.Client(replay.url))
-    options = Options(max_running=8, **getattr(request, "param", {}))
-    asked = core.create_app(app.Remote(engine, options)).test_client()
+    return asking(client.Client(replay.url), **getattr(request, "param", {}))
+
+
+def asking(engine, **options):
+    remote = app.Remote(client.Engine.ask(engine), Options(max_running=8, **options))
+    asked = core.create_app(remote).test_client()
 
     def post(path, body):
         answer = asked.post(path, json=body)
         is_stream = answer.mimetype == "text/event-stream"
         return answer.status_code, events_of(answer.data) if is_stream else answer.json
 
-    post.client = asked
+    post.get = asked.get
     return post
 
 
@@ -97,7 +92,7 @@ def test_log_probabilities_and_openais_routes_have_their_own_shapes(ask):
     parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "".join(parts) == message["content"]
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] == 5
-    assert ask.client.get("/v1/models").json["data"][0]["id"] == "target"
+    assert ask.get("/v1/models").json["data"][0]["id"] == "target"
 
 
 def test_defaults_limits_and_the_key_of_ours_are_sent(replay, ask):
@@ -128,7 +123,7 @@ def test_what_the_engine_refuses_is_the_clients_mistake(ask, name):
 
 
 def test_health_and_metrics_have_the_engines_acceptance_and_null_for_the_rest(ask):
-    answer = ask.client.get("/health")
+    answer = ask.get("/health")
     body = answer.json
     assert answer.status_code == 200 and body["engine"] == {"name": "vllm", "version": "0.32.0"}
     assert body["model"] == "target" and body["drafters"] == ["engine"] and body["target"] is None
@@ -136,7 +131,7 @@ def test_health_and_metrics_have_the_engines_acceptance_and_null_for_the_rest(as
     assert figures["num_draft_tokens"] > figures["num_accepted_draft_tokens"] > 0
     assert len(figures["acceptance_rate_per_position"]) == figures["num_spec_tokens"] == 5
     assert figures["num_recovered_tokens"] is None
-    text = ask.client.get("/metrics").data.decode()
+    text = ask.get("/metrics").data.decode()
     assert "\nspec_decode_num_accepted_tokens_per_pos_total{position=" in text
     assert "\ngeneration_tokens_total " in text and "vllm" not in text
 
@@ -144,7 +139,7 @@ def test_health_and_metrics_have_the_engines_acceptance_and_null_for_the_rest(as
 def test_health_says_when_the_engine_is_gone(ask, replay):
     replay.shutdown()
     replay.server_close()
-    answer = ask.client.get("/health")
+    answer = ask.get("/health")
     assert answer.status_code == 503 and answer.json["status"] == "dead"
     status, body = said(ask, "plain")
     assert status == 503 and is_error(body) and "cannot be reached" in body["error"]["message"]
@@ -152,7 +147,7 @@ def test_health_says_when_the_engine_is_gone(ask, replay):
 
 def test_an_engine_without_metrics_is_not_gone(ask, replay, monkeypatch):
     replay.told["turns"] = [turn for turn in replay.told["turns"] if turn["path"] != "/metrics"]
-    answer = ask.client.get("/health")
+    answer = ask.get("/health")
     assert answer.status_code == 200 and answer.json["status"] == "ok"
     assert answer.json["speculative_decoding"]["num_draft_tokens"] is None
     (warning,) = answer.json["warnings"]
@@ -162,7 +157,7 @@ def test_an_engine_without_metrics_is_not_gone(ask, replay, monkeypatch):
         raise client._silent(1.0)
 
     monkeypatch.setattr(client.Client, "metrics", hang)
-    answer = ask.client.get("/health")
+    answer = ask.get("/health")
     assert answer.status_code == 503 and answer.json["status"] == "stuck"
 
 
@@ -173,9 +168,8 @@ def test_an_engine_that_breaks_off_ends_streams_with_an_error(ask, replay):
     status, body = said(ask, "plain")
     assert status == 502 and is_error(body)
     replay.cut = None
-    for turn in replay.told["turns"]:
-        if turn["path"].endswith("completions"):
-            turn["pieces"] = turn["pieces"][:1]
+    for turn in generations(replay):
+        turn["pieces"] = turn["pieces"][:1]
     assert "before its answer was complete" in said(ask, "long")[1][-1]["error"]["message"]
 
 
@@ -183,23 +177,26 @@ def test_an_engine_that_answers_500_is_a_502(ask, replay):
     replay.status = 500
     for name in ("plain", "long", "plain", "plain"):  # also before a stream has begun
         assert said(ask, name)[0] == 502
-    assert ask.client.get("/health").json["status"] == "failing"
+    assert ask.get("/health").json["status"] == "failing"
     replay.status = None
     said(ask, "plain")
-    assert ask.client.get("/health").json["status"] == "ok"
+    assert ask.get("/health").json["status"] == "ok"
+
+
+def generations(replay):
+    """The turns of its conversation in which text was generated."""
+    return [turn for turn in replay.told["turns"] if turn["path"].endswith("completions")]
 
 
 def say(replay, *events):
     """Have every generation answered with these."""
-    for turn in replay.told["turns"]:
-        if turn["path"].endswith("completions"):
-            turn["pieces"] = (f"data: {event}\n\n" for event in events)
+    for turn in generations(replay):
+        turn["pieces"] = (f"data: {event}\n\n" for event in events)
 
 
 def event(**choice):
-    return json.dumps(
-        {"choices": [{"text": "a", "token_ids": [5], "finish_reason": None} | choice]}
-    )
+    usual = {"text": "a", "token_ids": [5], "finish_reason": None}
+    return json.dumps({"choices": [usual | choice]})
 
 
 DONE = event(finish_reason="stop"), "[DONE]"
@@ -296,18 +293,17 @@ def test_limits_are_ours_and_who_leaves_before_the_engine_answers_makes_room_for
 
 @pytest.fixture(scope="module")
 def server():
-    with replaying() as replay:
-        with serving("--engine", replay.url) as server:
-            server.replay = replay
-            yield server
-            server.end_well()
+    with replaying() as replay, serving("--engine", replay.url) as server:
+        server.replay = replay
+        yield server
+        server.end_well()
 
 
 def test_a_client_that_leaves_is_cancelled_in_the_engine(server):
     server.replay.hang, server.replay.num_left = 1, 0
-    with connect(server.port, "/generate", LONG):
+    with server.connect("/generate", LONG):
         until(server.replay.is_hanging.is_set)  # else it is its sending that fails
-    until(lambda: health(server.port)["num_requests_running"] == 0)
+    server.wait_until_running(0)
     server.replay.go_on.set()  # only now: the engine is to look for us once we are gone
     until(lambda: server.replay.num_left == 1)
     server.replay.go_on.clear()
@@ -317,31 +313,26 @@ def test_a_client_that_leaves_is_cancelled_in_the_engine(server):
 
 def test_a_client_that_reads_slowly_slows_the_engine(server, monkeypatch):
     """What the client does not take is not read from the engine: the engine can send no more."""
-    asked = [turn for turn in server.replay.told["turns"] if turn["body"]]
-    long = next(turn for turn in asked if turn["body"].get("max_tokens") == 200)
+    turns = generations(server.replay)
+    long = next(turn for turn in turns if turn["body"].get("max_tokens") == 200)
     event = json.loads(long["pieces"][1].split("\n")[0].removeprefix("data: "))
     event["choices"][0]["text"] = "x" * 4000
     pieces = [f"data: {json.dumps(event)}\n\n"] * 10_000 + long["pieces"][-1:]  # 40 MB
     sent = []
     sending = (sent.append(1) or piece for piece in pieces)
     monkeypatch.setattr(server.replay, "failing", lambda *_: sending)
-    with connect(server.port, "/generate", LONG, buffer_bytes=4096):
+    with server.connect("/generate", LONG, buffer_bytes=4096):
         until(lambda: sent)
         stands = threading.Event()
         until(lambda: (n := len(sent)) and not stands.wait(1.0) and len(sent) == n)
         assert len(sent) < 10_000
-    until(lambda: health(server.port)["num_requests_running"] == 0)
+    server.wait_until_running(0)
 
 
 @pytest.mark.network
 def test_a_vllm_that_runs_answers_as_the_recorded_one():
-    url = os.environ["VLLM_URL"]
-    engine = client.Engine.ask(client.Client(url, os.environ.get(KEY_VARIABLE)))
-    asked = core.create_app(app.Remote(engine, Options(max_running=8))).test_client()
-    for name in ("plain", "streamed", "stopped"):
-        path, body = SAID[name]
-        answer = asked.post(path, json=body)
-        told = events_of(answer.data)[-1] if body.get("stream") else answer.json
-        assert told["text"] == (" blue, red," if name == "stopped" else TEXT)
-    assert asked.post("/v1/chat/completions", json=CHAT).status_code == 200
-    assert asked.get("/health").json["speculative_decoding"]["num_draft_tokens"] > 0
+    ask = asking(client.Client(os.environ["VLLM_URL"], os.environ.get(KEY_VARIABLE)))
+    assert said(ask, "plain")[1]["text"] == said(ask, "streamed")[1][-1]["text"] == TEXT
+    assert said(ask, "stopped")[1]["text"] == " blue, red,"
+    assert ask("/v1/chat/completions", CHAT)[0] == 200
+    assert ask.get("/health").json["speculative_decoding"]["num_draft_tokens"] > 0

@@ -1,8 +1,8 @@
-"""Equal logits are equal bits, wherever the server says so; and where it says so was checked.
+"""Where the server says that it is exact, a token's logits have the same bits in every batch.
 
-What torch computes between the kernels is another code on each machine. Settings of the libraries
-make them run another machine's, each in a process of its own. And operations are put in that are
-wrong on purpose, which the comparison at load has to find.
+It compares them at its start. What torch computes between the kernels differs from machine to
+machine, so settings of its libraries make them compute as on others; and operations that are wrong
+on purpose show that the comparison finds them.
 """
 
 import os
@@ -14,7 +14,7 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, make_exact
+from conftest import ROOT, load, make_exact, open_rows
 from exactness import LONGEST, assert_same_bits
 from families import save_small
 from torch import nn
@@ -41,52 +41,62 @@ ODD = {  # widths that no vector divides
 EXACT = [  # model, type and threads
     ("embedded", "float32", 1), ("embedded", "bfloat16", 2), ("llama", "float32", 2),
     *((name, "bfloat16", 1) for name in ("llama", "qwen2", "gemma2", "gpt2", "opt", "gpt_oss")),
-    *(pytest.param(name, "float32", 3, marks=pytest.mark.slow) for name in ("gemma2", "gpt2")),
-    *(
-        pytest.param("qwen3_5_text", dtype, 4, marks=pytest.mark.slow)
-        for dtype in ("float32", "bfloat16")
-    ),
 ]  # fmt: skip
+LATER = [
+    ("gemma2", "float32", 3), ("gpt2", "float32", 3),
+    ("qwen3_5_text", "float32", 4), ("qwen3_5_text", "bfloat16", 4),
+]  # fmt: skip
+EXACT += (pytest.param(*case, marks=pytest.mark.slow) for case in LATER)
 
 
 @pytest.mark.parametrize(("model", "dtype", "count"), EXACT)
 def test_what_is_said_to_be_exact_is(model, dtype, count, threads, tmp_path):
-    """The embedded models, and others; some have odd widths, one a large vocabulary."""
+    """Some models have odd widths, one a large vocabulary."""
     threads(count)
     if model != "embedded":
         length = {"n_positions" if model == "gpt2" else "max_position_embeddings": LONGEST + 20}
         save_small(model, tmp_path, **ODD.get(model, {}), **length)
-        model = str(tmp_path)
-    options = Options(model=model, dtype=dtype, drafter="ngram", max_running=8, fixed_k=True)
-    target = core.load_engine(options).target
+        model = tmp_path
+    target = load(model, dtype=dtype, max_running=8).target
     assert target.report.is_exact, target.report
     assert_same_bits(target, 6, Random(1))
 
 
-@pytest.mark.parametrize("way", ["AVX-512 VNNI AMX", "AVX-512 VNNI BF16", "AVX2"])
+@pytest.fixture
+def tiny(tiny_folder):
+    """Load a tiny model with sums in C, which nothing has compared yet."""
+
+    def load_model(family="gpt_neox", **options):
+        target = core.load_model(str(tiny_folder(family)), Options(**options))
+        speed_up(target)
+        assert target.compiled.is_compiled == (family == "llama")
+        return target
+
+    return load_model
+
+
+@pytest.mark.parametrize("cpu", ["AVX-512 VNNI AMX", "AVX-512 VNNI BF16", "AVX2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_health_says_what_may_differ_on_another_cpu(family, dtype, way, tiny_folder, monkeypatch):
-    target = core.load_model(str(tiny_folder(family)), Options(dtype=dtype))
-    speed_up(target)
-    monkeypatch.setattr(library, "instructions", lambda: way)
-    found = target.compiled.report()
-    assert found.as_dict()["exception"] == found.exception
-    assert bool(found.exception) == (dtype == "bfloat16" and way != "AVX2")
+def test_health_says_what_may_differ_on_another_cpu(family, dtype, cpu, tiny, monkeypatch):
+    target = tiny(family, dtype=dtype)
+    monkeypatch.setattr(library, "instructions", lambda: cpu)
+    report = target.compiled.report()
+    assert report.as_dict()["exception"] == report.exception
+    assert bool(report.exception) == (dtype == "bfloat16" and cpu != "AVX2")
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(60.0, 6), (-1.0, 1)])
-def test_a_slow_model_is_tried_on_fewer_rows_at_its_start(tiny_folder, seconds, count, monkeypatch):
-    target, fed = core.load_model(str(tiny_folder("llama")), Options()), list[int]()
-    speed_up(target)
+def test_a_slow_model_is_tried_on_fewer_rows_at_its_start(tiny, seconds, count, monkeypatch):
+    target, fed = tiny("llama"), list[int]()
 
     def wrong_alone(rows, ids, wanted):
         fed.extend(wanted)
-        found = forward(rows, ids, wanted)
-        return replace(found, logits=[own + (len(own) == 1) for own in found.logits])
+        output = forward(rows, ids, wanted)
+        return replace(output, logits=[x + (len(x) == 1) for x in output.logits])
 
     forward = target.compiled.__call__
-    monkeypatch.setattr(KernelForward, "__call__", lambda _, *given: wrong_alone(*given))
+    monkeypatch.setattr(KernelForward, "__call__", lambda _, *rows: wrong_alone(*rows))
     monkeypatch.setattr("kernels.forward._TRIED_S", seconds)
     assert target.compiled.report().doubt == "decoding and verifying differ"
     assert fed == [6, *[1] * count]
@@ -116,20 +126,7 @@ def test_all_this_holds_with_other_machines_kernels(environment):
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, timeout=900)
 
 
-# ------------------------------------------------------------------------- what is found at load
-@pytest.fixture
-def tiny(tiny_folder):
-    """Load a tiny model in transformers' modules, with sums in C."""
-
-    def load(family="gpt_neox"):
-        target = core.load_model(str(tiny_folder(family)), Options())
-        speed_up(target)
-        assert not target.compiled.is_compiled
-        return target
-
-    return load
-
-
+# ---------------------------------------------------------------- mistakes that the start finds
 def off_where(is_shaken):
     """An operation that changes one bit in some places."""
     return lambda x, place: torch.nextafter(x, x + 1) if is_shaken(place) else x
@@ -157,25 +154,22 @@ def test_an_operation_between_the_layers_that_depends_on_company_is_found(tiny, 
     assert target.cache.lengths == [0] * target.cache.num_rows and not target.cache.rows
 
 
-def test_a_family_that_attends_by_code_of_its_own_is_served_and_not_called_exact(tmp_path):
-    save_small("xglm", tmp_path)
-    engine = core.load_engine(Options(model=str(tmp_path), drafter="ngram", fixed_k=True))
-    assert engine.target.compiled is None and type(engine.target.model.lm_head) is PanelLinear
-    assert "attend by code of their own" in engine.target.report.doubt
+def test_a_family_that_attends_by_code_of_its_own_is_served_and_not_called_exact(tiny_folder):
+    target = load(tiny_folder("xglm")).target
+    assert target.compiled is None and type(target.model.lm_head) is PanelLinear
+    assert "attend by code of their own" in target.report.doubt
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "opt"])
 def test_a_branch_of_a_tree_has_the_bits_of_a_chain_in_modules_too(tiny, family):
     target, text = tiny(family), [*range(30, 50)]
-    row = target.cache.open_row()
-    target.forward([row], [text], [1])
-    fed, parents = [60, 61, 62, 63, 64], [-1, -1, 0, 2]  # the first is pending
-    tree = target.forward([row], [fed], [5], (-1,), parents=[parents])
-    target.cache.truncate(row, len(text))
-    chain = target.forward([row], [[60, 61, 63, 64]], [4], (-1,))
-    target.cache.close_row(row)
-    for found, expected in ((tree.logits, chain.logits), (tree.hidden[-1], chain.hidden[-1])):
-        assert torch.equal(found[0][[0, 1, 3, 4]], expected[0])
+    parents = [-1, -1, 0, 2]  # of what stands behind the first token, which is pending
+    with open_rows(target, text) as rows:
+        tree = target.forward(rows, [[60, 61, 62, 63, 64]], [5], (-1,), parents=[parents])
+        target.cache.truncate(*rows, len(text))
+        chain = target.forward(rows, [[60, 61, 63, 64]], [4], (-1,))
+    for branch, expected in ((tree.logits, chain.logits), (tree.hidden[-1], chain.hidden[-1])):
+        assert torch.equal(branch[0][[0, 1, 3, 4]], expected[0])
 
 
 # ---------------------------------------------------------------------------- row by row
@@ -195,11 +189,10 @@ FUNCTIONS = {
 def test_functions_compute_the_same_in_every_place(name, dtype, threads):
     module = FUNCTIONS[name]
     x = torch.cat([torch.randn(40, 1376) * 4, torch.tensor([[-1e4, -88.0, 0.0, 1e4] * 344])])
-    x, mode = x.to(dtype), RowWise(nn.Module())
-    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    x, tolerance = x.to(dtype), 4 * torch.finfo(dtype).eps
     expected = module(x.double()).to(dtype)
-    with mode:
-        torch.testing.assert_close(module(x), expected, **tolerance)
+    with RowWise(nn.Module()):
+        torch.testing.assert_close(module(x), expected, rtol=tolerance, atol=tolerance)
         x = x[:, :99].contiguous()  # a row ends within a vector
         for count in (1, 2, 3):
             threads(count)

@@ -1,4 +1,8 @@
-"""The lesson's exercises, solved: what each finds out. (Exercise 4 is in test_sampling.py.)"""
+"""The lesson's exercises, solved: each shows what a change of the method does, and what it cannot.
+
+A better drafter has more of its tokens accepted, and a broken one fewer: neither changes the text.
+Only a broken `verify` does. Exercise 4, about distributions, is in test_sampling.py.
+"""
 
 import pytest
 import speculative_decoding as core
@@ -20,12 +24,12 @@ def readme_drafter():
 def totals(demo_engine, prompts, drafters):
     """Outputs and statistics over all demo prompts, by drafter; its K is fixed."""
     engine = core.Engine(demo_engine.target, drafters)
-    found = {}
+    by_drafter = {}
     for name in drafters:
         sequences = [run(engine, p, max_tokens=40, drafter=name)[0] for p in prompts.values()]
         statistics = sum((s.statistics for s in sequences), Statistics())
-        found[name] = [s.output for s in sequences], statistics
-    return found
+        by_drafter[name] = [s.output for s in sequences], statistics
+    return by_drafter
 
 
 def test_1_a_longer_context_helps(demo_engine, prompts):
@@ -56,12 +60,12 @@ def test_1_a_longer_context_helps(demo_engine, prompts):
                 state["last"] = state["last"][1], token
 
     drafters = {d.name: d for d in (bigram(), Trigram(), demo_engine.pool.drafters["ngram"])}
-    found = totals(demo_engine, prompts, drafters)
-    outputs = [output for output, _ in found.values()]
+    by_drafter = totals(demo_engine, prompts, drafters)
+    outputs = [output for output, _ in by_drafter.values()]
     assert outputs[0] == outputs[1] == outputs[2]
-    rates = {name: s.draft_acceptance_rate for name, (_, s) in found.items()}
+    rates = {name: s.draft_acceptance_rate for name, (_, s) in by_drafter.items()}
     assert rates["trigram"] > rates["bigram"] + 0.1  # of what was drafted, more is accepted
-    per_pass = {name: s.tokens_per_pass for name, (_, s) in found.items()}
+    per_pass = {name: s.tokens_per_pass for name, (_, s) in by_drafter.items()}
     assert per_pass["ngram"] > per_pass["bigram"] + 0.1  # and it always has a guess
 
 

@@ -1,56 +1,41 @@
-"""Faults of our own, in the real process on a real socket: what the client and /health saw.
+"""A drafter's fault costs the speculation and never a token.
 
-A drafter's fault costs the speculation and never a token; a target's fault costs the request that
-it belongs to, and nobody else's. Most of them need no process: see test_drafters.py,
-test_controller.py and test_batching.py.
+A target's fault costs the request that it belongs to, and nobody else's. Both are called up in the
+real process, on a real socket, and the client and /health are told of them. Faults that need no
+process are in test_drafters.py, test_controller.py and test_batching.py.
 """
 
 import gc
-import json
 import logging
 import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import speculative_decoding as core
-from conftest import scripted_engine
+from conftest import application, scripted_engine
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, TARGET_FAULTS
-from server import (
-    COLOURS,
-    ENDLESS,
-    FAULTY,
-    PATHS,
-    call,
-    events_of,
-    generate,
-    health,
-    serving,
-    until,
-    wait_until_idle,
-)
+from server import COLOURS, ENDLESS, FAULTY, PATHS, end_of, serving, until
 
 from messages import Request
 from serving.options import Options
-from serving.service import Service
 
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 IDS = [5, 6, 7, 8, 5, 6, 7]
 
 
 @pytest.fixture(scope="module")
-def port():
+def server():
     options = ("--drafter", "ngram", "--fixed-k", "--drafter-timeout", "0.7")
     with serving(*options, module=FAULTY) as server:
-        yield server.port
-        assert health(server.port)["status"] == "ok"
+        yield server
+        assert server.health()["status"] == "ok"
         server.send(signal.SIGTERM)
         assert server.exit_code() == 0
 
 
 @pytest.fixture(scope="module")
-def plain(port):
-    return generate(port, **FIELDS, speculative=False)[1]
+def plain_ids(server):
+    return server.generate(**FIELDS, speculative=False)[1]["token_ids"]
 
 
 def poisoned(fault, **fields):
@@ -59,36 +44,28 @@ def poisoned(fault, **fields):
     return {"prompt": prompt, "max_tokens": 40} | fields
 
 
-def is_sound(port):
+def is_sound(server):
     """Whether /health says that all is well, once nothing runs or is kept."""
-    wait_until_idle(port)
-    return health(port)["status"] == "ok"
-
-
-def end_of(answer):
-    """(status, body) of an answer, or of a stream's end."""
-    status, headers, data = answer
-    assert b"Traceback" not in data
-    is_stream = headers["Content-Type"].startswith("text/event-stream")
-    return status, events_of(data)[-1] if is_stream else json.loads(data)
+    server.wait_until_idle()
+    return server.health()["status"] == "ok"
 
 
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS)
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 5, "stream": True}])
-def test_a_drafter_s_fault_never_changes_a_token(port, fault, way):
+def test_a_drafter_s_fault_never_changes_a_token(server, fault, way):
     """The client gets the target's own text and a warning, /health counts the loss."""
     one = FIELDS | {"max_tokens": 1, "drafter": fault}
-    until(lambda: not generate(port, **one)[1]["warnings"])  # a late thread has ended
-    before, fields = health(port)["warnings"], FIELDS | way
-    status, body = end_of(call(port, "POST", "/generate", fields | {"drafter": fault}))
-    expected = generate(port, **fields | {"stream": False, "speculative": False})[1]
+    until(lambda: not server.generate(**one)[1]["warnings"])  # a late thread has ended
+    before, fields = server.health()["warnings"], FIELDS | way
+    status, body = end_of(server.call("POST", "/generate", fields | {"drafter": fault}))
+    expected = server.generate(**fields | {"stream": False, "speculative": False})[1]
     assert status == 200
     for name in ("token_ids", "text", "finish_reason"):
         assert body[name] == expected[name]
     assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0  # until it failed
     assert len(body["warnings"]) == 1 and fault in body["warnings"][0]
-    assert is_sound(port)
-    after = health(port)["warnings"]
+    assert is_sound(server)
+    after = server.health()["warnings"]
     assert any(f"times {fault} failed" in warning for warning in after) and after != before
 
 
@@ -103,29 +80,29 @@ def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, gues
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_target_s_fault_fails_its_own_request_alone(port, plain, path):
+def test_a_target_s_fault_fails_its_own_request_alone(server, plain_ids, path):
     """The client gets a 500, or an error event; who shares its batch gets what it would alone."""
     ways = (("ngram", False), ("mtp", False), ("draft_model", True), ("auto", True))
     with ThreadPoolExecutor(8) as pool:
-        neighbours = [pool.submit(generate, port, **FIELDS, drafter=drafter) for drafter, _ in ways]
+        beside = [pool.submit(server.generate, **FIELDS, drafter=drafter) for drafter, _ in ways]
         asked = [poisoned("raises", stream=stream, drafter=drafter) for drafter, stream in ways]
-        answers = [pool.submit(call, port, "POST", path, fields) for fields in asked]
-        assert [n.result()[1]["token_ids"] for n in neighbours] == [plain["token_ids"]] * 4
+        answers = [pool.submit(server.call, "POST", path, fields) for fields in asked]
+        assert [n.result()[1]["token_ids"] for n in beside] == [plain_ids] * 4
     for (_, is_stream), answer in zip(ways, answers, strict=True):
         status, body = end_of(answer.result())
         assert status == (200 if is_stream else 500)
         assert body["error"]["type"] == "server_error" and body["error"]["code"] == "engine_failed"
-    assert is_sound(port) and any("tried again" in w for w in health(port)["warnings"])
-    assert b"engine_faults_total 0" not in call(port, "GET", "/metrics")[2]
+    assert is_sound(server) and any("tried again" in w for w in server.health()["warnings"])
+    assert b"engine_faults_total 0" not in server.call("GET", "/metrics")[2]
 
 
-def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(port, plain):
+def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(server, plain_ids):
     for _ in range(3):
-        assert call(port, "GET", "/health")[0] == 200
-        assert generate(port, **poisoned("raises_at_once"))[0] == 500
-    assert call(port, "GET", "/health")[0] == 503 and health(port)["status"] == "failing"
-    assert generate(port, **FIELDS)[1]["token_ids"] == plain["token_ids"]
-    assert call(port, "GET", "/health")[0] == 200
+        assert server.is_ready()
+        assert server.generate(**poisoned("raises_at_once"))[0] == 500
+    assert server.call("GET", "/health")[0] == 503 and server.health()["status"] == "failing"
+    assert server.generate(**FIELDS)[1]["token_ids"] == plain_ids
+    assert server.is_ready()
 
 
 def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
@@ -136,57 +113,50 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
         failed.append(weakref.ref(s))
         raise ValueError("this one fails")
 
-    app = core.create_app(Service(demo_engine, Options()))
-    client = app.test_client()
-    logging.disable(logging.CRITICAL)  # pytest keeps it all
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's keep what was logged
     gc.disable()
     try:
-        with monkeypatch.context() as broken:
-            broken.setattr(demo_engine, "judge", fail)
-            for more in ({}, {"stream": True}):
-                assert b"this one fails" in client.post("/generate", json=FIELDS | more).data
-        assert client.post("/generate", json=FIELDS).status_code == 200  # the engine has gone on
-        assert failed and all(sequence() is None for sequence in failed)
+        with application(demo_engine, Options()) as client:
+            with monkeypatch.context() as broken:
+                broken.setattr(demo_engine, "judge", fail)
+                for more in ({}, {"stream": True}):
+                    assert b"this one fails" in client.post("/generate", json=FIELDS | more).data
+            assert client.post("/generate", json=FIELDS).status_code == 200  # the engine goes on
+            assert failed and all(sequence() is None for sequence in failed)
     finally:
         gc.enable()
-        logging.disable(logging.NOTSET)
-        app.extensions["worker"].drain(60)
 
 
 def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
     """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
     fields = {"prompt": IDS, "max_tokens": 20}
     with serving(*gate.arguments, "--stall-limit", "0.5") as server, ThreadPoolExecutor(1) as pool:
-        port = server.port
-        expected = generate(port, **fields)[1]["token_ids"]
+        expected = server.generate(**fields)[1]["token_ids"]
         gate.shut()
-        taken = pool.submit(generate, port, **fields)
-        until(lambda: call(port, "GET", "/health")[0] == 503)
-        assert health(port)["status"] == "stuck"
-        status, headers, data = call(port, "POST", "/v1/completions", fields)
-        assert status == 503 and headers["Retry-After"] == "1"
-        assert b"the engine does not answer" in data
+        taken = pool.submit(server.generate, **fields)
+        until(lambda: server.call("GET", "/health")[0] == 503)
+        assert server.health()["status"] == "stuck"
+        assert "the engine does not answer" in server.refusal("/v1/completions")
         gate.open()
         assert taken.result()[1]["token_ids"] == expected
-        until(lambda: call(port, "GET", "/health")[0] == 200)
-        assert generate(port, **fields)[1]["token_ids"] == expected
+        until(server.is_ready)
+        assert server.generate(**fields)[1]["token_ids"] == expected
 
 
 def test_an_engine_that_dies_tells_everybody(gate):
     """Those who run, those who wait and those who come; and SIGTERM still ends the process."""
     limits = ("--max-running", "4")
     with serving(*gate.arguments, *limits, module=FAULTY) as server, ThreadPoolExecutor(8) as pool:
-        port, held = server.port, {"prompt": IDS, "max_tokens": 200}
+        held = {"prompt": IDS, "max_tokens": 200}
         dying = poisoned("dies", speculative=False, max_tokens=200)
         asked = (held, ENDLESS | {"stream": True}, ENDLESS, dying, ENDLESS)
-        answers = gate.hold(pool, port, zip(PATHS * 3, asked, strict=False))
+        answers = gate.hold(pool, server, zip(PATHS * 3, asked, strict=False))
         gate.open()
         statuses, bodies = zip(*(end_of(answer.result()) for answer in answers), strict=True)
         assert statuses == (500, 200, 500, 500, 503) and answers[-1].result()[1]["Retry-After"]
         assert bodies[1]["error"]["code"] == "engine_dead"  # the stream's
-        assert call(port, "GET", "/health")[0] == 503 and health(port)["status"] == "dead"
-        status, headers, data = call(port, "POST", "/generate", FIELDS)
-        assert status == 503 and headers["Retry-After"] and b"the engine has stopped" in data
+        assert server.call("GET", "/health")[0] == 503 and server.health()["status"] == "dead"
+        assert "the engine has stopped" in server.refusal()
         server.send(signal.SIGTERM)
         assert server.exit_code() == 0
 

@@ -1,4 +1,9 @@
-"""GGUF files by their names on the hub, from a hub of our own on localhost."""
+"""A name on the Hugging Face hub means one GGUF file, which is fetched once and found offline then.
+
+    someone/target-GGUF:q4_0 → the files of that repository → the one that ends so, with its parts
+
+The hub is one of our own on localhost, with files in a folder.
+"""
 
 import json
 import os
@@ -10,7 +15,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub.constants
 import pytest
 import speculative_decoding as core
-from test_gguf import Q4_0, Q8_0, write_gguf
+from gguf_files import Q4_0, Q8_0, TINY, write
 from test_kernels import needs_compiler
 
 from models import catalogue, gguf_hub, loading
@@ -92,11 +97,11 @@ def hub(tmp_path, monkeypatch):
     end()
 
 
-def put(folder, repository, name, llama, kind, **way):
+def put(folder, repository, name, kind, **options):
     """Have a hub's folder hold a GGUF file in a repository."""
     file = folder / repository / "resolve" / "main" / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_gguf(llama, file, kind, **way)
+    write(file, TINY, kind, **options)
     files = [{"rfilename": each} for each in ("README.md", *os.listdir(file.parent))]
     listed = folder / "api" / "models" / repository
     listed.parent.mkdir(parents=True, exist_ok=True)
@@ -104,27 +109,25 @@ def put(folder, repository, name, llama, kind, **way):
 
 
 @needs_compiler
-def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_network(
-    tiny_folder, monkeypatch, hub
-):
+def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_network(monkeypatch, hub):
     """Target and draft, each by its own name on the hub, are loaded as they are.
 
     The target is in three parts.
     """
-    (folder, end), llama = hub, tiny_folder("llama")
-    put(folder, "someone/target-GGUF", "t-q4_0.gguf", llama, Q4_0, split_max_tensors=9)
-    put(folder, "someone/draft-gguf", "d-q8_0.gguf", llama, Q8_0)
+    folder, end = hub
+    put(folder, "someone/target-GGUF", "t-q4_0.gguf", Q4_0, split_max_tensors=9)
+    put(folder, "someone/draft-gguf", "d-q8_0.gguf", Q8_0)
     pair = "someone/target-GGUF:q4_0", "someone/draft-gguf:Q8_0"
     monkeypatch.setitem(catalogue.PAIRS, "pair", pair)
     engine = core.load_engine(Options(model="pair", fixed_k=True))
     assert engine.target.compiled.is_compiled and "draft_model" in engine.pool.drafters
     with pytest.raises(loading.StartError, match="must be from 2 to .* for pair$"):
         core.load_engine(Options(model="pair", max_model_len=1))
-    put(folder, "someone/target-GGUF", "t_q4_k_m.gguf", llama, Q4_0)
+    put(folder, "someone/target-GGUF", "t_q4_k_m.gguf", Q4_0)
     with pytest.raises(BadFile, match=r"has no q2_k file \(it has q4_0, q4_k_m\)"):
         gguf_hub.fetch("someone/target-GGUF:q2_k")
     assert gguf_hub.fetch("someone/target-GGUF").endswith("t_q4_k_m.gguf")  # not what it has
-    put(folder, "someone/sees-GGUF", "mmproj.gguf", llama, Q8_0)
+    put(folder, "someone/sees-GGUF", "mmproj.gguf", Q8_0)
     with pytest.raises(BadFile, match=r"has no q4_k_m file \(it has mmproj\)"):
         gguf_hub.fetch("someone/sees-GGUF")
     with pytest.raises(BadFile, match="the hub has no nobody/there-GGUF"):

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: each text becomes the tokens that llama.cpp's rules say.
+"""A GGUF file's tokenizer makes of each text the tokens that llama.cpp's rules say, or is refused.
 
 The vocabularies are tiny and made here. Their tokens are worked out by hand, from the rules in
 llama.cpp's src/llama-vocab.cpp, and named by their texts. One test, marked `network`, fetches
@@ -11,9 +11,10 @@ import tarfile
 
 import gguf
 import pytest
-from gguf import GGUFValueType as Kind
+from gguf_files import add_keys
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from demo_models.heads import write_gguf as finish
 from models import gguf_tokenizer
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_tokenizer import tokenizer_of
@@ -23,7 +24,6 @@ from text import TextStream
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = list(bytes_to_unicode().values())
 MERGES = ["Ġ a", "a b", "3 3", "33 3", "Ġ 3", "Ġ Â", "ĠÂ ½", "Ġ Ġ"]
-KINDS = {bool: Kind.BOOL, int: Kind.UINT32, str: Kind.STRING, float: Kind.FLOAT32}
 NAMED = {"bos_token_id": 1, "eos_token_id": 2}
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
 
@@ -41,31 +41,24 @@ def written(path, words, facts, architecture="llama"):
     if "scores" in facts:
         facts = facts | {"scores": [-float(i) for i in range(len(tokens))]}
     writer = gguf.GGUFWriter(path, architecture)
-    for name, value in ({"tokens": tokens, "token_type": kinds} | facts).items():
-        key = name if name == "chat_template" else f"ggml.{name}"
-        if isinstance(value, list):
-            writer.add_array(f"tokenizer.{key}", value)
-        elif value is not None:  # a key that is left out
-            writer.add_key_value(f"tokenizer.{key}", value, KINDS[type(value)])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    add_keys(writer, "tokenizer", {"chat_template": facts.pop("chat_template", None)})
+    add_keys(writer, "tokenizer.ggml", {"tokens": tokens, "token_type": kinds} | facts)
+    finish(writer, (), ())
     return GgufFile(path)
 
 
-def pieces(folder, model="llama", words=(), architecture="llama", **facts):
-    """A file of characters that merge: the earlier word first, or by a list."""
-    more = {"scores": True} if model == "llama" else {"merges": ["▁ H", "e l", "▁H el"]}
+def pieces(folder, words=(), architecture="llama", **facts):
+    """A file of characters that merge: the earlier word first."""
     words = [*"▁Helo123abé\n", "▁H", "el", "lo", "▁▁", "▁Hel", *words]
-    given = {"model": model} | more | NAMED | facts
-    return written(folder / "a.gguf", [*BYTES, *words], given, architecture)
+    facts = {"model": "llama", "scores": True} | NAMED | facts
+    return written(folder / "a.gguf", [*BYTES, *words], facts, architecture)
 
 
 def byte_level(folder, pre, **facts):
     """A file of bytes that merge. No merge makes the token abc."""
     words = [*ALPHABET, *(merge.replace(" ", "") for merge in MERGES), "abc"]
-    given = {"model": "gpt2", "pre": pre, "merges": MERGES} | NAMED | facts
-    return written(folder / "a.gguf", words, given)
+    facts = {"model": "gpt2", "pre": pre, "merges": MERGES} | NAMED | facts
+    return written(folder / "a.gguf", words, facts)
 
 
 def tokens_of(file, text):
@@ -105,8 +98,6 @@ def test_sentencepiece_has_a_space_before_every_text(tmp_path, text, tokens):
         ({"add_bos_token": False}, "▁ a <｜User｜> ▁ ▁Hel lo"),
         ({"add_eos_token": True}, "<s> ▁ a <｜User｜> ▁ ▁Hel lo </s>"),
         ({"architecture": "phi3"}, "<s> ▁ a <｜User｜> ▁Hel lo"),  # it takes the space behind it
-        ({"model": "gemma4"}, "<s> a <｜User｜> ▁Hel l o"),
-        ({"model": "gemma4", "add_bos_token": False}, "<s> a <｜User｜> ▁Hel l o"),
     ],
 )
 def test_what_a_file_says_of_its_pieces_is_heeded(tmp_path, facts, tokens):
@@ -155,7 +146,6 @@ NOT_PIECES = [
     ({"words": ["日a"]}, "has words with '日'"),
     ({"words": ["el"]}, "has a token twice"),
     ({"model": "t5"}, "of the kind 't5'"),
-    ({"model": "gemma4", "merges": None}, "has no merges"),
     ({"add_bos_token": 1}, "'add_bos_token' has a wrong type"),
     ({"bos_token_id": 9999}, "bos_token_id is 9999, which is no token's id"),
     ({"remove_extra_whitespaces": True}, "'remove_extra_whitespaces', which is not supported"),
@@ -168,6 +158,7 @@ NOT_BYTES = [
     ({"pre": "kimi-k2"}, "is 'kimi-k2', which is unknown"),
     ({"pre": "default"}, "is 'default', which is unknown"),
     ({"pre": None}, "is None, which is unknown"),
+    ({"merges": None}, "has no merges"),
     ({"add_bos_token": True, "bos_token_id": None}, "adds BOS, and has no bos_token_id"),
     ({"add_space_prefix": True}, "add_space_prefix is not supported"),
 ]
@@ -184,14 +175,13 @@ def test_a_tokenizer_that_is_not_surely_right_is_refused(tmp_path, make, facts, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma4"])
-def test_a_tokenizer_without_an_unknown_token_works_or_is_refused(tmp_path, monkeypatch, model):
+def test_a_tokenizer_without_an_unknown_token_works_or_is_refused(tmp_path, monkeypatch):
     """What has no token is bytes. Without these, any text could fail once the server is ready."""
-    facts = {"unknown_token_id": None, "model": model}
-    assert tokens_of(pieces(tmp_path, **facts), "日")[-3:] == ["<0xE6>", "<0x97>", "<0xA5>"]
+    tokens = tokens_of(pieces(tmp_path, unknown_token_id=None), "日")
+    assert tokens[-3:] == ["<0xE6>", "<0x97>", "<0xA5>"]
     monkeypatch.setitem(globals(), "BYTES", BYTES[:-1])
     with pytest.raises(BadFile, match="lacks 1 of the bytes, first <0xFF>"):
-        tokenizer_of(pieces(tmp_path, **facts))
+        tokenizer_of(pieces(tmp_path, unknown_token_id=None))
 
 
 def test_a_tokenizer_is_tried_before_it_is_served(tmp_path, monkeypatch):
@@ -209,15 +199,15 @@ def test_llama_cpp_s_own_examples_are_equal(tmp_path):
         source.extractall(tmp_path, filter="data")
     num_equal = 0
     for texts in tmp_path.glob("*/vendor/llama.cpp/models/*.gguf.inp"):
-        vocabulary, given = texts.with_suffix(""), texts.read_bytes().decode()
+        vocabulary, content = texts.with_suffix(""), texts.read_bytes().decode()
         if "bert" in vocabulary.name:
             continue
         tokenizer = tokenizer_of(GgufFile(vocabulary))
         ids = [
             line.split() for line in vocabulary.with_suffix(".gguf.out").read_text().splitlines()
         ]
-        for text, wanted in zip(given.split("\n__ggml_vocab_test__\n"), ids, strict=False):
-            made = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert made == list(map(int, wanted)), (vocabulary.name, text)
+        for text, wanted in zip(content.split("\n__ggml_vocab_test__\n"), ids, strict=False):
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert tokens == list(map(int, wanted)), (vocabulary.name, text)
             num_equal += 1
     assert num_equal == 648

@@ -7,26 +7,18 @@ import json
 import os
 import resource
 import signal
-import socket
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from server import (
-    ENDLESS,
-    GOOD,
-    call,
-    generate,
-    is_error,
-    raw,
-    request,
-    serving,
-    until,
-    wait_until_idle,
-    wait_until_running,
-)
+from server import ENDLESS, GOOD, is_error, module_server, request, serving, until
 
 JSON = "Content-Type: application/json"
 MANY_FILES = 4096
+server = module_server(
+    *("--max-running", "4", "--max-queued", "80"),
+    *("--allowed-host", "Mine.example", "--allow-origin", "*"),
+    ignored=(signal.SIGHUP,),  # as nohup starts one
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,35 +27,26 @@ def many_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MANY_FILES)), hard))
 
 
-@pytest.fixture(scope="module")
-def server():
-    """As nohup starts one."""
-    names = ("--allowed-host", "Mine.example", "--allow-origin", "*")
-    limits = ("--max-running", "4", "--max-queued", "80")
-    with serving(*limits, *names, ignored=(signal.SIGHUP,)) as server:
-        yield server
-        server.end_well()
-
-
-@pytest.fixture(scope="module")
-def port(server):
-    return server.port
-
-
 @contextmanager
-def crowd(port, number, data):
+def crowd(server, number, data):
     """So many clients that have sent this, and are still there."""
     with ExitStack() as stack:
-        address, clients = ("127.0.0.1", port), []
+        clients = []
         for _ in range(number):
-            clients.append(stack.enter_context(socket.create_connection(address, timeout=60)))
+            clients.append(stack.enter_context(server.open_socket()))
             with suppress(OSError):  # the server may have closed it by now
                 clients[-1].sendall(data)
         yield clients
 
 
-def is_served(port):
-    return call(port, "GET", "/health")[0] == 200 and generate(port, **GOOD)[0] == 200
+def is_served(server):
+    return server.is_ready() and server.generate(**GOOD)[0] == 200
+
+
+def test_who_comes_gets_in_when_1100_connections_idle(server):
+    with crowd(server, 1100, b"GET /health HTTP/1.1\r\nHo"):
+        assert is_served(server) and is_served(server)
+    assert is_served(server)
 
 
 def memory_mib(server):
@@ -71,15 +54,15 @@ def memory_mib(server):
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_bodies_that_stop_half_way_take_neither_the_place_nor_the_memory_of_others(server, port):
+def test_bodies_that_stop_half_way_take_neither_the_place_nor_the_memory_of_others(server):
     """200 times 600 kB: beyond 64 MiB the oldest of them are closed."""
     before = memory_mib(server)
     half = request("/generate", b"x" * 600_000, "Content-Length: 900000")
-    with crowd(port, 200, half) as clients:
-        assert is_served(port)
+    with crowd(server, 200, half) as clients:
+        assert is_served(server)
         assert memory_mib(server) < before + 150
         until(lambda: sum(map(is_closed, clients)) > 80)
-    assert is_served(port)
+    assert is_served(server)
 
 
 def is_closed(client):
@@ -92,37 +75,28 @@ def is_closed(client):
         return False
 
 
-def test_who_comes_gets_in_when_1100_connections_idle(port):
-    with crowd(port, 1100, b"GET /health HTTP/1.1\r\nHo"):
-        assert is_served(port) and is_served(port)
-    assert is_served(port)
+UNWANTED = [  # status, path, header
+    (413, "/generate", JSON), (413, "/nowhere", JSON), (403, "/generate", "Host: evil.example"),
+    (415, "/generate", "Content-Type: text/plain"), (415, "/v1/chat/completions", "X: a"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("status", "path", "header"),
-    [
-        (413, "/generate", JSON),
-        (413, "/nowhere", JSON),
-        (415, "/generate", "Content-Type: text/plain"),
-        (415, "/v1/chat/completions", "X: a"),
-        (403, "/generate", "Host: evil.example"),
-    ],
-)
-def test_a_body_that_is_not_wanted_is_refused_before_it_is_sent(port, status, path, header):
+@pytest.mark.parametrize(("status", "path", "header"), UNWANTED)
+def test_a_body_that_is_not_wanted_is_refused_before_it_is_sent(server, status, path, header):
     host = "Host: localhost" if status != 403 else JSON
     lines = [f"POST {path} HTTP/1.1", host, header, "Content-Length: 10000000000", "", ""]
-    answer = raw(port, "\r\n".join(lines).encode() + b"x" * 100)
+    answer = server.raw("\r\n".join(lines).encode() + b"x" * 100)
     assert answer[0] == status and is_error(answer[2])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_pipelined_requests_do_not_hide_that_a_client_has_left(port, stream):
+def test_pipelined_requests_do_not_hide_that_a_client_has_left(server, stream):
     body = json.dumps(ENDLESS | {"stream": stream}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\n{JSON}\r\nContent-Length: {len(body)}"
-    with crowd(port, 70, (head.encode() + b"\r\n\r\n" + body) * 45):
-        wait_until_running(port, 4)
-    wait_until_idle(port)
-    assert is_served(port)
+    asked = request("/generate", body, f"Content-Length: {len(body)}")
+    with crowd(server, 70, asked.replace(b"Connection: close\r\n", b"") * 45):
+        server.wait_until_running(4)
+    server.wait_until_idle()
+    assert is_served(server)
 
 
 def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
@@ -136,52 +110,49 @@ def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
         open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
         soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files + 5, hard))
-        with crowd(server.port, 50, b""):
+        with crowd(server, 50, b""):
             until(complaints)
             resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
-            assert is_served(server.port)
+            assert is_served(server)
         times = complaints()
         assert 1 <= len(times) <= len(set(times)) + 1 and "Traceback" not in server.log()
         server.end_well()
 
 
-def test_a_server_that_nohup_started_outlives_the_terminal(server, port):
+def test_a_server_that_nohup_started_outlives_the_terminal(server):
     server.send(signal.SIGHUP)
-    assert is_served(port)
+    assert is_served(server)
 
 
-OUR_NAMES = ["localhost", "LocalHost:80", "127.0.0.1:5000", "10.1.2.3", "[::1]:5000",
-             "mine.example"]  # fmt: skip
-OTHERS = ["::1", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "a b",
-          "[evil]"]  # fmt: skip
+HOSTS = [  # status, path, then names that a client may give the server in `Host`
+    (200, "/health", "localhost", "LocalHost:80", "127.0.0.1:5000", "10.1.2.3", "[::1]:5000",
+     "mine.example"),
+    (403, "/health", "::1", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example",
+     "a b", "[evil]"),
+    (403, "/", "evil.example"),
+    (200, "http://localhost:80/health", "localhost"),
+    (403, "http://evil.example:80/health", "localhost"),  # the name in the path counts
+]  # fmt: skip
+EACH_HOST = [(host, path, status) for status, path, *hosts in HOSTS for host in hosts]
 
 
-@pytest.mark.parametrize(
-    ("host", "path", "wanted"),
-    [
-        *((host, "/health", 200) for host in OUR_NAMES),
-        *((host, "/health", 403) for host in OTHERS),
-        ("evil.example", "/", 403),
-        ("localhost", "http://localhost:80/health", 200),
-        ("localhost", "http://evil.example:80/health", 403),  # which counts
-    ],
-)
-def test_without_a_key_only_known_names_of_the_server_are_answered(port, host, path, wanted):
+@pytest.mark.parametrize(("host", "path", "wanted"), EACH_HOST)
+def test_without_a_key_only_known_names_of_the_server_are_answered(server, host, path, wanted):
     """A page elsewhere may make its own name point here (DNS rebinding)."""
-    status, headers, body = call(port, "GET", path, None, {"Host": host})
+    status, headers, body = server.call("GET", path, None, {"Host": host})
     assert status == wanted and headers["Access-Control-Allow-Origin"] == "*"
     assert wanted == 200 or "--allowed-host" in json.loads(body)["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/", "/nope", "/generate", "/page/page.js", "/metrics"])
-def test_every_answer_has_the_headers_that_protect_a_browser(port, path):
+def test_every_answer_has_the_headers_that_protect_a_browser(server, path):
     for method, host in (("GET", "evil.example"), ("GET", "[::1]"), ("POST", "[::1]")):
-        _, headers, _ = call(port, method, path, None, {"Host": host})
+        _, headers, _ = server.call(method, path, None, {"Host": host})
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Content-Security-Policy"].startswith("default-src 'none'")
 
 
-def test_a_line_of_the_log_is_short_whatever_was_asked(server, port):
+def test_a_line_of_the_log_is_short_whatever_was_asked(server):
     for method, path in (("M" * 5000, "/"), ("GET", "/" + "p" * 5000)):
-        call(port, method, path, None, {"X-Request-Id": "r" * 5000})
+        server.call(method, path, None, {"X-Request-Id": "r" * 5000})
     assert max(map(len, server.log().splitlines())) < 1000

@@ -1,9 +1,11 @@
-"""The embedded hybrid: six layers keep states, two attend, and an MTP head drafts.
+"""On the embedded hybrid, too, every drafter writes the text of plain decoding.
 
-test_recurrent.py has the families, and what a rollback leaves in one layer.
+Six of its layers keep states and two attend, and it has an MTP head. test_recurrent.py tests other
+families, and what a rollback leaves in one layer.
 """
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
@@ -16,9 +18,8 @@ from serving import answers
 from serving.options import Options
 from serving.worker import Worker
 
-OPTIONS = Options(
-    model="hybrid", draft_model=str(ROOT / "demo_models/draft"), fixed_k=True, suffix_cache=0,
-)  # fmt: skip
+DRAFT = str(ROOT / "demo_models/draft")
+OPTIONS = Options("hybrid", draft_model=DRAFT, fixed_k=True, suffix_cache=0)
 DRAFTERS = ("mtp", "ngram", "suffix", "draft_model")
 
 
@@ -27,19 +28,29 @@ def engine():
     return core.load_engine(OPTIONS)
 
 
+@pytest.fixture(scope="module", params=WAYS)
+def requests(request, prompts):
+    """Requests of different lengths, so that rows are ragged, without a drafter."""
+    return [Request(p, 90, None, 5, **WAYS[request.param]) for p in [*prompts.values()][:3]]
+
+
 @pytest.fixture(scope="module")
-def alone(engine, prompts):
-    """Plain decoding, by the way that tokens are chosen and by prompt."""
+def expected(engine, requests):
+    """The texts that plain decoding writes for them."""
+    return [
+        core.plain_decode(engine.target, r.prompt, 90, engine.eos_ids, r.sampling, r.seed)
+        for r in requests
+    ]
 
-    def decode(prompt, way):
-        return core.plain_decode(engine.target, prompt, 90, engine.eos_ids, **WAYS[way])
 
-    return {way: [decode(p, way) for p in three(prompts)] for way in WAYS}
-
-
-def three(prompts):
-    """Of different lengths, so that what stands side by side is ragged."""
-    return list(prompts.values())[:3]
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_writes_the_text_of_plain_decoding(engine, requests, expected, drafter):
+    """All requests run in one batch."""
+    sequences = together(engine, [replace(r, drafter=drafter) for r in requests])
+    assert [s.output for s in sequences] == expected
+    total = sum((s.statistics for s in sequences), Statistics())
+    assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
+    assert not any(s.warnings for s in sequences)
 
 
 def test_it_is_found_by_name_and_health_says_what_it_is(engine):
@@ -50,36 +61,20 @@ def test_it_is_found_by_name_and_health_says_what_it_is(engine):
     assert engine.target.compiled.is_compiled and engine.pool.drafters["mtp"]._kernels
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_writes_the_text_of_plain_decoding(engine, prompts, alone, drafter, way):
-    """Together, in one batch."""
-    requests = [Request(p, 90, drafter, 5, **WAYS[way]) for p in three(prompts)]
-    sequences = together(engine, requests)
-    assert [s.output for s in sequences] == alone[way]
-    total = sum((s.statistics for s in sequences), Statistics())
-    assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
-    assert not any(s.warnings for s in sequences)
-
-
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_a_trace_tells_how_far_the_states_go_back(prompts, drafter, monkeypatch):
-    """And what it says that is stepped again is: the rule in Python counts its steps."""
+    """The rule in Python counts its steps: what is stepped again is what the trace says."""
     engine = core.load_engine(replace(OPTIONS, kernels=False))
-    steps, step = [], kernels.step_in_python
-
-    def counted(rule, texts, states):
-        steps.extend(len(logs) for *_, logs, _ in texts)
-        return step(rule, texts, states)
-
+    counted = Mock(wraps=kernels.step_in_python)
     monkeypatch.setattr(kernels, "step_in_python", counted)
-    _, events = run(engine, three(prompts)[0], max_tokens=60, drafter=drafter)
+    _, events = run(engine, next(iter(prompts.values())), max_tokens=60, drafter=drafter)
+    steps = [len(logs) for call in counted.call_args_list for *_, logs, _ in call.args[1]]
     read, begin = 0, 0
     for event in events:
         verified, kept = event["cached"]
         again = kept - begin if event["step"] and kept < verified else 0
-        way = {"from": verified, "to": kept, "stepped": again}
-        assert event["recurrent"] == {"layers": 6} | way
+        expected = {"layers": 6, "from": verified, "to": kept, "stepped": again}
+        assert event["recurrent"] == expected
         read, begin = read + verified - begin + again, kept
     assert sum(steps) == 6 * (read - again)  # what the last cycle refused is not needed
     assert any(event["recurrent"]["stepped"] for event in events)

@@ -1,4 +1,8 @@
-"""Integer weights: sums that are exact or refused, a model of its own, and a draft of the model."""
+"""A model in int8 is another model, near the first one, and speculation is exact for it, too.
+
+Sums of integers are exact, so all bits are equal in any company. A model in floats may draft with
+its int8 twin, which shares its KV cache and leaves no trace there.
+"""
 
 import gc
 import weakref
@@ -8,37 +12,35 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import assemble, assert_lossless, run, together
-from families import save_small
+from conftest import (
+    assemble,
+    assert_lossless,
+    in_turn,
+    load,
+    logits_of,
+    needs_compiler,
+    run,
+    together,
+)
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks import quality
 from control.planner import FixedK
-from kernels import library, start
+from kernels import start
 from kernels.experts import experts_of
 from kernels.patches import PanelEmbedding, PanelLinear
 from kernels.reading import decoder_of, release
 from messages import Request
 from models import loading
 from models.structure import examine
-from serving import answers, retry
+from serving import answers
 from serving.options import Options
 from serving.worker import Worker
 
-pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
+pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
-
-
-def load(model, **options):
-    return core.load_engine(Options(model=str(model), fixed_k=True, **options))
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_folder):
-    """An int8 target; ngram drafts."""
-    return load(tiny_folder("llama"), quantize="int8")
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +49,43 @@ def twins(tiny_folder):
     return load(tiny_folder("llama"), drafter="self_int8")
 
 
+def panels_of(decoder):
+    """The matrices of all its blocks."""
+    parts = (part for block in decoder.blocks for part in block.matrices.values())
+    return [matrix for part in parts for matrix in part]
+
+
 # ------------------------------------------------------------------------------ a whole model
-def test_it_is_another_model_of_integers_a_near_one_and_health_says_so(
-    engine, reference, tiny_folder
-):
-    target, options = engine.target, Options(quantize="int8")
+@pytest.mark.parametrize("family", "llama qwen3 gpt2 gemma2 gemma3_text opt gpt_oss olmo".split())
+def test_families_are_served_in_int8(tiny_folder, family):
+    """The experts of gpt_oss are quantised, too; norms of olmo have no weights."""
+    engine = load(tiny_folder(family), quantize="int8")
+    assert_lossless(engine, TEXT, 24, "ngram")
+    target = engine.target
+    assert target.report.is_exact and target.model.dtype == torch.float32
+    experts = [p for part in experts_of(target.model) for p in sum(part.matrices, [])]
+    assert len(experts) == (2 * 2 * 4 if family == "gpt_oss" else 0)
+    embedding = target.model.get_input_embeddings()
+    assert type(embedding) is PanelEmbedding and {p.form for p in experts} <= {"Q8"}
+
+
+def test_it_is_another_model_near_the_first_one_and_health_says_so(tiny_folder, reference):
+    engine = load(folder := tiny_folder("llama"), quantize="int8")
+    target = engine.target
     assert not any(type(part) is nn.Linear for part in target.model.modules())
     decoder = target.compiled.decoder
-    every = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
-    assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
-    floats = sum(weight.numel() for weight in target.model.parameters())
-    assert floats < 0.01 * target.num_weights  # norms
-    worker = Worker(engine, Options())
-    health = answers.health(engine, worker, options)
+    matrices = [*panels_of(decoder), decoder.embedding, decoder.output]
+    assert {matrix.form for matrix in matrices} == {"Q8"}
+    num_floats = sum(weight.numel() for weight in target.model.parameters())
+    assert num_floats < 0.01 * target.num_weights  # norms
+    options = Options(quantize="int8")
+    health = answers.health(engine, worker := Worker(engine, options), options)
     worker.drain(1)
     assert health["quantization"] == "int8" and health["bitwise_lossless"] is True
     with torch.inference_mode():
-        expected = reference(tiny_folder("llama"))(torch.tensor([TEXT])).logits[0]
-    row = target.cache.open_row()
-    found = target.forward([row], [TEXT], [len(TEXT)]).logits[0]
-    target.cache.close_row(row)
-    distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        expected = reference(folder)(torch.tensor([TEXT])).logits[0]
+    distance = (logits_of(target, TEXT) - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert 1e-4 < distance.median() < 0.15
-
-
-@pytest.mark.parametrize("family", "llama qwen3 gpt2 gemma2 gemma3_text opt gpt_oss".split())
-def test_families_are_served_in_int8(tiny_folder, family):
-    """The experts of a mixture, too."""
-    engine = load(tiny_folder(family), quantize="int8")
-    experts = [p for part in experts_of(engine.target.model) for p in sum(part.matrices, [])]
-    assert len(experts) == (2 * 2 * 4 if family == "gpt_oss" else 0)
-    embedding = engine.target.model.get_input_embeddings()
-    assert type(embedding) is PanelEmbedding and {p.form for p in experts} <= {"Q8"}
-    assert engine.target.report.is_exact
-    assert_lossless(engine, TEXT, 24, "ngram")
 
 
 @pytest.mark.parametrize("name", ["embedded", "llama"])
@@ -89,49 +94,35 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     right, model = start.decoder_of, name if name == "embedded" else str(tiny_folder(name))
 
     def wrong(*args):
-        found = right(*args)
-        found.blocks[1].struct.scaling *= 1.5
-        return found
+        decoder = right(*args)
+        decoder.blocks[1].struct.scaling *= 1.5
+        return decoder
 
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
         assemble(Options(model=model, quantize="int8", draft_model=""))
 
 
-def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
-    save_small("olmo", tmp_path)
-    engine = load(tmp_path, quantize="int8")
-    assert engine.target.model.dtype == torch.float32
-    assert_lossless(engine, TEXT, 8, "ngram")
-
-
-def assert_quantised(drafter):
-    """All matrices of a head, those of its target that it uses included."""
-    modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
-    blocks = [block for layer in drafter._kernels for block in layer.decoder.blocks]
-    every = [p for block in blocks for part in block.matrices.values() for p in part]
-    assert {panels.form for panels in (*modules, *every)} == {"Q8"} and len(drafter._kernels) == 1
-
-
-def test_an_eagle_head_is_quantised_with_its_target(target_folder, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    ("head", "drafters"), [("eagle3", ["eagle3"]), ("mtp", ["mtp", "draft_model", "ngram"])]
+)
+def test_a_head_is_quantised_with_its_target(target_folder, tmp_path, head, drafters):  # noqa: F811
+    """All its matrices are, and those of the target that it uses."""
     new_head(tmp_path)
-    engine = load(target_folder, eagle3=str(tmp_path), quantize="int8")
-    assert_quantised(engine.pool.drafters["eagle3"])
-    assert_lossless(engine, TEXT, 24, "eagle3")
-
-
-def test_mtp_head_and_output_layer_are_quantised_with_the_target(prompts):
-    engine = load("embedded", quantize="int8")
-    assert_quantised(engine.pool.drafters["mtp"])
-    for name in ("mtp", "draft_model", "ngram"):
-        s = assert_lossless(engine, prompts["code_class"], 40, name)
-        assert not s.warnings
-    assert s.statistics.tokens_per_pass > 1
+    model, path = (target_folder, str(tmp_path)) if head == "eagle3" else ("embedded", None)
+    engine = load(model, eagle3=path, quantize="int8")
+    drafter = engine.pool.drafters[head]
+    (kernel,) = drafter._kernels
+    modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
+    assert {matrix.form for matrix in (*modules, *panels_of(kernel.decoder))} == {"Q8"}
+    for name in drafters:
+        s = assert_lossless(engine, TEXT, 40, name)
+        assert not s.warnings and s.statistics.num_draft_tokens > 10
 
 
 # ------------------------------------------------------------------------------ the drafter
 def test_the_model_in_int8_drafts_what_the_model_says(twins):
-    """And leaves the target's cache as it was, whose bits decide the log-probabilities."""
+    """It leaves the target's cache as it was, whose bits decide the log-probabilities."""
     fields = {"max_tokens": 60, "num_speculative_tokens": 3, "logprobs": 1}
     s, plain = (run(twins, TEXT, drafter=name, **fields)[0] for name in ("self_int8", None))
     assert s.output == plain.output and s.logprobs == plain.logprobs
@@ -147,7 +138,7 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
 def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
     """Both want the output layer of the embedded target, which is shared."""
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
-    engine, prompt = core.load_engine(Options(model="embedded")), prompts["code_class"]
+    engine, prompt = load("embedded", drafter="auto", fixed_k=False), prompts["code_class"]
     assert {"mtp", "self_int8"} < set(engine.pool.choices["auto"])
     assert_lossless(engine, prompt, 40, "auto")
     engine.planner = FixedK()  # the clock may say that it does not pay on a model so small
@@ -155,7 +146,7 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
 
 
 @pytest.mark.parametrize(
-    ("given", "is_there"),
+    ("options", "is_there"),
     [
         ({}, True),
         ({"drafter": "auto", "fixed_k": True}, True),
@@ -164,9 +155,9 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
     ],
 )
 def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
-    tiny_folder, monkeypatch, given, is_there
+    tiny_folder, monkeypatch, options, is_there
 ):
-    options = Options(model=str(tiny_folder("llama")), **given)
+    options = Options(model=str(tiny_folder("llama")), **options)
     assert "self_int8" not in assemble(options).pool.drafters  # it is too small
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
     assert ("self_int8" in assemble(options).pool.drafters) is is_there
@@ -209,21 +200,14 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
         )
         for i in range(12)
     ]  # fmt: skip
-    waiting, running = list(requests), []
-    while waiting or running:
-        while waiting and len(running) < 4:
-            running.append(engine.open(waiting.pop(0)))
-        retry.step(engine, running)
-        for s in [s for s in running if s.finish_reason]:
-            assert not any("failed" in warning for warning in s.warnings)
-            engine.close(s)
-            running.remove(s)
-            assert s.output == together(engine, [replace(s.request, drafter=None)])[0].output
+    for s in in_turn(engine, requests, at_once=4):
+        assert not any("failed" in warning for warning in s.warnings)
+        assert s.output == together(engine, [replace(s.request, drafter=None)])[0].output
     assert engine.target.cache.lengths == [0] * 4
 
 
 @pytest.mark.parametrize(
-    ("family", "given", "message"),
+    ("family", "options", "message"),
     [
         ("llama", {"quantize": "int8"}, "self_int8 does not go with an int8 target"),
         ("llama", {"kernels": False}, "self_int8 needs the kernels in C"),
@@ -231,21 +215,20 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
         ("lfm2", {}, "does not go with recurrent layers"),
     ],
 )
-def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, given, message):
-    options = Options(model=str(tiny_folder(family)), drafter="self_int8", **given)
+def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, options, message):
     with pytest.raises(ValueError, match=message):
-        assemble(options)
+        assemble(Options(str(tiny_folder(family)), drafter="self_int8", **options))
 
 
 # ---------------------------------------------------------------------------------- memory
 def test_weights_take_at_most_a_byte_and_a_quarter_each(tiny_folder):
-    """Of a model whose embedding is tied."""
+    """The model's embedding is its output layer, too, and is not held twice."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder("gemma2"), dtype="float32")
     num_weights = sum(weight.numel() for weight in model.parameters())
     freed = weakref.ref(model.get_input_embeddings().weight)
-    found = decoder_of(model, 128, examine(model, 128).windows)
-    release(found, model)
-    found.quantise()
+    decoder = decoder_of(model, 128, examine(model, 128).windows)
+    release(decoder, model)
+    decoder.quantise()
     gc.collect()
     assert freed() is None  # the packed output layer shares nothing with it any more
-    assert quality.num_bytes(model, found) <= 1.25 * num_weights
+    assert quality.num_bytes(model, decoder) <= 1.25 * num_weights

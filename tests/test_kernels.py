@@ -1,5 +1,9 @@
-"""A row's bits depend on that row alone, and are near what transformers' modules compute; on every
-CPU they are the same. Where nothing can be compiled, the modules run."""
+"""The kernels promise bits: what they compute of a row depends on that row alone.
+
+Neighbours in a batch, threads and the CPU change nothing, so a draft that is verified in one pass
+gets the logits of plain decoding. They are near those of transformers' modules, which run where
+nothing can be compiled.
+"""
 
 import math
 import os
@@ -10,13 +14,24 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, ROOT, assert_lossless, fresh_state, only_modules, together
+from conftest import (
+    FAMILIES,
+    ROOT,
+    assert_lossless,
+    fresh_state,
+    load,
+    logits_of,
+    needs_compiler,
+    only_modules,
+    together,
+)
 from families import save_small
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
@@ -27,30 +42,120 @@ from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from messages import Doubts, Request
 from models import gguf_tensors
-from serving.options import Options
 
-needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
 KINDS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
+# GGUF's names, and where float16 lie in a block's bytes.
+TYPES = {
+    "FLOAT16": ("F16", [0]), "Q8": ("Q8_0", [0]), "Q4": ("Q4_0", [0]), "Q4M": ("Q4_1", [0, 2]),
+    "Q5": ("Q5_0", [0]), "Q5M": ("Q5_1", [0, 2]), "Q4K": ("Q4_K", [0, 2]), "Q5K": ("Q5_K", [0, 2]),
+    "Q6K": ("Q6_K", [208]),
+}  # fmt: skip
 
 
-def load(folder, **changes):
-    options = {"drafter": "ngram", "fixed_k": True} | changes
-    return core.load_engine(Options(model=str(folder), **options))
+def weights(form, outputs, inputs):
+    """Panels of a form, and the weight and bias that they hold in float64, as gguf reads them."""
+    random = np.random.default_rng(0)
+    bias = torch.from_numpy(random.standard_normal(outputs, np.float32))
+    if form in ("FLOAT", "HALF"):
+        weight = torch.from_numpy(random.standard_normal((outputs, inputs), np.float32))
+        weight = weight.bfloat16() if form == "HALF" else weight
+        return Panels.of(weight, bias), weight.double(), bias.double()
+    name, halves = TYPES[form]
+    kind = gguf.GGMLQuantizationType[name]
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    # Rows are whole blocks, so they may have some more inputs than are asked for.
+    rows = random.integers(0, 256, (outputs, -(-inputs // block), num_bytes), dtype=np.uint8)
+    for at in halves:
+        scales = random.standard_normal(rows.shape[:2]).astype(np.float16)
+        rows[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    rows = rows.reshape(outputs, -1)
+    weight = torch.from_numpy(gguf.dequantize(rows, kind).astype(np.float64))
+    panels = Panels(form, (outputs, inputs), [rows], bias)
+    return panels, weight.view(outputs, -1)[:, :inputs], bias.double()
 
+
+def numbers(count, width):
+    """Rows to multiply by a weight."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
+
+
+SIZES = [(1, 1), (16, 32), (37, 100), (300, 577), (1000, 64)]  # outputs, inputs
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size, threads):
+    panels, weight, _ = weights(form, *size)
+    x = numbers(300, panels.inputs)
+    alone = torch.cat([panels(x[i : i + 1]) for i in range(300)])
+    for count in (1, 2, 3):
+        threads(count)
+        for rows in (*range(1, 17), 300):
+            assert torch.equal(panels(x[:rows]), alone[:rows])
+            assert torch.equal(panels(x[-rows:]), alone[-rows:])
+    assert torch.equal(panels.unpacked(), weight.float())  # gguf's numbers, and nothing is lost
+
+
+@pytest.mark.parametrize("form", TYPES)
+def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
+    """Scales that are no numbers, infinite or subnormal are among them; rows come in pieces."""
+    assert gguf_tensors.FORMS[TYPES[form][0]] == form
+    kind = gguf.GGMLQuantizationType[TYPES[form][0]]
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows = np.random.default_rng(1).integers(0, 256, (200, 3 * num_bytes), dtype=np.uint8)
+    panels = Panels(form, (200, 3 * block), [rows[:16], rows[16:48], rows[48:]])
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = gguf.dequantize(rows, kind)
+    both = panels.unpacked().numpy(), expected
+    # Zeros have their signs, too; a NaN may have any of its bits, among them those of -1.
+    assert np.array_equal(*(np.where(np.isnan(x), -1, x.view(np.int32)) for x in both))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_is_as_near_as_its_roundings_allow(form, size):
+    panels, weight, bias = weights(form, *size)
+    inputs = panels.inputs
+    x = numbers(7, inputs)
+    x[1:3] *= torch.tensor([[1e-20], [1e20]])
+    error = (panels(x).double() - (x.double() @ weight.T + bias)).abs()
+    exact, largest = x.double().abs(), weight.abs()
+    roundings = (inputs + 4) * 2**-24 * (exact @ largest.T + bias.abs())
+    if form == "HALF":  # a CPU's own product rounds its inputs to bfloat16
+        roundings += 2**-8 * exact @ largest.T
+    elif form not in ("FLOAT", "FLOAT16"):  # half a step of the block's 127
+        blocks = torch.nn.functional.pad(exact, (0, -inputs % 32)).unflatten(1, (-1, 32))
+        step = blocks.amax(-1, keepdim=True) / 127 * 0.501
+        roundings += step.expand_as(blocks).flatten(1)[:, :inputs] @ largest.T
+    assert (error <= roundings).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_nan_and_an_infinity_stay_in_their_row_and_subnormal_numbers_do_no_harm(form):
+    panels, weight, bias = weights(form, 20, 70)
+    x = numbers(6, panels.inputs)
+    x[0, 40], x[1, 3], x[2] = torch.nan, torch.inf, 0
+    x[3] = x[4, :32] = 1e-42  # a subnormal number
+    product = panels(x)
+    assert product[0].isnan().all() and not product[1].isfinite().any()
+    assert torch.equal(product[2], bias.float()) and torch.allclose(product[3], bias.float())
+    assert product[4:].isfinite().all()
+    assert torch.equal(panels(x[5:]), product[5:])
+
+
+# ------------------------------------------------------------------------------- whole models
 
 # Values narrower than keys; products with experts, with a router and of few terms.
 ODD = "deepseek_v3", "llama4_text", "granitemoe", "gemma3n_text"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text", *ODD])
-def test_every_family_is_exact_in_modules_too(family, tiny_folder, tmp_path):
-    """What they and blocks in C compute is seen by test_cache.py and test_modules.py."""
-    if family in ODD:
-        save_small(family, tmp_path)
+def test_every_family_is_exact_in_modules_too(family, tiny_folder):
+    """test_cache.py and test_modules.py compare what modules and blocks in C compute."""
     with only_modules():
-        target = load(tmp_path if family in ODD else tiny_folder(family)).target
+        target = load(tiny_folder(family)).target
     assert not target.compiled.is_compiled and target.report.is_exact
     assert all(layer._is_compiled for layer in target.cache.recurrent)
 
@@ -71,7 +176,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
 ):
     """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind.
 
-    Rotations stay torch's own, whose angles are less exact.
+    Rotations stay torch's, whose angles are less exact.
     """
     monkeypatch.setattr("kernels.forward.recompute_rope_tables", lambda *_: None)
     save_small(
@@ -80,13 +185,9 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
         layer_types=["full_attention", "sliding_attention"] * 2,
     )  # fmt: skip
     text = torch.randint(4096, (600,), generator=torch.Generator().manual_seed(0)).tolist()
-    found = []
-    for compiled in (False, True):
-        engine = load(tmp_path, kernels=compiled)
-        assert bool(engine.target.compiled) == compiled
-        row = engine.target.cache.open_row()
-        found.append(engine.target.forward([row], [text], [600]).logits[0])
-    assert is_same(*found)
+    targets = [load(tmp_path, kernels=is_wanted).target for is_wanted in (False, True)]
+    assert [bool(target.compiled) for target in targets] == [False, True]
+    assert is_same(*(logits_of(target, text) for target in targets))
 
 
 def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
@@ -95,10 +196,8 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
     scales = panels._data.view(torch.float16)
     begin = 900 // 16 * (panels.inputs // 32) * block + 512 + 2 * (900 % 16)
     scales[begin // 2] = torch.nan
-    row = engine.target.cache.open_row()
-    found = engine.target.forward([row], [TEXT], [len(TEXT)]).logits[0]
     # The rows behind it get it through its keys and values alone.
-    assert found[3:].isnan().all()
+    assert logits_of(engine.target, TEXT)[3:].isnan().all()
 
 
 @pytest.mark.parametrize("what", ["slots", "positions", "places", "lines", "wanted", "ids"])
@@ -111,63 +210,65 @@ def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
     if what == "lines":  # numbers below 0 are places before the text, which no row sees
         rows.lines, number = [[0], [1], [2]], 1 << 40
     target.compiled.decoder(rows)
-    given = getattr(rows, what)
-    given[-1] = [number] if what == "lines" else number
+    getattr(rows, what)[-1] = [number] if what == "lines" else number
     with pytest.raises(IndexError, match="that is not there"):
         target.compiled.decoder(rows)
 
 
-def test_without_a_compiler_transformers_modules_run(tiny_folder, monkeypatch):
+def write_program(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+
+
+@pytest.fixture
+def unloaded(tmp_path, monkeypatch):
+    """Nothing was compiled or loaded yet. Call it with the command that CC is to be."""
     monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setattr(library, "find_spec", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return partial(monkeypatch.setenv, "CC")
+
+
+def test_without_a_compiler_transformers_modules_run(tiny_folder, unloaded):
+    unloaded("no-such-compiler")
     engine = load(tiny_folder("llama"))
     assert engine.target.compiled is None and not engine.target.report.is_exact
     with pytest.raises(ValueError, match="--quantize int8 needs the kernels in C"):
         load(tiny_folder("llama"), quantize="int8")
 
 
-def test_a_compiler_that_fails_costs_nothing_but_a_line(tmp_path, monkeypatch, caplog):
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho 'linear.c:1: error: no such header' >&2\nexit 1\n")
-    broken.chmod(0o700)
-    monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setenv("CC", str(broken))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="the compiler failed: linear.c:1: error: no such header"):
-        library.load()
-    library.use(True)  # it does not try again
-    assert not library.is_used and list((tmp_path / "cache").rglob("*.so")) == []
-    assert "the compiler failed before" in caplog.text
-
-
-def test_a_cc_that_is_no_command_costs_nothing_but_a_line(monkeypatch, caplog):
-    monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setenv("CC", '"x')
-    library.use(True)
-    assert not library.is_used and "CC is no command: No closing quotation" in caplog.text
+@pytest.mark.parametrize(
+    ("compiler", "mode", "reason"),
+    [
+        ("broken", 0o700, "the compiler failed: linear.c:1: error: no such header"),
+        ('"x', 0o700, "CC is no command: No closing quotation"),
+        ("", 0o777, "or others may write there"),
+    ],
+    ids=["a compiler that fails", "no command", "a folder where others may write"],
+)
+def test_where_nothing_is_compiled_a_line_says_why(
+    compiler, mode, reason, unloaded, tmp_path, caplog
+):
+    """A compiler that failed is not called again."""
+    write_program(tmp_path / "broken", "echo 'linear.c:1: error: no such header' >&2\nexit 1")
+    (folder := tmp_path / "speculative-decoding" / "compiled").mkdir(parents=True)
+    folder.chmod(mode)
+    unloaded(compiler)
+    for _ in range(2):
+        library.use(True)
+    assert not library.is_used and reason in caplog.text and not [*tmp_path.rglob("*.so")]
+    assert ("the compiler failed before" in caplog.text) == (compiler == "broken")
 
 
 @pytest.mark.slow
-def test_a_compiler_of_cpp_compiles_the_kernels(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setenv("CC", "g++")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_compiler_of_cpp_compiles_the_kernels(unloaded, tmp_path):
+    unloaded("g++")
     assert library.load() and len(list(tmp_path.rglob("*.so"))) == 1
 
 
-def test_a_folder_where_others_may_write_is_not_run_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "speculative-decoding" / "compiled"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    with pytest.raises(ValueError, match="or others may write there"):
-        library.load()
-
-
 def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path):
-    """In processes of their own: a library is loaded once."""
+    """Each start is a process, as a library is loaded once."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     (tmp_path / "one.c").write_text('const char *describe(void) { return "little"; }\n')
     script = (
@@ -187,119 +288,21 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
 
 
 def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
-    """torch's own tables depend on the CPU's instructions."""
+    """torch's tables depend on the CPU's instructions."""
     ((kind, rope),) = demo_engine.target.compiled.decoder.ropes.items()
     cos, sin = rope.tables
     length, width = cos.shape
     parameters = demo_engine.target.model.config.rope_parameters
     base = parameters.get(kind, parameters)["rope_theta"]
     frequencies = np.float32([base ** (-i / width) for i in range(width)]).astype(float)
-    angles = [[i * float(one) for one in frequencies] for i in range(length)]
+    angles = np.outer(np.arange(length), frequencies)
     for table, function in ((cos, math.cos), (sin, math.sin)):
-        expected = np.float32([[function(angle) for angle in row] for row in angles])
-        assert np.array_equal(table.numpy(), expected)
+        assert np.array_equal(table.numpy(), np.float32(np.vectorize(function)(angles)))
 
 
 def test_a_short_context_has_short_tables(prompts):
-    engine = core.load_engine(Options(model="embedded", drafter="mtp", max_model_len=6))
+    engine = load("embedded", drafter="mtp", max_model_len=6)
     assert engine.pool.drafters["mtp"]._kernels
-
-
-# ------------------------------------------------------------------------------ linear layers
-
-# GGUF's names, and where float16 lie in a block's bytes.
-TYPES = {
-    "FLOAT16": ("F16", [0]), "Q8": ("Q8_0", [0]), "Q4": ("Q4_0", [0]), "Q4M": ("Q4_1", [0, 2]),
-    "Q5": ("Q5_0", [0]), "Q5M": ("Q5_1", [0, 2]), "Q4K": ("Q4_K", [0, 2]), "Q5K": ("Q5_K", [0, 2]),
-    "Q6K": ("Q6_K", [208]),
-}  # fmt: skip
-
-
-def weights(form, outputs, inputs, seed=0):
-    """Panels of a form, and the weight and bias that they hold in float64, as gguf reads them."""
-    random = torch.Generator().manual_seed(seed)
-    bias = torch.randn(outputs, generator=random)
-    if form in ("FLOAT", "HALF"):
-        weight = torch.randn(outputs, inputs, generator=random)
-        weight = weight.bfloat16() if form == "HALF" else weight
-        return Panels.of(weight, bias), weight.double(), bias.double()
-    name, halves = TYPES[form]
-    kind = gguf.GGMLQuantizationType[name]
-    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(seed)
-    # Rows are whole blocks, so they may have some more inputs than are asked for.
-    rows = random.integers(0, 256, (outputs, -(-inputs // block), num_bytes), dtype=np.uint8)
-    for at in halves:
-        scales = random.standard_normal(rows.shape[:2]).astype(np.float16)
-        rows[:, :, at : at + 2] = scales[..., None].view(np.uint8)
-    rows = rows.reshape(outputs, -1)
-    weight = torch.from_numpy(gguf.dequantize(rows, kind).astype(np.float64))
-    panels = Panels(form, (outputs, inputs), [rows], bias)
-    return panels, weight.view(outputs, -1)[:, :inputs], bias.double()
-
-
-SIZES = [(1, 1), (16, 32), (37, 100), (300, 577), (1000, 64)]  # outputs, inputs
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size, threads):
-    panels, weight, _ = weights(form, *size)
-    x = torch.randn(300, panels.inputs, generator=torch.Generator().manual_seed(1))
-    alone = torch.cat([panels(x[i : i + 1]) for i in range(300)])
-    for count in (1, 2, 3):
-        threads(count)
-        for rows in (*range(1, 17), 300):
-            assert torch.equal(panels(x[:rows]), alone[:rows])
-            assert torch.equal(panels(x[-rows:]), alone[-rows:])
-    assert torch.equal(panels.unpacked(), weight.float())  # gguf's numbers, and nothing is lost
-
-
-@pytest.mark.parametrize("form", TYPES)
-def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
-    """Scales that are no numbers, infinite or subnormal are among them; rows come in pieces."""
-    assert gguf_tensors.FORMS[TYPES[form][0]] == form
-    kind = gguf.GGMLQuantizationType[TYPES[form][0]]
-    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rows = np.random.default_rng(1).integers(0, 256, (200, 3 * num_bytes), dtype=np.uint8)
-    panels = Panels(form, (200, 3 * block), [rows[:16], rows[16:48], rows[48:]])
-    with np.errstate(invalid="ignore", over="ignore"):
-        expected = gguf.dequantize(rows, kind)
-    found, is_none = panels.unpacked().numpy(), np.isnan(expected)
-    assert np.array_equal(np.isnan(found), is_none)
-    assert np.array_equal(found.view(np.int32)[~is_none], expected.view(np.int32)[~is_none])
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_product_is_as_near_as_its_roundings_allow(form, size):
-    panels, weight, bias = weights(form, *size)
-    inputs = panels.inputs
-    x = torch.randn(7, inputs, generator=torch.Generator().manual_seed(2))
-    x[1:3] *= torch.tensor([[1e-20], [1e20]])
-    error = (panels(x).double() - (x.double() @ weight.T + bias)).abs()
-    exact, largest = x.double().abs(), weight.abs()
-    roundings = (inputs + 4) * 2**-24 * (exact @ largest.T + bias.abs())
-    if form == "HALF":  # a CPU's own product rounds its inputs to bfloat16
-        roundings += 2**-8 * exact @ largest.T
-    elif form not in ("FLOAT", "FLOAT16"):  # half a step of the block's 127
-        blocks = torch.nn.functional.pad(exact, (0, -inputs % 32)).unflatten(1, (-1, 32))
-        step = blocks.amax(-1, keepdim=True) / 127 * 0.501
-        roundings += step.expand_as(blocks).flatten(1)[:, :inputs] @ largest.T
-    assert (error <= roundings).all()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_numbers_that_are_none_stay_so_and_small_ones_do_no_harm(form):
-    panels, weight, bias = weights(form, 20, 70)
-    x = torch.randn(6, panels.inputs, generator=torch.Generator().manual_seed(3))
-    x[0, 40], x[1, 3], x[2] = torch.nan, torch.inf, 0
-    x[3] = x[4, :32] = 1e-42  # a subnormal number
-    found = panels(x)
-    assert found[0].isnan().all() and not found[1].isfinite().any()
-    assert torch.equal(found[2], bias.float()) and torch.allclose(found[3], bias.float())
-    assert found[4:].isfinite().all()
-    assert torch.equal(panels(x[5:]), found[5:])
 
 
 # ----------------------------------------------------------------------------- other machines
@@ -308,42 +311,45 @@ PROGRAM = ROOT / "tests" / "kernels_bits.c"
 EXACT = "-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread".split()
 
 
-def bits(tmp_path, cpu, *options, runner=(), given=("0", "12", "2"), compiler=None, kernels=None):
-    """What kernels_bits.c prints, compiled for a CPU, with `kernels` or their sources.
+def bits(tmp_path, cpu, *options, asked="0 12 2", runner=(), compiler=None, kernels=None):
+    """What kernels_bits.c prints if it is `asked` for a first test, so many tests, and threads.
 
-    None: as it was compiled last.
+    It is compiled for a CPU, with the library `kernels` or with their sources; without a CPU it
+    stays as it was compiled last.
     """
-    made = tmp_path / "bits"
+    program = tmp_path / "bits"
     if cpu:
-        kernels = kernels or sorted((ROOT / "kernels" / "c").glob("*.c"))
+        sources = [kernels] if kernels else sorted((ROOT / "kernels" / "c").glob("*.c"))
         command = [*(compiler or library.compiler()), *EXACT, f"-march={cpu}", *options]
-        subprocess.run([*command, "-o", made, PROGRAM, *kernels, "-lm"], check=True)
-    return subprocess.check_output([*runner, made, *given], text=True)
+        subprocess.run([*command, "-o", program, PROGRAM, *sources, "-lm"], check=True)
+    return subprocess.check_output([*runner, program, *asked.split()], text=True)
 
 
-def native_bits(tmp_path):
-    """With the library that runs here."""
-    return bits(tmp_path, "native", kernels=[library.load()._name])
+def library_bits(tmp_path, asked="0 12 2"):
+    """With the library that is loaded here."""
+    return bits(tmp_path, "native", asked=asked, kernels=library.load()._name)
 
 
-LATER = [pytest.param(f"x86-64{level}", marks=pytest.mark.slow) for level in ("", "-v4")]
+def test_all_that_is_in_c_has_the_same_bits_with_any_threads(tmp_path):
+    expected = library_bits(tmp_path)
+    assert expected.count("\n") == 12 and "none" not in expected
+    assert bits(tmp_path, None, asked="0 12 3") == expected
+    two, three = (bits(tmp_path, None, asked=f"0 12 {count} all") for count in (2, 3))
+    assert two == three != expected  # with a form more
 
 
-@pytest.mark.parametrize("cpu", ["native", "x86-64-v3", *LATER])
-def test_all_that_is_in_c_has_the_same_bits_on_every_x86_and_with_any_threads(tmp_path, cpu):
-    native = native_bits(tmp_path)
-    assert native.count("\n") == 12 and "none" not in native
-    flags, needed = set(Path("/proc/cpuinfo").read_text().split()), {"lm"}
-    needed |= {"avx2", "fma", "f16c"} if "v" in cpu else set()
-    needed |= {"avx512bw", "avx512vl"} if "v4" in cpu else set()
-    if cpu == "native":
-        assert native == bits(tmp_path, None, given=("0", "12", "3"))
-        both = (bits(tmp_path, None, given=("0", "12", n, "all")) for n in "23")
-        assert len({native, *both}) == 2  # with a form more
-    elif not needed <= flags:
+V3 = {"lm", "avx2", "fma", "f16c"}
+LATER = ("x86-64", {"lm"}), ("x86-64-v4", V3 | {"avx512bw", "avx512vl"})
+
+
+@pytest.mark.parametrize(
+    ("cpu", "flags"),
+    [("x86-64-v3", V3), *(pytest.param(*each, marks=pytest.mark.slow) for each in LATER)],
+)
+def test_all_that_is_in_c_has_the_same_bits_on_every_x86(tmp_path, cpu, flags):
+    if not flags <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("not this CPU")
-    else:
-        assert bits(tmp_path, cpu) == native
+    assert bits(tmp_path, cpu) == library_bits(tmp_path)
 
 
 @pytest.mark.slow
@@ -354,11 +360,11 @@ def test_all_that_is_in_c_has_the_same_bits_on_aarch64(tmp_path, options):
     emulator = next(filter(None, map(shutil.which, names)), None)
     if not (cross and emulator):
         pytest.skip("needs Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user-static")
-    library_here, given = [library.load()._name], ("6", "4", "2")  # attention, nets, large rows
-    native = bits(tmp_path, "native", kernels=library_here, given=given)
-    options = *options, "-static"
-    found = bits(tmp_path, *options, runner=[emulator], compiler=[cross], given=given)
-    assert found == native and found.count("\n") == 4
+    asked = "6 4 2"  # attention, nets, large rows
+    native = library_bits(tmp_path, asked)
+    tools = {"runner": [emulator], "compiler": [cross]}
+    assert bits(tmp_path, *options, "-static", asked=asked, **tools) == native
+    assert native.count("\n") == 4
 
 
 # Lines are named in reports; to follow variables would double the compiler's time.
@@ -366,39 +372,35 @@ SANITIZERS = "-O1 -g1 -fno-var-tracking -fsanitize=address,undefined -fno-saniti
 NO_LEAKS = {"ASAN_OPTIONS": "detect_leaks=0"}  # Python and torch have some
 
 
-def sanitized_bits(tmp_path, cpu, **kernels):
+def check_sanitized(tmp_path, cpu, **kernels):
     """Random shapes, with all forms."""
-    runner = ["env", *(f"{name}={value}" for name, value in NO_LEAKS.items())]
-    given = "0", "60", "2", "all"
-    found = bits(tmp_path, cpu, *SANITIZERS.split(), runner=runner, given=given, **kernels)
-    assert found.count("\n") == 60
+    options = {"asked": "0 60 2 all", "runner": ["env", *map("=".join, NO_LEAKS.items())]}
+    assert bits(tmp_path, cpu, *SANITIZERS.split(), **options, **kernels).count("\n") == 60
 
 
 @pytest.mark.slow
 def test_nothing_is_read_or_written_that_is_not_there(tmp_path):
-    sanitized_bits(tmp_path, "x86-64-v3")
+    check_sanitized(tmp_path, "x86-64-v3")
 
 
 @pytest.mark.slow
-def test_nor_is_it_where_python_calls_the_kernels(tmp_path, monkeypatch):
+def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
     """These tests and those of GGUF files that call kernels, under both sanitizers."""
     names = ["libasan.so", "libstdc++.so"]
     if not (gcc := shutil.which("gcc")):
         pytest.skip("needs gcc")
-    found = [subprocess.check_output([gcc, f"-print-file-name={n}"], text=True) for n in names]
-    compiler, preloaded = tmp_path / "cc", " ".join(path.strip() for path in found)
+    paths = [subprocess.check_output([gcc, f"-print-file-name={n}"], text=True) for n in names]
+    preloaded = " ".join(path.strip() for path in paths)
     if names[0] in preloaded.split():  # a name without a folder
         pytest.skip("needs gcc's libasan")
-    compiler.write_text(f'#!/bin/sh\nexec {gcc} "$@" {SANITIZERS}\n')
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_program(compiler := tmp_path / "cc", f'exec {gcc} "$@" {SANITIZERS}')
+    unloaded(str(compiler))
     library._compile(file := library._cache() / f"{library._key()}.so")
-    sanitized_bits(tmp_path, "native", kernels=[file])
+    check_sanitized(tmp_path, "native", kernels=file)
     # As Python's own allocator would, so that sanitizers see the ends of what ctypes makes.
     environment = os.environ | NO_LEAKS | {"LD_PRELOAD": preloaded, "PYTHONMALLOC": "malloc"}
     tests = [__file__, *(f"tests/test_gguf{part}.py" for part in ("", "_config", "_hub"))]
-    chosen = "not compile and not x86 and not each_key and not each_case and not each_of_many"
+    chosen = "not compile and not in_c and not each_key and not each_case and not each_of_many"
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-k", chosen, *tests]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
 
@@ -408,12 +410,11 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, monkeypatch):
 )
 def test_large_matrices_ask_for_large_pages():
     weight = torch.zeros(1 << 10, 1 << 10)
-    panels, found = Panels.of(weight), []
-    smaps = Path("/proc/self/smaps").read_text()
-    for begin, end, flags in re.findall(r"(?s)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.M):
-        if int(begin, 16) <= panels.struct.panels < int(end, 16):
-            found += flags.split()
-    assert "hg" in found
+    panels, smaps = Panels.of(weight), Path("/proc/self/smaps").read_text()
+    address = panels.struct.panels
+    areas = re.findall(r"(?s)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.M)
+    (flags,) = (f for begin, end, f in areas if int(begin, 16) <= address < int(end, 16))
+    assert "hg" in flags.split()
 
 
 # ----------------------------------------------------------------------------------- chains
@@ -424,32 +425,31 @@ DOUBTS = Doubts([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
 
 @pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
 def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
-    """An engine, and the drafter that it is to be asked of."""
-    given = {"model": "embedded", "drafter": request.param}
+    """An engine, and its drafter that drafts several tokens in one call."""
+    model, options = "embedded", {}
     if request.param == "eagle3":
-        head = tmp_path_factory.mktemp("head")
-        new_head(head)
-        given |= {"model": target_folder, "eagle3": str(head)}
-    engine = load(given.pop("model"), **given)
+        new_head(head := tmp_path_factory.mktemp("head"))
+        model, options = target_folder, {"eagle3": str(head)}
+    engine = load(model, drafter=request.param, **options)
     return engine, engine.pool.drafters[request.param]
 
 
-def drafts_of(engine, own, texts, limits, sampling, goes_on):
-    """Of all texts at once: what was drafted, and what the drafter's cache then holds of each."""
+def drafts_of(engine, drafter, texts, limits, sampling, goes_on=None):
+    """Drafts for all texts at once, and how many tokens the drafter's cache then holds of each."""
     sequences = [engine.open(Request(text, 8, None)) for text in texts]
     engine.step(sequences)
-    begin = partial(fresh_state, engine, own) if own.needs_hidden else own.open
+    begin = partial(fresh_state, engine, drafter) if drafter.needs_hidden else drafter.open
     states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
     for state, s in zip(states, sequences, strict=True):
         state.goes_on = goes_on
-        state.row = s.row if own.name == "self_int8" else state.row
-    drafts = own.propose_batch(states, limits)
-    cache = own._cache if own.needs_hidden else own._draft.cache
-    held = [cache.lengths[state.row] for state in states]
+        state.row = s.row if drafter.name == "self_int8" else state.row
+    drafts = drafter.propose_batch(states, limits)
+    cache = drafter._cache if drafter.needs_hidden else drafter._draft.cache
+    lengths = [cache.lengths[state.row] for state in states]
     for state, s in zip(states, sequences, strict=True):
-        own.close(state)
+        drafter.close(state)
         engine.close(s)
-    return drafts, held
+    return drafts, lengths
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["whole", "stops early"])
@@ -457,22 +457,20 @@ def drafts_of(engine, own, texts, limits, sampling, goes_on):
 def test_a_draft_in_one_call_is_that_of_its_steps(
     drafting, stops, temperature, prompts, monkeypatch
 ):
-    """Of several texts at once, of different lengths, and with limits of their own."""
+    """Drafts of several texts at once, of different lengths, each with its limit."""
     engine, drafter = drafting
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
-    given = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
-    called, draft = [], chain.draft_chain
+    asked = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
+    counted = Mock(wraps=chain.draft_chain)
     for module in (chain, kernels):
-        counted = lambda *given: called.append(1) or draft(*given)  # noqa: E731
         monkeypatch.setattr(module, "draft_chain", counted)
     monkeypatch.setattr(chain, "_MANY", 0)  # so that a small model, too, guesses what it will draft
-    at_once, held = drafts_of(*given)
-    assert called
-    called.clear()
+    at_once, held = drafts_of(*asked)
+    num_calls = counted.call_count
     monkeypatch.setattr(kernels, "can_chain", lambda *_: False)
-    in_steps, held_by_steps = drafts_of(*given)
-    assert not called and held == held_by_steps
+    in_steps, held_by_steps = drafts_of(*asked)
+    assert num_calls and counted.call_count == num_calls and held == held_by_steps
     # In steps it is torch that norms what an EAGLE-3 head's output layer reads.
     near = pytest.approx if drafter.name == "eagle3" else list
     for one, other in zip(at_once, in_steps, strict=True):
@@ -485,18 +483,16 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypatch):
-    """What it will draft is guessed, whatever becomes of the guess."""
-    engine, found = load("embedded", drafter="draft_model", fixed_k=False), []
+    """The draft model guesses what it will draft, and checks it; its draft is that of steps."""
+    engine = load("embedded", drafter="draft_model", fixed_k=False)
+    drafter, results = engine.pool.drafters["draft_model"], []
     texts = [prompts["repetitive_colours"], prompts["code_class"], [7], [5, 5], list(range(9))]
     sampling = core.Sampling(temperature=temperature)
     asked = (texts, [9, 3, 16, 1, 2]), (texts[:1], [16]), ((texts * 2)[:8], [4] * 8)
     for least in 0, 1 << 60:
         monkeypatch.setattr(chain, "_MANY", least)
-        found.append([
-            drafts_of(engine, engine.pool.drafters["draft_model"], some, limits, sampling, None)
-            for some, limits in asked
-        ])  # fmt: skip
-    (guessing, held), (stepping, others_held) = (zip(*each, strict=True) for each in found)
+        results.append([drafts_of(engine, drafter, *each, sampling) for each in asked])
+    (guessing, held), (stepping, others_held) = (zip(*each, strict=True) for each in results)
     assert held == others_held
     for drafts, others in zip(guessing, stepping, strict=True):
         assert [draft.tokens for draft in drafts] == [draft.tokens for draft in others]

@@ -1,4 +1,9 @@
-"""A stranger's model is either right or refused, with one sentence that says why."""
+"""A stranger's model is served with transformers' own logits, or refused in one sentence.
+
+Loading compares both on random texts, so no test here has to know a family. What the comparison
+cannot see is tested by itself: where weights lie in memory, and windows and rotations that would
+depend on the texts beside one.
+"""
 
 import gc
 import json
@@ -15,7 +20,7 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, assemble
+from conftest import ROOT, TARGET, assemble, load
 from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -40,10 +45,6 @@ def folder(tmp_path):
         return tmp_path / name
 
     return make
-
-
-def load(folder, drafter="ngram", **options):
-    return core.load_engine(Options(model=str(folder), drafter=drafter, **options))
 
 
 def tokens(count):
@@ -73,6 +74,21 @@ def served_logits(engine, text, neighbour=()):
 
 def is_near(actual, expected):
     return bool(torch.allclose(actual, expected, rtol=1e-3, atol=1e-3))
+
+
+def test_what_is_served_are_transformers_own_logits(folder):
+    path, text = folder("llama"), tokens(60)
+    assert is_near(served_logits(load(path), text, tokens(LONG)), plain_logits(path, text))
+
+
+LENGTHS = (2, 1), (2, 2), (3, 2), (9, 1), (40, 2)
+SOUND = [(name, {"dtype": "bfloat16"}) for name in ("llama", "gemma2", "gpt2", "mixtral")]
+SOUND += [("llama", {"max_model_len": length, "max_running": most}) for length, most in LENGTHS]
+
+
+@pytest.mark.parametrize(("name", "options"), SOUND)
+def test_roundings_of_bfloat16_and_short_contexts_are_no_fault(folder, name, options):
+    assert load(folder(name), **options)
 
 
 # ----------------------------------------------------------------------------------- refused
@@ -235,8 +251,8 @@ def test_a_rule_that_leaves_out_what_came_before_is_no_window(rule):
 def test_watching_leaves_no_trace(folder):
     model = AutoModelForCausalLM.from_pretrained(folder("gemma2"))
     makers = dict(ALL_MASK_ATTENTION_FUNCTIONS)
-    found = examine(model, 100)
-    assert found.windows == {"sliding_attention": 24, FULL: None} and found.num_cache_layers == 4
+    seen = examine(model, 100)
+    assert seen.windows == {"sliding_attention": 24, FULL: None} and seen.num_cache_layers == 4
     assert dict(ALL_MASK_ATTENTION_FUNCTIONS) == makers
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -247,6 +263,15 @@ LONGROPE = {
     "short_factor": [1 + i / 10 for i in range(8)], "long_factor": FAR, "factor": 6.0,
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
 }  # fmt: skip
+
+
+def assert_fixed(path, text, length, **fixed):
+    """Beside a neighbour, too, a text has these rotations where contexts have this length."""
+    engine = load(path, max_model_len=length)
+    alone = served_logits(engine, text)
+    assert is_near(served_logits(engine, text, tokens(length - 2)), alone)
+    assert is_near(alone, plain_logits(path, text, rope_parameters=fixed))
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -261,19 +286,16 @@ def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fix
 
     Without that option, the context is the original one, and the factors are those for short texts.
     """
-    path, text = folder(name, original_max_position_embeddings=64), tokens(60)
-    rope = LONGROPE | extra
+    path, text, rope = folder(name), tokens(60), LONGROPE | extra
     changed(path, rope_parameters=rope, original_max_position_embeddings=64)
-    alone = served_logits(engine := load(path, max_model_len=384), text)
-    assert is_near(served_logits(engine, text, tokens(LONG)), alone)
-    assert is_near(alone, plain_logits(path, text, rope_parameters=rope | fixed))
-    own = plain_logits(path, text)
+    engine = assert_fixed(path, text, 384, **rope | fixed)
     if name == "phi3":
-        assert not is_near(alone, own)
+        usual = plain_logits(path, text)
+        assert not is_near(served_logits(engine, text), usual)
         long = tokens(100)  # across the border transformers has the same factors
         assert is_near(served_logits(engine, long), plain_logits(path, long))
         short = load(path)
-        assert short.target.max_length == 64 and is_near(served_logits(short, text), own)
+        assert short.target.max_length == 64 and is_near(served_logits(short, text), usual)
 
 
 def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
@@ -282,15 +304,11 @@ def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
     changed(path, rope_parameters=rope, max_position_embeddings=96)
     with pytest.raises(StartError, match="must be from 2 to 192"):
         load(path, max_model_len=193)
-    short, engine = load(path), load(path, max_model_len=192)
+    short, base = load(path), 1e4 * (2 * 192 / 96 - 1) ** (16 / 14)
     assert short.target.max_length == 96
     assert is_near(served_logits(short, text), plain_logits(path, text))
-    alone = served_logits(engine, text)
-    assert is_near(served_logits(engine, text, tokens(190)), alone)
+    engine = assert_fixed(path, text, 192, rope_type="default", rope_theta=base)
     assert is_near(served_logits(engine, longest), plain_logits(path, longest))
-    base = 1e4 * (2 * 192 / 96 - 1) ** (16 / 14)
-    fixed = {"rope_type": "default", "rope_theta": base}
-    assert is_near(alone, plain_logits(path, text, rope_parameters=fixed))
 
 
 # -------------------------------------------------------------------------------- comparison
@@ -298,17 +316,17 @@ def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
 def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, name, monkeypatch):
     """A window that is one token too narrow is enough, in a mixture of experts as well."""
     path = folder(name)
-    found = structure.examine
+    right = structure.examine
 
     def narrow(model, length):
-        seen = found(model, length)
+        seen = right(model, length)
         windows = {kind: window and window - 1 for kind, window in seen.windows.items()}
         return replace(seen, windows=windows)
 
     monkeypatch.setattr(loading, "examine", narrow)
     for kernels in (True, False):
-        said = rf"\({name}\) cannot be served: its logits are .* away from transformers' own"
-        with pytest.raises(StartError, match=said):
+        reason = rf"\({name}\) cannot be served: its logits are .* away from transformers' own"
+        with pytest.raises(StartError, match=reason):
             load(path, kernels=kernels)
 
 
@@ -325,24 +343,13 @@ def test_one_token_may_choose_another_expert(folder, name):
         expected.check(target)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mixtral"])
-def test_roundings_of_bfloat16_are_no_fault(folder, name):
-    assert load(folder(name), dtype="bfloat16")
-
-
 def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
     path = folder("llama")
     monkeypatch.setattr("kernels.report_of", lambda *_: 1 / 0)
     for kernels, hint in ((True, r" \(--no-kernels may help\)"), (False, "")):
-        said = rf"\(llama\) cannot be run .*ZeroDivisionError: division by zero{hint}$"
-        with pytest.raises(StartError, match=said):
+        reason = rf"\(llama\) cannot be run .*ZeroDivisionError: division by zero{hint}$"
+        with pytest.raises(StartError, match=reason):
             load(path, kernels=kernels)
-
-
-def test_short_contexts_are_compared_too(folder):
-    path = folder("llama")
-    for length, most in ((2, 1), (2, 2), (3, 2), (9, 1), (40, 2)):
-        assert load(path, max_model_len=length, max_running=most)
 
 
 def test_torch_s_compiler_is_imported_only_when_it_is_asked_for():
@@ -360,14 +367,17 @@ assert "torch._dynamo.convert_frame" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc for what is in use")
+needs_glibc = pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc")
+
+
+@needs_glibc
 def test_weights_that_are_packed_one_by_one_go_back_to_the_system(tmp_path):
     """Else a model lies in memory twice while it is packed: glibc's heap keeps what is freed."""
     save_file({"weight": torch.ones(1024, 1024)}, tmp_path / "weights.safetensors")
     code = """
 import sys, torch
 from safetensors.torch import load_file
-from models.files import own_weights
+from models.files import unmap_weights
 
 def anonymous():
     return int(next(line for line in open("/proc/self/status") if "RssAnon" in line).split()[1])
@@ -376,7 +386,7 @@ torch.ones(1 << 22)  # once it is free, glibc has smaller blocks in its heap
 layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(8))
 for layer in layers:
     layer.weight = torch.nn.Parameter(load_file(sys.argv[1])["weight"])
-own_weights(layers)
+unmap_weights(layers)
 before = anonymous()
 for layer in layers[1::2]:
     layer.weight = None
@@ -386,7 +396,7 @@ assert before - anonymous() > 12 << 10, (before, anonymous())  # KiB
     subprocess.run([sys.executable, "-c", code, file], check=True, cwd=ROOT)
 
 
-@pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc for what is in use")
+@needs_glibc
 def test_words_that_nobody_has_sent_before_do_not_pile_up(demo_engine):
     """Of 250 letters each; a thousand of them are kept."""
 

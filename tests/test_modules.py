@@ -1,29 +1,30 @@
-"""Blocks in C, and modules with the kernels' sums, compute what transformers' modules compute."""
+"""Blocks in C, and modules with the kernels' sums, compute what transformers' modules compute.
+
+A model of plain blocks runs in C as a whole, and any other in modules. Each is compared with
+transformers at its start, so that a config that is read wrongly is refused.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, together
+from conftest import FAMILIES, load, needs_compiler, together
 from families import save_small
-from test_kernels import needs_compiler
 from torch import nn
 
 from kernels import reading
 from kernels.modules import attention_forward
 from kernels.patches import pack
 from messages import Request
-from serving.options import Options
 
 KNOWN = {
     "llama", "qwen3", "mistral", "qwen2", "granite",
     "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2", "smollm3",
 }  # fmt: skip
-
-
 # What the names of the parts do not tell: multipliers, rotations, biases, windows.
 CHANGES = [
+    *((family, {}) for family in FAMILIES),
     ("granite", {"residual_multiplier": 0.2}),
     ("granite", {"embedding_multiplier": 12.0}),
     ("granite", {"logits_scaling": 8.0}),
@@ -33,28 +34,19 @@ CHANGES = [
     ("qwen3", {"head_dim": 32}),
     ("llama", {"sliding_window": 4, "use_sliding_window": False}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-]
-SCALED = {  # queries beyond the context that it was first trained on
-    "rope_type": "yarn", "factor": 16.0, "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-
-
-def load(folder, name, **changes):
-    """A small model of a family, which is compared with transformers' modules."""
-    save_small(name, folder, **changes)
-    options = Options(model=str(folder), drafter="ngram", max_running=2)
-    return core.load_engine(options).target
+    ("ministral3", {"rope_parameters": {  # queries beyond the context of its first training
+        "rope_type": "yarn", "factor": 16.0, "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 16,
+    }}),
+]  # fmt: skip
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [*((family, {}) for family in FAMILIES), *CHANGES, ("ministral3", {"rope_parameters": SCALED})],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "changes"), CHANGES, ids=str)
 def test_plain_blocks_run_in_c_and_others_in_modules(family, changes, tmp_path):
-    assert load(tmp_path, family, **changes).compiled.is_compiled == (family in KNOWN)
+    save_small(family, tmp_path, **changes)
+    target = load(tmp_path, max_running=2).target
+    assert target.compiled.is_compiled == (family in KNOWN)
 
 
 @needs_compiler
@@ -66,15 +58,16 @@ def test_code_that_computes_with_a_packed_weight_itself_says_so():
 
 @needs_compiler
 @pytest.mark.parametrize("share", [1e-6, 1e-3])
-def test_what_roundings_do_to_a_model_is_told_from_a_mistake(tmp_path, monkeypatch, share):
+def test_a_mistake_is_larger_than_what_roundings_do_to_a_model(tiny_folder, monkeypatch, share):
     run = reading._run
 
-    def moved(*given):
-        values, states = run(*given)
+    def moved(*inputs):
+        values, states = run(*inputs)
         return values + share * values.abs().max(), states
 
     monkeypatch.setattr(reading, "_run", moved)
-    assert load(tmp_path, "llama").compiled.is_compiled == (share < 1e-5)
+    target = load(tiny_folder("llama"), max_running=2).target
+    assert target.compiled.is_compiled == (share < 1e-5)
 
 
 def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
@@ -92,12 +85,8 @@ def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
 def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_folder, way):
     """In a batch of unequal texts, all of them longer than the family's windows."""
-    engine = core.load_engine(
-        Options(
-            model=str(tiny_folder(family)), draft_model=str(tiny_folder("llama:1")), kernels=False,
-            max_running=4, fixed_k=True,
-        )
-    )  # fmt: skip
+    draft = str(tiny_folder("llama:1"))
+    engine = load(tiny_folder(family), drafter="draft_model", draft_model=draft, kernels=False)
     report = engine.target.report
     assert not report.is_exact and "transformers' modules" in report.doubt
     requests = [

@@ -1,6 +1,7 @@
-"""MTP heads of the families draft by the paper's equations, from checkpoints as published ones are.
+"""MTP heads draft by the paper's equations, from checkpoints laid out as their families do.
 
-A small model with more layers is taken apart: the last ones become the blocks of the head.
+Speculation with them writes the text of plain decoding. For a checkpoint a small model with more
+layers is taken apart: the last ones become the blocks of the head.
 """
 
 import json
@@ -10,7 +11,7 @@ import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TARGET, fresh_state, run
+from conftest import TARGET, assert_lossless, fresh_state
 from families import randomise, small_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,6 +33,7 @@ LAYOUTS = {
     "qwen3_5": OWN, "qwen3_next": OWN, "deepseek_v3": NUMBERED, "glm4_moe": NUMBERED,
     "glm4_moe_lite": NUMBERED, "mimo": MIMO,
 }  # fmt: skip
+PUBLISHED = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}  # layers of MTP
 # The numbers of layers; of those with several one has MLA, and one has not.
 CASES = [*((family, 1) for family in LAYOUTS), ("deepseek_v3", 2), ("glm4_moe", 3)]
 
@@ -39,10 +41,10 @@ CASES = [*((family, 1) for family in LAYOUTS), ("deepseek_v3", 2), ("glm4_moe", 
 def larger_config(family, num_more):
     """A small config with more layers, as the published layers of MTP are: full and sparse."""
     config = small_config(family)
-    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+    config.num_hidden_layers = DEPTH + num_more
+    for name, kind in PUBLISHED.items():
         if getattr(config, name, None):
             setattr(config, name, [*getattr(config, name)[:DEPTH], *[kind] * num_more])
-    config.num_hidden_layers = DEPTH + num_more
     return config
 
 
@@ -54,7 +56,7 @@ def count_of(family):
 @torch.no_grad()
 def checkpoint(family, folder, num_layers=1):
     """Write one; returns the whole model, and what each MTP layer has beside it."""
-    begin, own_block, called = LAYOUTS[family]
+    begin, block_begin, names = LAYOUTS[family]
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(larger_config(family, num_layers)).eval()
     randomise(model)
@@ -65,11 +67,11 @@ def checkpoint(family, folder, num_layers=1):
     weights, head, extras = load_file(path), {}, []
     for number in range(DEPTH, DEPTH + num_layers):
         before, block = begin.format(number), f"model.layers.{number}."
-        own = {n: weights.pop(n) for n in list(weights) if n.startswith(block)}
-        head |= {before + own_block + n.removeprefix(block): w for n, w in own.items()}
+        layer = {n: weights.pop(n) for n in list(weights) if n.startswith(block)}
+        head |= {before + block_begin + n.removeprefix(block): w for n, w in layer.items()}
         extra = {n: torch.rand(width) + 0.2 for n in ("enorm", "hnorm", "norm")}
         extra["fc"] = torch.randn(width, 2 * width) / width**0.5
-        head |= {f"{before}{called.get(n, n)}.weight": w for n, w in extra.items()}
+        head |= {f"{before}{names.get(n, n)}.weight": w for n, w in extra.items()}
         extras.append(extra)
         if before == block:
             head[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
@@ -78,10 +80,8 @@ def checkpoint(family, folder, num_layers=1):
         weights = {n.replace("model.", "model.language_model.", 1): w for n, w in weights.items()}
     save_file(weights | head, path, {"format": "pt"})
     config = contract.content_of(folder)
+    config |= {name: config[name][:DEPTH] for name in PUBLISHED if name in config}
     config |= {count_of(family): num_layers, "num_hidden_layers": DEPTH}
-    for name in ("layer_types", "mlp_layer_types"):
-        if name in config:
-            config[name] = config[name][:DEPTH]
     if family == "qwen3_5":
         config = {"model_type": family, "text_config": config}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
@@ -130,25 +130,25 @@ class Equations:
         hidden, last = self.hidden(text)[:-1], len(self.blocks) - 1
         for step, token in enumerate(drafted):
             number = min(step, last)
-            given = self.layer(number, hidden, [*text, *drafted[:step]][number + 1 :])
-            scores = self.model.lm_head(given[-1])
+            output = self.layer(number, hidden, [*text, *drafted[:step]][number + 1 :])
+            scores = self.model.lm_head(output[-1])
             assert scores[token] > scores.max() - 1e-4, (step, drafted)
-            hidden = given if step < last else torch.cat([hidden, given[-1:]])
+            hidden = output if step < last else torch.cat([hidden, output[-1:]])
 
 
 @pytest.fixture(
     scope="module",
-    params=[(*case, way) for case in CASES for way in ("fast", "modules")],
-    ids=lambda given: "-".join(map(str, given)),
+    params=[(*case, form) for case in CASES for form in ("fast", "modules")],
+    ids=lambda case: "-".join(map(str, case)),
 )
 def served(request, tmp_path_factory):
     """An engine of a target with MTP layers, their number, and the equations."""
-    family, num_layers, way = request.param
+    family, num_layers, form = request.param
     folder = tmp_path_factory.mktemp(family)
     equations = Equations(*checkpoint(family, folder, num_layers))
     contract.in_several_files(folder)
-    options = {"drafter": "mtp", "fixed_k": True, "kernels": way == "fast"}
-    engine = core.load_engine(Options(model=str(folder), **options))
+    options = Options(model=str(folder), drafter="mtp", fixed_k=True, kernels=form == "fast")
+    engine = core.load_engine(options)
     engine.eos_ids = set()
     return engine, equations, num_layers
 
@@ -178,11 +178,8 @@ def test_each_layer_drafts_by_the_equations_and_forgets_what_was_refused(served,
 
 def test_speculation_writes_the_text_of_plain_decoding(served):
     """Mixtures round, so no bits are promised."""
-    engine, _, _ = served
-    expected, _ = run(engine, TEXT, max_tokens=20)
-    sequence, _ = run(engine, TEXT, max_tokens=20, drafter="mtp")
-    assert sequence.output == expected.output and not sequence.warnings
-    assert sequence.statistics.num_draft_tokens > 5
+    sequence = assert_lossless(served[0], TEXT, 20, "mtp")
+    assert sequence.statistics.num_draft_tokens > 5 and not sequence.warnings
 
 
 def test_a_layer_whose_weights_are_no_numbers_is_refused(tmp_path):
@@ -202,9 +199,8 @@ def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     contract.weights_changed(
         lambda w: w.update({n.replace(first, second): w[n].clone() for n in w if first in n})
     )(tmp_path)
-    name = count_of(family)
-    config = (tmp_path / "config.json").read_text("utf-8")
-    (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
+    file, name = tmp_path / "config.json", count_of(family)
+    file.write_text(file.read_text("utf-8").replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
     with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
         core.load_engine(Options(model=str(tmp_path), drafter="mtp"))
     assert "\n" not in str(error.value)

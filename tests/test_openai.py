@@ -1,6 +1,7 @@
-"""The tools people have work unchanged: the real openai client and a Prometheus parser, sockets.
+"""Tools that people have work unchanged: the client of the package openai, and Prometheus.
 
-What /v1 refuses is in test_bad_inputs.py.
+/v1 answers them with the text and the figures of /generate, in their shapes, and asks for the key
+that the server was started with. What /v1 refuses is in test_bad_inputs.py.
 """
 
 import json
@@ -9,67 +10,48 @@ from functools import partial
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server import (
-    COLOURS,
-    call,
-    generate,
-    health,
-    is_error,
-    raw,
-    request,
-    serving,
-    until,
-)
+from server import AT_WORK, COLOURS, is_error, module_server, request, serving, until
 
 KEY, ORIGIN = "secret key", "https://example.org"
 GUARDED = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+server = module_server("--api-key", KEY, "--allow-origin", ORIGIN, "--fixed-k")
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "red, green,"}]
-
-
-@pytest.fixture(scope="module")
-def port():
-    """The demo model behind an API key, for the pages of one origin."""
-    with serving("--api-key", KEY, "--allow-origin", ORIGIN, "--fixed-k") as server:
-        yield server.port
+AS_TEXT = "system: Be brief.\nuser: red, green,\nassistant:"  # by the template of conftest.py
 
 
 @pytest.fixture(scope="module")
 def chatting(chat_folder):
     """A model whose tokenizer has a chat template."""
     with serving("--model", str(chat_folder("qwen3")), "--drafter", "ngram") as server:
-        yield server.port
-
-
-def client_of(port, key=KEY):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+        yield server
 
 
 @pytest.fixture(scope="module")
-def client(port):
-    with client_of(port) as client:
+def client(server):
+    with server.openai(KEY) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def chat(chatting):
     """Asks for an answer to TURNS."""
-    with client_of(chatting) as client:
+    with chatting.openai() as client:
         (model,) = client.models.list().data
         yield partial(client.chat.completions.create, model=model.id, messages=TURNS)
 
 
-def own(port, **fields):
-    """/generate's answer."""
-    status, _, data = call(port, "POST", "/generate", fields, GUARDED)
+def generate(server, **fields):
+    """The answer of /generate to a caller who has the key."""
+    status, _, data = server.call("POST", "/generate", fields, GUARDED)
     assert status == 200, data
     return json.loads(data)
 
 
 @pytest.mark.parametrize("given", [COLOURS, [COLOURS], [[4, 8, 15]]], ids=str)
-def test_a_completion_is_what_generate_answers(client, port, given):
+def test_a_completion_is_what_generate_answers(client, server, given):
     result = client.completions.create(model="embedded", prompt=given, max_tokens=20, seed=1)
     prompt = given if given == COLOURS else given[0]  # a list may have one
-    expected = own(port, prompt=prompt, max_tokens=20)
+    expected = generate(server, prompt=prompt, max_tokens=20)
     (choice,) = result.choices
     assert choice.text == expected["text"] and choice.finish_reason == expected["finish_reason"]
     assert result.object == "text_completion" and result.id.startswith("cmpl-")
@@ -79,26 +61,24 @@ def test_a_completion_is_what_generate_answers(client, port, given):
     assert result.timings["predicted_n"] == 20 and result.seed == 1
 
 
-def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chatting, port):
+def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chatting, server):
     """A text is a conversation of one message. /health tells the page to ask for it."""
-    for prompt, read in (
-        ("red, green,", "user: red, green,\nassistant:"),
-        (TURNS, "system: Be brief.\nuser: red, green,\nassistant:"),
-    ):
-        answer = own(chatting, prompt=prompt, chat=True, max_tokens=8, trace=True)
-        text = own(chatting, prompt=read, max_tokens=8)
+    for prompt, read in (("red, green,", AS_TEXT.partition("\n")[2]), (TURNS, AS_TEXT)):
+        answer = generate(chatting, prompt=prompt, chat=True, max_tokens=8, trace=True)
+        text = generate(chatting, prompt=read, max_tokens=8)
         assert answer["token_ids"] == text["token_ids"] and answer["usage"] == text["usage"]
         first, second, *_ = answer["trace"]
         assert first["prompt_text"] == read and "prompt_text" not in second
     for prompt in ([1, 2], [], [{"role": "user"}], "a" * 200_000, "a"):
-        fields = {"prompt": prompt, "chat": 1 if prompt == "a" else True}
-        status, _, data = call(chatting, "POST", "/generate", fields)
-        assert status == 400 and is_error(data, "chat" if prompt == "a" else "prompt"), data
-    status, _, data = call(port, "POST", "/generate", {"prompt": "a", "chat": True}, GUARDED)
-    assert status == 400 and b"this model has no chat template" in data
-    status, _, data = call(port, "POST", "/v1/chat/completions", {"messages": TURNS}, GUARDED)
-    assert status == 400 and b"no chat template: use /v1/completions" in data
-    assert health(chatting)["chat_template"] is True and health(port)["chat_template"] is False
+        status, body = chatting.generate(prompt=prompt, chat=1 if prompt == "a" else True)
+        assert status == 400 and is_error(body, "chat" if prompt == "a" else "prompt"), body
+    for path, fields, said in (
+        ("/generate", {"prompt": "a", "chat": True}, b"this model has no chat template"),
+        ("/v1/chat/completions", {"messages": TURNS}, b"no chat template: use /v1/completions"),
+    ):
+        status, _, data = server.call("POST", path, fields, GUARDED)
+        assert status == 400 and said in data
+    assert chatting.health()["chat_template"] is True and server.health()["chat_template"] is False
 
 
 def test_models_are_listed_under_the_name_that_requests_may_use(client):
@@ -111,17 +91,15 @@ def test_models_are_listed_under_the_name_that_requests_may_use(client):
 
 
 def test_a_completion_streams_its_text_and_its_figures(client):
-    fields = {"model": "embedded", "prompt": COLOURS, "max_tokens": 20}
-    whole = client.completions.create(**fields)
-    *chunks, last = client.completions.create(**fields, stream=True)
+    ask = partial(client.completions.create, model="embedded", prompt=COLOURS, max_tokens=20)
+    whole, (*chunks, last) = ask(), ask(stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * len(chunks)
     assert last.choices[0].finish_reason == "length" and last.choices[0].text == ""
     assert last.metrics["speculative_decoding"]["num_draft_tokens"] > 0
     assert last.timings["predicted_n"] == 20 and last.usage is None
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
-    options = {"include_usage": True}
-    *_, end, usage = client.completions.create(**fields, stream=True, stream_options=options)
+    *_, end, usage = ask(stream=True, stream_options={"include_usage": True})
     assert end.choices[0].finish_reason == "length"
     assert usage.choices == [] and usage.usage == whole.usage
 
@@ -138,10 +116,11 @@ def test_our_own_fields_go_along(client):
     assert ask(**same).warnings == []
 
 
-def test_log_probabilities_have_the_shape_of_completions(client, port):
+def test_log_probabilities_have_the_shape_of_completions(client, server):
     ask, fields = client.completions.create, {"prompt": COLOURS, "max_tokens": 6}
     none, chosen, zero, expected = (
-        own(port, **fields, logprobs=wanted).get("logprobs") for wanted in (False, True, 0, 2)
+        generate(server, **fields, logprobs=wanted).get("logprobs")
+        for wanted in (False, True, 0, 2)
     )
     assert none is None and zero == chosen
     assert [entry["top_logprobs"] for entry in chosen] == [[]] * 6
@@ -157,8 +136,7 @@ def test_log_probabilities_have_the_shape_of_completions(client, port):
 
 
 def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
-    text = "system: Be brief.\nuser: red, green,\nassistant:"
-    expected = generate(chatting, prompt=text, max_tokens=8)[1]
+    expected = chatting.generate(prompt=AS_TEXT, max_tokens=8)[1]
     result = chat(max_completion_tokens=8)
     (choice,) = result.choices
     assert choice.message.role == "assistant" and choice.message.content == expected["text"]
@@ -184,7 +162,7 @@ def test_a_conversation_streams_in_the_usual_order(chat):
 def test_a_conversation_ends_before_a_stop_string_in_the_client_s_own_helper(chat, chatting):
     """Which calls an answer that was cut by max_tokens an error."""
     stop = {"max_tokens": 8, "stop": chat(max_tokens=8).choices[0].message.content[5:8]}
-    with client_of(chatting) as client:
+    with chatting.openai() as client:
         with client.chat.completions.stream(**chat.keywords, **stop) as stream:
             final = stream.get_final_completion().choices[0]
     assert final.message.content == chat(**stop).choices[0].message.content
@@ -200,56 +178,55 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
 
 def test_log_probabilities_have_the_shape_of_chat(chat):
     entries = chat(max_tokens=3, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert len(entries) == 3
+    assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
     for entry in entries:
         assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
-        assert len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
     assert chat(max_tokens=3, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
-def test_a_route_that_is_not_there_is_told_what_is(client, port):
+def test_a_route_that_is_not_there_is_told_what_is(client, server):
     for ask in (client.responses, client.embeddings):
         with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions, POST"):
             ask.create(model="embedded", input="x")
-    status, _, data = call(port, "GET", "/v2")
+    status, _, data = server.call("GET", "/v2")
     there = json.loads(data)["error"]["message"].partition("has ")[2].split(", ")
     assert status == 404 and len(there) == 7
     for method, path in map(str.split, there):
-        assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
+        assert server.call(method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 
 
 @pytest.mark.parametrize("given", ["Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""])
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/metrics"])
-def test_a_wrong_key_is_no_key(port, path, given):
+def test_a_wrong_key_is_no_key(server, path, given):
     headers = GUARDED | {"Authorization": given.encode()}
     method = "GET" if path == "/metrics" else "POST"
-    status, answered, data = call(port, method, path, {"prompt": "x"}, headers)
+    status, answered, data = server.call(method, path, {"prompt": "x"}, headers)
     assert status == 401 and answered["WWW-Authenticate"] == "Bearer"
     assert json.loads(data)["error"]["code"] == "invalid_api_key"
 
 
-def test_without_a_key_no_body_is_read_and_the_page_is_shown(port):
-    status, _, body = raw(port, request("/generate", b"", "Content-Length: 900000"))
+def test_without_a_key_no_body_is_read_and_the_page_is_shown(server):
+    status, _, body = server.raw(request("/generate", b"", "Content-Length: 900000"))
     assert status == 401 and is_error(body)
-    assert call(port, "GET", "/health")[0] == call(port, "GET", "/")[0] == 200
-    with client_of(port, "nonsense") as client, pytest.raises(openai.AuthenticationError):
+    assert server.call("GET", "/health")[0] == server.call("GET", "/")[0] == 200
+    with server.openai("nonsense") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
 
 
-def test_other_origins_may_call_only_where_that_was_allowed(port, chatting):
-    assert "Access-Control-Allow-Origin" not in call(chatting, "GET", "/health")[1]
+def test_other_origins_may_call_only_where_that_was_allowed(server, chatting):
+    assert "Access-Control-Allow-Origin" not in chatting.call("GET", "/health")[1]
     asks = {"Access-Control-Request-Headers": "authorization, x-stainless-lang"}
-    allowed = call(port, "OPTIONS", "/v1/completions", headers=asks)[1]
+    allowed = server.call("OPTIONS", "/v1/completions", headers=asks)[1]
     assert allowed["Access-Control-Allow-Headers"] == "authorization, x-stainless-lang"
     for method, expected in (("OPTIONS", 204), ("POST", 401)):
-        status, headers, _ = call(port, method, "/v1/completions", {"prompt": "x"})
+        status, headers, _ = server.call(method, "/v1/completions", {"prompt": "x"})
         assert status == expected and headers["Access-Control-Allow-Origin"] == ORIGIN
         assert method == "POST" or "Authorization" in headers["Access-Control-Allow-Headers"]
 
 
-def test_metrics_are_what_prometheus_reads(port):
-    before = own(port, prompt=COLOURS, max_tokens=20, drafter="ngram")
+def test_metrics_are_what_prometheus_reads(server):
+    before = generate(server, prompt=COLOURS, max_tokens=20, drafter="ngram")
     families = {}
 
     def value(name):
@@ -257,14 +234,13 @@ def test_metrics_are_what_prometheus_reads(port):
         return sample.value
 
     def is_at_rest():  # the run that the page opens on has a row for a moment, whenever that is
-        status, answered, data = call(port, "GET", "/metrics", headers=GUARDED)
+        status, answered, data = server.call("GET", "/metrics", headers=GUARDED)
         assert status == 200 and answered["Content-Type"] == "text/plain; version=0.0.4"
         families.update((f.name, f) for f in text_string_to_metric_families(data.decode()))
-        held = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
-        return not any(map(value, held))
+        return not any(map(value, AT_WORK))
 
     until(is_at_rest)
-    counted = health(port)["speculative_decoding"]
+    counted = server.health()["speculative_decoding"]
     accepted = counted["num_accepted_draft_tokens"]
     assert value("spec_decode_num_drafts") == counted["num_spec_steps"] > 0
     assert value("spec_decode_num_draft_tokens") == counted["num_draft_tokens"] > 0
@@ -275,10 +251,6 @@ def test_metrics_are_what_prometheus_reads(port):
     assert sum(sample.value for sample in positions) == accepted
     assert value("engine_faults") == value("drafter_failures") == 0
     assert {f.type for f in families.values()} == {"counter", "gauge", "histogram"}
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert families[name].type == "gauge"
-    first = families["time_to_first_token_seconds"].samples
-    by_name = {s.name.removeprefix("time_to_first_token_seconds_"): s.value for s in first}
-    assert by_name["count"] >= 1 and by_name["sum"] > 0
-    buckets = [s.value for s in first if s.name.endswith("_bucket")]
-    assert buckets == sorted(buckets) and buckets[-1] == by_name["count"]
+    assert {families[name].type for name in AT_WORK} == {"gauge"}
+    *buckets, count, total = (s.value for s in families["time_to_first_token_seconds"].samples)
+    assert buckets == sorted(buckets) and buckets[-1] == count >= 1 and total > 0

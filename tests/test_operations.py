@@ -1,7 +1,8 @@
-"""Who asks a server that starts or ends gets an answer; its log tells no text; foreign code waits.
+"""A server that starts or ends answers whoever asks it, and loses no request that it has taken.
 
-All against the real process, on a real socket. Load and deadlines are in test_server.py, the
-command line's mistakes in test_command_line.py.
+Its log has a line of each request and shows no text, and code that comes with a model does not run
+unless that was asked for. All but the last is tested in the real process, on a real socket. Load
+and deadlines are in test_server.py, the command line's mistakes in test_command_line.py.
 """
 
 import ctypes
@@ -19,57 +20,33 @@ from subprocess import PIPE, run
 import pytest
 import speculative_decoding as core
 import torch
+from conftest import ROOT, application
 from safetensors.torch import load_file
-from server import (
-    COLOURS,
-    GOOD,
-    PATHS,
-    ROOT,
-    SCRIPT,
-    at_once,
-    call,
-    connect,
-    events_of,
-    free_port,
-    generate,
-    health,
-    process,
-    serving,
-    until,
-    wait_until_taken,
-)
+from server import COLOURS, GOOD, PATHS, SCRIPT, end_of, module_server, process, serving, until
 
 from kernels import library
 from page import FILES
 from serving.options import Options
-from serving.service import Service
 
+server = module_server("--fixed-k")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
 LONG = {"prompt": list(range(100, 1100)), "max_tokens": 4}
-
-
-def refusal(port, path="/generate"):
-    """What a 503 says, which every route answers that cannot serve now."""
-    status, headers, data = call(port, "POST", path, GOOD)
-    assert status == 503 and headers["Retry-After"] == "1"
-    return json.loads(data)["error"]["message"]
 
 
 def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
     gate.shut("load")
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "loading" in server.log())
-        status, _, data = call(server.port, "GET", "/health")
-        body, name = json.loads(data), Path(gate.arguments[1]).name
+        (status, body), name = end_of(server.call("GET", "/health")), Path(gate.arguments[1]).name
         assert status == 503 and body["status"] == "loading" and body["elapsed_s"] >= 0
         assert body["model"] == name
-        until(lambda: f"reading the weights of {name}" in health(server.port)["stage"])
-        assert b"<h1>" in call(server.port, "GET", "/")[2]  # the page, which asks for that
-        assert {refusal(server.port, path) for path in PATHS} == {"the model is being loaded"}
+        until(lambda: f"reading the weights of {name}" in server.health()["stage"])
+        assert b"<h1>" in server.call("GET", "/")[2]  # the page, which asks for that
+        assert {server.refusal(path) for path in PATHS} == {"the model is being loaded"}
         assert "serving on" not in server.log()
         gate.open("load")
-        until(lambda: call(server.port, "GET", "/health")[0] == 200)
-        assert generate(server.port, **GOOD)[0] == 200
+        until(server.is_ready)
+        assert server.generate(**GOOD)[0] == 200
         with socket.socket() as probe:  # to this machine alone: 0.0.0.0 would have this one, too
             assert probe.connect_ex(("127.0.0.2", server.port)) != 0
 
@@ -80,7 +57,7 @@ def test_sigterm_while_loading_ends_the_server(gate):
     gate.shut("load")
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "loading" in server.log())
-        until(lambda: "reading the weights" in health(server.port)["stage"])
+        until(lambda: "reading the weights" in server.health()["stage"])
         others = {int(name) for name in os.listdir(f"/proc/{server.pid}/task")} - {server.pid}
         assert ctypes.CDLL(None).tgkill(server.pid, min(others), signal.SIGTERM) == 0
         assert server.exit_code() == 0 and "Traceback" not in server.log()
@@ -94,17 +71,15 @@ def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate, stdout, numb
     """Running and queued, streaming and not; who comes then is refused."""
     limit, pool = ("--max-running", "2"), ThreadPoolExecutor(4)
     with serving(*gate.arguments, *limit, stdout=stdout) as server, pool:
-        port, kinds = server.port, [(path, stream) for path in PATHS for stream in (False, True)]
-        answers = gate.hold(pool, port, [(path, FIELDS | {"stream": s}) for path, s in kinds])
+        kinds = [(path, stream) for path in PATHS for stream in (False, True)]
+        answers = gate.hold(pool, server, [(path, FIELDS | {"stream": s}) for path, s in kinds])
         for _ in range(times):
             server.send(number)
-        until(lambda: health(port)["status"] == "draining")
-        assert call(port, "GET", "/health")[0] == 503
-        assert refusal(port) == "the server is shutting down"
+        until(lambda: server.health()["status"] == "draining")
+        assert server.call("GET", "/health")[0] == 503
+        assert server.refusal() == "the server is shutting down"
         gate.open()
-        for answer, (_, stream) in zip(answers, kinds, strict=True):
-            status, _, data = answer.result()
-            body = events_of(data)[-1] if stream else json.loads(data)
+        for status, body in (end_of(answer.result()) for answer in answers):
             assert status == 200 and "error" not in body
             if "usage" in body:  # a chunk of /v1 has it only where that was asked for
                 assert body["usage"]["completion_tokens"] == 20
@@ -122,16 +97,15 @@ def test_at_a_load_of_64_each_answer_that_is_cut_off_says_so(gate):
     with serving(*gate.arguments, "--grace-period", "0.3") as server, pool:
         gate.shut()
         asked = [(PATHS[i % 2], FIELDS | {"stream": i % 4 < 2}) for i in range(count)]
-        answers = [pool.submit(call, server.port, "POST", *each) for each in asked]
-        wait_until_taken(server.port, count)
+        answers = [pool.submit(server.call, "POST", *each) for each in asked]
+        server.wait_until_taken(count)
         server.send(signal.SIGTERM)
         for answer, (_, fields) in zip(answers, asked, strict=True):
-            status, headers, data = answer.result()
+            status, body = end_of(answer.result())
             assert status == (200 if fields["stream"] else 503)
-            body = events_of(data)[-1] if fields["stream"] else json.loads(data)
             assert body["error"]["message"] == "the server is shutting down"
             assert body["error"]["code"] == "unavailable"
-            assert fields["stream"] or headers["Retry-After"] == "1"
+            assert fields["stream"] or answer.result()[1]["Retry-After"] == "1"
         assert server.exit_code() == 0 and "64 requests were cut off" in server.log()
         assert "Traceback" not in server.log()
 
@@ -164,16 +138,16 @@ def test_a_drafter_that_closes_the_standard_descriptors_costs_no_answer(tmp_path
     (tmp_path / "closes.py").write_text(_CLOSES)
     with serving("--drafter", f"{tmp_path / 'closes.py'}:Closes", "--fixed-k") as server:
         fields = {"prompt": COLOURS, "max_tokens": 8}
-        expected = generate(server.port, **fields, speculative=False)[1]["token_ids"]
+        expected = server.generate(**fields, speculative=False)[1]["token_ids"]
         for _ in range(4):
-            assert generate(server.port, **fields)[1]["token_ids"] == expected
+            assert server.generate(**fields)[1]["token_ids"] == expected
 
 
 def test_the_second_signal_exits_1_at_once(gate):
     """SIGINT is one, though the server was started with it ignored, as a shell's background job."""
     with serving(*gate.arguments) as server:
         gate.shut()
-        with connect(server.port, "/generate", FIELDS):
+        with server.connect("/generate", FIELDS):
             gate.wait_until_held()
             server.send(signal.SIGINT)
             until(lambda: "finishing 1 requests" in server.log())
@@ -208,34 +182,32 @@ def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_n
     torch's, which computes while the model is loaded. Each has a thread less than OMP_NUM_THREADS.
     A pipe of the log holds 64 KiB; the lines beyond wait in memory, and at the end nobody reads.
     """
-    port, num_computing, own = free_port(), 2, tmp_path / "own.py"
+    num_computing, own = 2, tmp_path / "own.py"
     environment = os.environ | {"OMP_NUM_THREADS": str(num_computing)}
     for name in ("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         environment.pop(name, None)
     own.write_text(_OWN)
-    words = (SCRIPT, "--model", "embedded", "--drafter", f"{own}:Own")
-    with process(port, *words, env=environment, stdout=PIPE, stderr=PIPE) as server:
-        assert {call(port, "POST", path, fields)[0] for path, fields in ASKED} == {200}
-        at_once(*[(call, port, "POST", "/generate", GOOD | LONG)] * 6)
-        assert (
-            call(port, "GET", "/page/stored_story.json")[0]
-            == call(port, "GET", "/metrics")[0]
-            == 200
-        )
+    words = ("--model", "embedded", "--drafter", f"{own}:Own")
+    with process(*words, env=environment, stdout=PIPE, stderr=PIPE) as (server, started):
+        assert {server.call("POST", path, fields)[0] for path, fields in ASKED} == {200}
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda _: server.generate(**GOOD | LONG), range(6)))
+        for path in ("/page/stored_story.json", "/metrics"):
+            assert server.call("GET", path)[0] == 200
         num_native = (1 if library.why_not() else 2) * (num_computing - 1)
 
         def is_so():
-            generate(port, prompt="x", max_tokens=4, drafter="own", fixed_k=True)
+            server.generate(prompt="x", max_tokens=4, drafter="own", fixed_k=True)
             return (tmp_path / "told").read_text() == str(num_native)
 
         until(is_so)
         path = "/" + "x" * 200
-        assert {call(port, "GET", path)[0] for _ in range(400)} == {404}  # some 140 KB of lines
-        assert generate(port, **GOOD)[0] == 200
-        server.stdout.close()
-        server.stderr.close()
-        server.terminate()
-        assert server.wait(60) == 0  # Python itself writes at its end, and would say 120
+        assert {server.call("GET", path)[0] for _ in range(400)} == {404}  # some 140 KB of lines
+        assert server.generate(**GOOD)[0] == 200
+        started.stdout.close()
+        started.stderr.close()
+        started.terminate()
+        assert started.wait(60) == 0  # Python itself writes at its end, and would say 120
 
 
 SECRET = "correct horse battery staple"
@@ -247,17 +219,10 @@ def lines_of(server):
     return {line["id"]: line for line in lines if "id" in line}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving("--fixed-k") as server:
-        yield server
-        server.end_well()
-
-
 @pytest.mark.parametrize("path", ["/health", "/nope", "/generate"])
 @pytest.mark.parametrize("given", ["bad id\t", "x" * 500, ""], ids=["space", "long", "none"])
 def test_an_answer_gets_an_id_where_the_client_s_is_none(server, path, given):
-    _, answered, _ = call(server.port, "GET", path, None, {"X-Request-Id": given})
+    _, answered, _ = server.call("GET", path, None, {"X-Request-Id": given})
     name = answered["X-Request-Id"]
     assert 16 <= len(name) <= 32
     until(lambda: path == "/health" or name in lines_of(server))
@@ -265,15 +230,14 @@ def test_an_answer_gets_an_id_where_the_client_s_is_none(server, path, given):
 
 
 def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
-    asked = {
-        "/generate": {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram"},
-        "/v1/completions": GOOD | {"stream": True, "max_tokens": 5, "speculative": False},
-    }
-    for path, fields in asked.items():
+    for path, fields in (
+        ("/generate", {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram"}),
+        ("/v1/completions", GOOD | {"stream": True, "max_tokens": 5, "speculative": False}),
+    ):
         headers = {"Content-Type": "application/json", "X-Request-Id": f"own:{path}"}
-        status, answered, data = call(server.port, "POST", path, fields, headers)
-        assert status == 200 and answered["X-Request-Id"] == f"own:{path}"
-    assert events_of(data)[0]["id"] == "cmpl-own:/v1/completions"
+        answer = server.call("POST", path, fields, headers)
+        assert answer[0] == 200 and answer[1]["X-Request-Id"] == f"own:{path}"
+    assert end_of(answer)[1]["id"] == "cmpl-own:/v1/completions"
     until(lambda: "own:/v1/completions" in lines_of(server))
     line = lines_of(server)["own:/generate"]
     assert list(line) == [
@@ -289,8 +253,7 @@ def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
 
 
 def test_what_was_written_or_read_is_in_no_line(server):
-    port = server.port
-    written = generate(port, prompt=SECRET, max_tokens=12)[1]["text"].strip()
+    written = server.generate(prompt=SECRET, max_tokens=12)[1]["text"].strip()
     assert len(written) > 8
     for path, body in {
         "/v1/completions": {"prompt": SECRET, "drafter": SECRET},
@@ -298,7 +261,7 @@ def test_what_was_written_or_read_is_in_no_line(server):
         f"/{SECRET.split()[0]}": {"prompt": SECRET},
         "/generate": f'{{"prompt": "{SECRET}',
     }.items():
-        status, answered, _ = call(port, "POST", path, body)
+        status, answered, _ = server.call("POST", path, body)
         assert status in (400, 404)
     until(lambda: answered["X-Request-Id"] in lines_of(server))
     assert SECRET not in server.log() and written not in server.log().replace("\\n", "\n")
@@ -306,11 +269,10 @@ def test_what_was_written_or_read_is_in_no_line(server):
 
 def test_prompts_and_outputs_are_logged_where_that_was_asked_for(demo_engine, caplog):
     caplog.set_level("INFO", "serving.requests")
-    app = core.create_app(Service(demo_engine, Options(log_prompts=True)))
     fields = {"prompt": SECRET, "max_tokens": 12}
-    with app.test_client() as client, client.post("/generate", json=fields) as answer:
-        written = answer.json["text"]
-    app.extensions["worker"].drain(60)
+    with application(demo_engine, Options(log_prompts=True)) as client:
+        with client.post("/generate", json=fields) as answer:
+            written = answer.json["text"]
     (line,) = (record.msg for record in caplog.records if record.name == "serving.requests")
     assert line["prompt"] == SECRET and line["text"] == written
 

@@ -20,7 +20,7 @@ import pytest
 from engine import replaying
 from server import COLOURS as COLOUR_LIST
 from server import ENDLESS as COUNTING
-from server import ROOT, Gate, call, generate, health, serving, until, wait_until_idle
+from server import ROOT, Gate, module_server, serving, until
 
 pytestmark = pytest.mark.browser
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -56,11 +56,7 @@ def browser():
         browser.close()
 
 
-@pytest.fixture(scope="module")
-def port(browser):
-    """Drafts have a fixed length: what is drafted and kept does not depend on the clock."""
-    with serving("--fixed-k") as server:
-        yield server.port
+server = module_server("--fixed-k")  # what is drafted and kept does not depend on the clock
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def chatting(browser, chat_folder):
     """Of one with a chat template, a K of its own and a controller."""
     arguments = ("--model", str(chat_folder("llama")), "--num-speculative-tokens", "3")
     with serving(*arguments) as server:
-        yield server.port
+        yield server
 
 
 @pytest.fixture
@@ -78,11 +74,11 @@ def complaints():
 
 
 @pytest.fixture
-def open_page(browser, port, complaints):
+def open_page(browser, server, complaints):
     """Opens the page of a server; at the test's end nothing must have gone wrong."""
     contexts = []
 
-    def open_one(at=port, is_ready=True, address="", **options):
+    def open_one(at=server, is_ready=True, address="", **options):
         options = {"viewport": WIDE, "reduced_motion": "reduce"} | options
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
@@ -90,7 +86,7 @@ def open_page(browser, port, complaints):
         page.on("console", lambda said: said.type == "error" and complaints.append(said.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.add_init_script(WATCH)
-        page.goto(f"http://127.0.0.1:{at}/{address}")
+        page.goto(f"http://127.0.0.1:{at.port}/{address}")
         if is_ready:
             wait_until_ready(page)
         return page
@@ -182,9 +178,9 @@ def posted(page):
     return sent
 
 
-def traced(port, fields):
+def traced(server, fields):
     """What the server answers to the fields of a run, whose verification is coupled."""
-    return generate(port, **fields, verification="coupled", trace=True)[1]
+    return server.generate(**fields, verification="coupled", trace=True)[1]
 
 
 def violations(page, **options):
@@ -250,13 +246,17 @@ def mock(page, answer):
 # ------------------------------------------------------------------------------- runs and cycles
 
 
-def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, port):
+def test_a_run_shows_the_text_of_the_server_s_answer(page, server):
+    run(page, **SAMPLED, verification="coupled")
+    assert page.text_content("#text .prompt") == SAMPLED["prompt"]
+    assert page.text_content("#text .tokens") == traced(server, SAMPLED)["text"]
+
+
+def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, server):
     """By tokens, the slider, buttons and arrow keys; and its figures are drawn."""
     run(page, **SAMPLED, verification="coupled")
-    answer = traced(port, SAMPLED)
+    answer = traced(server, SAMPLED)
     metrics, cycles = answer["metrics"]["speculative_decoding"], answer["trace"]
-    assert page.text_content("#text .tokens") == answer["text"]
-    assert page.text_content("#text .prompt") == SAMPLED["prompt"]
     line = "token => getComputedStyle(token).borderBottomStyle"  # without colour they differ, too
     names = ("accepted_draft", "recovered", "bonus")
     for kind, name, style in zip(KINDS, names, ("solid", "dashed", "double"), strict=True):
@@ -289,8 +289,8 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, port
     })  # fmt: skip
 
 
-def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(page, port):
-    answer, num_tokens = traced(port, SAMPLED), 0
+def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(page, server):
+    answer, num_tokens = traced(server, SAMPLED), 0
     fill(page, **SAMPLED)
     for step, cycle in enumerate(answer["trace"][:6]):
         num_tokens += cycle["emitted_count"]
@@ -310,10 +310,10 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
     fill(page, **ENDLESS)
     page.click("#run")
     page.locator(TOKENS).first.wait_for()
-    assert health(port)["num_requests_running"] == 1
+    assert server.health()["num_requests_running"] == 1
     assert page.text_content("#status") == "Running."  # it streams: tokens come before the end
     act(page, ("click", "#stop", {"#status": "Stopped"}))
-    wait_until_idle(port)
+    server.wait_until_idle()
     assert 0 < page.locator(TOKENS).count() < ENDLESS["max_tokens"]
     run(page, **FEW)
 
@@ -346,8 +346,8 @@ def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
     assert row.locator(".tail").all_text_contents() == ["after ␣y"]
 
 
-def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, port):
-    if not health(port)["trees"]:
+def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, server):
+    if not server.health()["trees"]:
         pytest.skip("no compiled blocks here")
     run(page, **SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0})
     labels = []
@@ -463,15 +463,15 @@ def test_who_drafted_and_what_decided_is_said_of_every_rule(page):
 # ------------------------------------------------------------------------------ the first minute
 
 
-def test_the_page_opens_on_a_recorded_cycle_and_generates_nothing(open_page, port):
+def test_the_page_opens_on_a_recorded_cycle_and_generates_nothing(open_page, server):
     """It is told guess by guess, by itself, by buttons and by arrow keys: pass, verdicts, cut."""
-    figures = health(port)["speculative_decoding"]
-    story = json.loads(call(port, "GET", "/page/stored_story.json")[2])
+    figures = server.health()["speculative_decoding"]
+    story = json.loads(server.call("GET", "/page/stored_story.json")[2])
     page = open_page(reduced_motion="no-preference")
     label = f"An example, recorded earlier with {story['model']}; drafter: {story['drafter']}"
     see(page, {"#story-label": label, "#story-play": "Pause"})
     page.locator("#story-picture button.slot .chip.on").first.wait_for()  # by itself
-    assert health(port)["speculative_decoding"] == figures
+    assert server.health()["speculative_decoding"] == figures
 
     def lit(*numbers):
         """What is seen of the cycle: guesses, the pass, verdicts, the cut tail."""
@@ -517,7 +517,7 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(
     gate.shut("load")
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "all else answers 503" in server.log())
-        page = open_page(server.port, is_ready=False)
+        page = open_page(server, is_ready=False)
         loads = re.compile("The server loads llama.*: reading the weights")
         see(page, {"#server": loads, "#story-label": "An example, recorded earlier"})
         see(page, {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")})
@@ -530,7 +530,7 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(
         say(page, "Go on", {".turn .token": 1})
         act(page, ("click", "#stop", {".turn .note": "it does not count as a turn"}))
         gate.open()
-        wait_until_idle(server.port)
+        server.wait_until_idle()
         gate.shut()
         act(page, ("click", "#run", {TOKENS: 1}))
     see(page, {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1})
@@ -614,7 +614,7 @@ def test_axe_finds_nothing_wrong_with_any_view(page):
 # ------------------------------------------------------------------------------ race and what if
 
 
-def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
+def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
     """And What if? has its place for it, however large."""
     run(page, "#race", **COLOURS)
     ours, theirs = map(page.text_content, LANES)
@@ -632,7 +632,7 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
     run(page, "#race", **SAMPLED | {"max_tokens": 12, "verification": "rejection"})
     see(page, {"#race-says": "not compared"})
 
-    told = generate(port, **FEW, compare=True)[1]["compare"]
+    told = server.generate(**FEW, compare=True)[1]["compare"]
     told |= {"costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}}
     told |= {"disturbed": True, "spread": [0.6, 1.4]}
     told |= {"measured_speedup": 0.9, "predicted_speedup": 1.1}
@@ -648,7 +648,7 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
     act(page, ("click", "#tab-whatif", {}), ("click", "text=Take draft_model >> nth=-1", taken))
 
 
-def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page, port):
+def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page, server):
     """By the server's times: at half the slower lane's neither lane shows what came later."""
     page, held = open_page(reduced_motion="no-preference"), []
     page.clock.install(time=0)
@@ -661,7 +661,7 @@ def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page
         page.click("#race")
     see(page, {"#race-pace": "Speculative decoding has written 0 tokens"})
     page.clock.pause_at(100_000)
-    answer = answer_of(fast, compare=generate(port, **FEW, compare=True)[1]["compare"])
+    answer = answer_of(fast, compare=server.generate(**FEW, compare=True)[1]["compare"])
     held[0].fulfill(**stream_of(fast, [*slow, answer]))
     until(lambda: page.clock.run_for(10) or page.locator("#race-again").is_visible())
     see(page, {"#race-pace": "350 times slower"})  # 20 ms in seven seconds
@@ -683,12 +683,12 @@ WHAT_IF = [  # what is moved, and what is said then
 ]  # fmt: skip
 
 
-def test_the_model_card_the_drafters_and_what_if_have_their_figures(page, port):
+def test_the_model_card_the_drafters_and_what_if_have_their_figures(page, server):
     """What if? draws the formula's curve. A model without a template has no chat."""
     assert page.input_value("#demo-prompt") == "code_function"
     absent = ("#chat-field:visible", "#tab-chat:visible", "#demo-prompt option[value^=chat]")
     see(page, dict.fromkeys(absent, 0))
-    target = health(port)["target"]
+    target = server.health()["target"]
     figures = (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit")
     see(page, {"#model-card": (*figures, "by the rule of rejection only the distribution is")})
     see(page, {"#drafters": ("ngram", "mtp", "draft_model")})
@@ -703,7 +703,7 @@ def test_the_model_card_the_drafters_and_what_if_have_their_figures(page, port):
 
 def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(open_page, chatting):
     """K is what the server was started with, whatever was asked since."""
-    generate(chatting, **COLOURS, num_speculative_tokens=12, fixed_k=True)
+    chatting.generate(**COLOURS, num_speculative_tokens=12, fixed_k=True)
     page = open_page(chatting)
     assert page.input_value("#num_speculative_tokens") == "3"
     sent = posted(page)
@@ -874,7 +874,7 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
     """Of a recorded vLLM, which gives one of its answers whatever is asked; keys stay in memory."""
     with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
         replay.is_lenient = True
-        page = open_page(server.port, is_ready=False)
+        page = open_page(server, is_ready=False)
         see(page, {"#story-label": "vllm 0.32.0 runs this model", "#key:visible": 0})
         asked = posted(page)
         page.fill("#prompt", "x")

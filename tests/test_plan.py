@@ -1,4 +1,7 @@
-"""Drafters of ours propose inside vLLM what they propose here; --plan writes the lines for that.
+"""A drafter proposes inside vLLM what it proposes here, and --plan writes the lines for that.
+
+Each drafter is measured at the K that the plan recommends, and where nothing pays the lines are of
+plain decoding.
 
 The test of a real vLLM is marked `network`, as that has to be started first. It runs the embedded
 target, under the name of the family that it computes like, in float32 and without graphs, with
@@ -15,21 +18,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT
-from server import generate, health, serving
+from server import serving
 
 import demo as terminal
 from control.costs import Costs
 from control.statistics import Statistics
 from drafters.vllm_proposer import VARIABLE, Proposer
-from engines import plan
+from engines import advice
 from messages import Request
 from serving.options import Options, parse_arguments
 
 README = (ROOT / "README.md").read_text("utf-8")
 OWN = README[README.index("from drafters import Draft, Drafter") :].split("```")[0]
 BROKEN = """
-from drafters import Draft, Drafter
-
 class Broken(Drafter):
     def propose(self, state, max_tokens):
         if len(state) > 4:
@@ -43,11 +44,19 @@ class Curious(Broken):
 # --------------------------------------------------------------------------------- the proposer
 
 
-def proposer(monkeypatch, name, k=3, length=50, vocab=100):
-    monkeypatch.setenv(VARIABLE, name)
-    model = SimpleNamespace(max_model_len=length, get_vocab_size=lambda: vocab)
-    config = SimpleNamespace(num_speculative_tokens=k)
-    return Proposer(SimpleNamespace(model_config=model, speculative_config=config))
+@pytest.fixture
+def proposer(monkeypatch, tmp_path):
+    """Makes vLLM's proposer for a drafter's name, also of one in mine.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN + BROKEN)
+
+    def make(name, length=50):
+        monkeypatch.setenv(VARIABLE, name)
+        model = SimpleNamespace(max_model_len=length, get_vocab_size=lambda: 100)
+        speculative = SimpleNamespace(num_speculative_tokens=3)
+        return Proposer(SimpleNamespace(model_config=model, speculative_config=speculative))
+
+    return make
 
 
 def propose(made, texts, sampled=None):
@@ -59,8 +68,8 @@ def propose(made, texts, sampled=None):
     return made.propose(sampled, np.array([len(text) for text in texts]), ids, slot_mappings=None)
 
 
-def test_a_proposer_drafts_what_the_drafter_does_wherever_a_request_s_row_is(monkeypatch):
-    made = proposer(monkeypatch, "ngram")
+def test_a_proposer_drafts_what_the_drafter_does_wherever_a_request_s_row_is(proposer):
+    made = proposer("ngram")
     first, second = [1, 2, 3, 1, 2], [5, 6, 5]
     assert propose(made, [first, second]) == [[3, 1, 2], [6, 5, 6]]
     assert propose(made, [[*first, 3, 1, 9], [*second, 7]]) == [[], []]
@@ -69,38 +78,35 @@ def test_a_proposer_drafts_what_the_drafter_does_wherever_a_request_s_row_is(mon
     assert propose(made, [[8, 8], second]) == [[8, 8, 8], [5, 7, 5]]
 
 
-def test_a_row_without_a_new_token_has_no_draft_and_is_not_lost(monkeypatch):
-    made, text = proposer(monkeypatch, "suffix"), [1, 2, 3, 1, 2]
+def test_a_row_without_a_new_token_has_no_draft_and_is_not_lost(proposer):
+    made, text = proposer("suffix"), [1, 2, 3, 1, 2]
     assert propose(made, [[4, 4, 4], text], sampled=[[], [2]])[0] == []
     assert propose(made, [text], sampled=[[]]) == [[]]
 
 
-def test_drafts_end_where_the_context_does(monkeypatch):
-    made, text = proposer(monkeypatch, "ngram", length=10), [1, 2, 1, 2, 1, 2, 1]
+def test_drafts_end_where_the_context_does(proposer):
+    made, text = proposer("ngram", length=10), [1, 2, 1, 2, 1, 2, 1]
     assert [len(d) for d in propose(made, [text, [*text, 2], [*text, 2, 1]])] == [2, 1, 0]
 
 
-def test_verdicts_are_told_to_a_drafter_from_a_file(monkeypatch, tmp_path):
-    (tmp_path / "mine.py").write_text(OWN)
-    made = proposer(monkeypatch, f"{tmp_path / 'mine.py'}:Bigram")
+def test_verdicts_are_told_to_a_drafter_from_a_file(proposer):
+    made = proposer("mine.py:Bigram")
     assert propose(made, [[1, 2, 3, 4, 1, 2]]) == [[3, 4, 1]]
     assert propose(made, [[1, 2, 3, 4, 1, 2, 3, 4, 5]]) == [[]]
     assert propose(made, [[1, 2, 3, 4, 1, 2, 3, 4, 5, 3, 4]]) == [[5, 3, 4]]
 
 
-def test_a_drafter_that_fails_costs_the_drafts_and_nothing_else(monkeypatch, tmp_path):
-    (tmp_path / "mine.py").write_text(BROKEN)
-    made = proposer(monkeypatch, f"{tmp_path / 'mine.py'}:Broken")
+def test_a_drafter_that_fails_costs_the_drafts_and_nothing_else(proposer):
+    made = proposer("mine.py:Broken")
     assert propose(made, [[1, 2, 3]]) == [[]]  # 9999 is no id
     assert propose(made, [[1, 2, 3, 4]]) == [[]]
     assert propose(made, [[1, 2, 3, 4, 5, 6], [1] * 6]) == [[], []]
 
 
-@pytest.mark.parametrize("name", ["mtp", "self_int8", "auto", "{}:Curious"])
-def test_a_drafter_that_needs_more_than_tokens_is_refused(monkeypatch, tmp_path, name):
-    (tmp_path / "mine.py").write_text(BROKEN)
+@pytest.mark.parametrize("name", ["mtp", "self_int8", "auto", "mine.py:Curious"])
+def test_a_drafter_that_needs_more_than_tokens_is_refused(proposer, name):
     with pytest.raises(ValueError, match="needs more than tokens"):
-        proposer(monkeypatch, name.format(tmp_path / "mine.py"))
+        proposer(name)
 
 
 # ------------------------------------------------------------------------------------- the plan
@@ -113,25 +119,25 @@ def counted(passes, accepted, drafted):
 def test_an_offer_is_tokens_by_time():
     costs = Costs(1000, {"model": 100, "free": 0, "block": 500}, {"block": 4})
     ten = counted(10, [6, 3], [10, 10, 10])
-    two = plan.offer("model", ten, costs, 2)
+    two = advice.offer("model", ten, costs, 2)
     assert two.tokens_per_pass == pytest.approx(1.9) and two.c == pytest.approx(0.1)
     assert two.cost == pytest.approx(0.2 + 1.06 / 1.02)
     assert two.expected_speedup == pytest.approx(1.9 / (0.2 + 1.06 / 1.02))
     assert two.t_verify_break_even == pytest.approx(1.7)
-    assert plan.offer("free", ten, costs, 3).cost == pytest.approx(1.08 / 1.02)
-    assert plan.offer("block", ten, costs, 3).cost == pytest.approx(0.5 + 1.08 / 1.02)
+    assert advice.offer("free", ten, costs, 3).cost == pytest.approx(1.08 / 1.02)
+    assert advice.offer("block", ten, costs, 3).cost == pytest.approx(0.5 + 1.08 / 1.02)
     rare = counted(10, [2], [3])
-    assert plan.offer("free", rare, costs, 1).cost == pytest.approx((1 + 0.02 * 1.3) / 1.02)
+    assert advice.offer("free", rare, costs, 1).cost == pytest.approx((1 + 0.02 * 1.3) / 1.02)
 
 
 def offers_of(*names, speedup=2.0):
-    return [plan.Offer(name, 4, 3.0, 0.1, 1.5, speedup - i / 10, 2.6)
+    return [advice.Offer(name, 4, 3.0, 0.1, 1.5, speedup - i / 10, 2.6)
             for i, name in enumerate(names)]  # fmt: skip
 
 
 def lines_of(offers, **options):
     given = {"model": "T", "max_running": 64} | options
-    return plan.command_lines(offers, Options(**given))
+    return advice.command_lines(offers, Options(**given))
 
 
 STEPS = "--speculative-num-steps 4 --speculative-eagle-topk 1"
@@ -167,7 +173,7 @@ def test_a_drafter_of_ours_is_handed_over(tmp_path, monkeypatch):
     lines = lines_of(offers_of("bigram", "ngram"), drafter=f"{file}:Bigram")
     assert lines["vLLM"].startswith(f"{VARIABLE}='{file}:Bigram' PYTHONPATH=")
     monkeypatch.chdir(tmp_path)  # vLLM may run in another folder
-    assert plan.environment("mine.py:Mine")[VARIABLE] == f"{tmp_path / 'mine.py'}:Mine"
+    assert advice.environment("mine.py:Mine")[VARIABLE] == f"{tmp_path / 'mine.py'}:Mine"
     assert "--speculative-algorithm NGRAM" in lines["SGLang"]  # the best that it has
 
 
@@ -196,7 +202,7 @@ def test_this_server_goes_in_front_of_what_either_line_starts():
     ],
 )  # fmt: skip
 def test_a_drafter_is_written_as_vllm_has_it(given, config):
-    written = plan.speculative_config(Options(model="T", num_speculative_tokens=5, **given))
+    written = advice.speculative_config(Options(model="T", num_speculative_tokens=5, **given))
     assert written == (config and {"num_speculative_tokens": 5} | config)
 
 
@@ -254,8 +260,8 @@ def test_prompts_that_cannot_be_planned_for_are_one_line(main, tmp_path, text):
 def test_a_drafter_of_ours_drafts_in_a_real_vllm(plain, prompts):
     with serving("--engine", os.environ["VLLM_URL"]) as server:
         for name, prompt in prompts.items():
-            status, body = generate(server.port, prompt=prompt, max_tokens=48)
+            status, body = server.generate(prompt=prompt, max_tokens=48)
             assert status == 200 and body["token_ids"] == plain(prompt, 48), name
-        figures = health(server.port)["speculative_decoding"]
+        figures = server.health()["speculative_decoding"]
         assert figures["num_draft_tokens"] > figures["num_accepted_draft_tokens"] > 0
-        print(health(server.port)["engine"], figures)
+        print(server.health()["engine"], figures)

@@ -1,12 +1,15 @@
-"""A prompt that begins like an earlier one gets the same answer, to the last bit, and sooner; its
-drafters draft as if they had read it, and what is kept stays within its memory."""
+"""A prompt that begins like an earlier one is not read from there again, and no bit differs.
+
+Its drafters draft as if they had read it. What is remembered stays within its memory, and what
+cannot be trusted is not remembered.
+"""
 
 from itertools import product
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import WAYS, finish, run, together
+from conftest import WAYS, finish, load, run, together
 
 from cache.prefix import PrefixCache
 from messages import Output, Request
@@ -22,7 +25,7 @@ MOST = len(SHARED) // SIZE * SIZE  # of its tokens lie in whole blocks
 
 @pytest.fixture
 def name():
-    """Of the drafter in the test that is shared by all heads."""
+    """The drafter's name in the test that is shared by all heads."""
     return MTP
 
 
@@ -32,15 +35,24 @@ def engine(demo_engine):
     return with_prefixes(demo_engine)
 
 
-def with_prefixes(engine, capacity_mb=64, drafters=None, **options):
-    known = PrefixCache.of(engine.target, capacity_mb)
-    drafters = engine.pool.drafters if drafters is None else drafters
+def with_prefixes(engine, capacity_mb=64, **options):
+    known, drafters = PrefixCache.of(engine.target, capacity_mb), engine.pool.drafters
     return core.Engine(engine.target, drafters, prefixes=known, **options)
 
 
 def num_cached(engine, prompt, max_tokens=1, **fields):
     """How many tokens of a prompt need not be read."""
     return run(engine, prompt, max_tokens=max_tokens, **fields)[0].drafting.num_cached
+
+
+def test_requests_that_run_together_share_what_the_first_one_read(engine):
+    one = engine.open(Request(FIRST, 8))
+    while not one.num_steps:
+        engine.step([one])
+    other = engine.open(Request(SECOND, 8))
+    assert other.drafting.num_cached == MOST
+    for s in finish(engine, [one, other]):
+        assert s.output == core.plain_decode(engine.target, s.request.prompt, 8, engine.eos_ids)
 
 
 @pytest.mark.parametrize(
@@ -53,18 +65,16 @@ def num_cached(engine, prompt, max_tokens=1, **fields):
 def test_a_chat_reads_each_token_once_and_no_bit_or_draft_differs(
     demo_engine, drafter, chunk, way, monkeypatch
 ):
-    """But for the last, incomplete block of each turn, and the token that was pending.
+    """The last, incomplete block of each turn is read again, and the token that was pending.
 
     In C a prompt's blocks run in another kernel than its end, and than what is generated.
     """
-    engine, apart = (
-        with_prefixes(demo_engine, capacity_mb=size, prefill_chunk=chunk) for size in (64, 0)
-    )
-    keeps_all, fed, right = engine.target.report.is_exact, [], engine.target.forward
+    engine, apart = (with_prefixes(demo_engine, size, prefill_chunk=chunk) for size in (64, 0))
+    keeps_all, fed, forward = engine.target.report.is_exact, [], engine.target.forward
 
     def counted(rows, tokens, *rest, **options):
         fed.extend(tokens)
-        return right(rows, tokens, *rest, **options)
+        return forward(rows, tokens, *rest, **options)
 
     fields = {"max_tokens": 30, "drafter": drafter, "logprobs": 2} | WAYS[way]
     prompt, held = SHARED[:400], 0
@@ -103,14 +113,14 @@ def test_only_what_is_shared_from_the_beginning_counts(engine):
 
 def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
     """Without them it would draft worse than after reading the prompt."""
-    names = None, "ngram", MTP, MTP, "ngram"
-    found = [num_cached(engine, FIRST, max_tokens=4, drafter=name) for name in names]
-    assert found == [0, MOST, 0, MOST, MOST]
+    expected = (None, 0), ("ngram", MOST), (MTP, 0), (MTP, MOST), ("ngram", MOST)
+    for name, count in expected:
+        assert num_cached(engine, FIRST, max_tokens=4, drafter=name) == count
 
 
 @pytest.mark.parametrize("tail", [3, SIZE + 6], ids=["short", "long"])
 def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
-    """Whoever read what of a prompt, beside whom: its head drafts as without a memory."""
+    """A head drafts as without a memory, whichever drafter read the prompt, and beside what."""
     target, drafters = demo_engine.target, {name: demo_engine.pool.drafters[name]}
     random = torch.Generator().manual_seed(tail)
     prompt, other = torch.randint(4096, (2, 2 * SIZE + tail), generator=random).tolist()
@@ -127,21 +137,20 @@ def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
 
 
 def test_the_draft_model_remembers_its_own_keys(demo_engine):
-    drafter = demo_engine.pool.drafters["draft_model"]
-    known = drafter._prefixes
-    before, prompt = known.num_found, [7, *SHARED]
-    for _ in range(2):
-        run(demo_engine, prompt, max_tokens=8, drafter="draft_model")
-    assert known.num_found - before > 256
-    held, rejecting = known.num_found, core.Sampling(temperature=1, verification="rejection")
-    run(demo_engine, prompt, max_tokens=8, drafter="draft_model", sampling=rejecting)
-    assert known.num_found == held  # drafts decide the text there, and roundings with them
-    run(demo_engine, prompt, max_tokens=8, drafter="draft_model", is_alone=True)
-    assert known.num_found == held  # nor for what is measured, which leaves nothing, either
-    measured = [8, *SHARED]
-    for alone in (True, False):
-        run(demo_engine, measured, max_tokens=8, drafter="draft_model", is_alone=alone)
-        assert known.num_found == held
+    known = demo_engine.pool.drafters["draft_model"]._prefixes
+
+    def num_found(begin, **fields):
+        before = known.num_hits
+        run(demo_engine, [begin, *SHARED], max_tokens=8, drafter="draft_model", **fields)
+        return known.num_hits - before
+
+    num_found(7)
+    assert num_found(7) > 256
+    # By this rule drafts decide the text, and their roundings with them.
+    assert num_found(7, sampling=core.Sampling(1, 1, verification="rejection")) == 0
+    # What is measured reads its prompt, and leaves nothing.
+    for begin, is_alone in ((7, True), (8, True), (8, False)):
+        assert num_found(begin, is_alone=is_alone) == 0
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
@@ -166,11 +175,11 @@ def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(engine):
 
 
 def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
-    def broken(*given, **fields):
-        output = right(*given, **fields)
+    def broken(*arguments, **options):
+        output = forward(*arguments, **options)
         return Output([logits * torch.nan for logits in output.logits], output.hidden)
 
-    right = engine.target.forward
+    forward = engine.target.forward
     with monkeypatch.context() as patch:
         patch.setattr(engine.target, "forward", broken)
         with pytest.raises(ValueError, match="no numbers|not a number|NaN"):
@@ -178,40 +187,29 @@ def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
     assert num_cached(engine, FIRST) == 0
 
 
-def test_requests_that_run_together_share_what_the_first_one_read(engine):
-    one = engine.open(Request(FIRST, 8))
-    while not one.num_steps:
-        engine.step([one])
-    other = engine.open(Request(SECOND, 8))
-    assert other.drafting.num_cached == MOST
-    for s in finish(engine, [one, other]):
-        assert s.output == core.plain_decode(engine.target, s.request.prompt, 8, engine.eos_ids)
-
-
 def test_health_metrics_and_answers_tell(engine):
     for prompt in (FIRST, SECOND):
         sequence, _ = run(engine, prompt, max_tokens=2)
     worker = Worker(engine, Options())
-    told = answers.health(engine, worker, Options())["prefix_cache"]
-    assert told["hit_tokens"] == sequence.drafting.num_cached > 0
-    assert told["queried_tokens"] == len(FIRST) + len(SECOND)
-    assert metrics.figures_of(engine).values["prefix_cache_hits"] == told["hit_tokens"]
+    health = answers.health(engine, worker, Options())["prefix_cache"]
+    assert health["hit_tokens"] == sequence.drafting.num_cached > 0
+    assert health["queried_tokens"] == len(FIRST) + len(SECOND)
+    assert metrics.figures_of(engine).values["prefix_cache_hits"] == health["hit_tokens"]
     job = type("Job", (), {"sequence": sequence, "events": []})()
     usage = answers.answer([job], [], torch.float32)["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": told["hit_tokens"]}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": health["hit_tokens"]}
 
 
 def test_what_is_measured_reads_its_prompt(engine):
     """A comparison or a demo runs the same prompt again and again."""
-    found = [num_cached(engine, FIRST, is_alone=alone) for alone in (True, False, True, False)]
-    assert found == [0, 0, 0, MOST]
+    for is_alone, count in ((True, 0), (False, 0), (True, 0), (False, MOST)):
+        assert num_cached(engine, FIRST, is_alone=is_alone) == count
 
 
 def test_it_can_be_turned_off(tiny_folder):
-    options = Options(model=str(tiny_folder("llama")), drafter="ngram", prefix_cache_mb=0)
-    engine = core.load_engine(options)
+    engine = load(tiny_folder("llama"), prefix_cache_mb=0)
     assert engine.pool.prefixes is None
-    assert answers.health(engine, Worker(engine, options), options)["prefix_cache"] is None
+    assert answers.health(engine, Worker(engine, Options()), Options())["prefix_cache"] is None
 
 
 def test_of_a_target_without_equal_bits_only_prompts_are_kept(demo_engine, monkeypatch):

@@ -1,10 +1,7 @@
-"""Properties that hold for every input: hypothesis looks for the one for which they do not.
+"""Text that is shown as it grows is that of a plain string of all tokens, for every input.
 
-What the other files show on chosen cases is held here against plain strings; the inputs are wild on
-purpose. They follow from the code and not from chance: a run that passed passes again.
-What a failing run prints is the smallest input that still fails.
-
-    python -m pytest tests/test_properties.py
+Hypothesis looks for an input for which it is not, and prints the smallest one. The inputs are wild
+on purpose, and follow from the code and not from chance: a run that passed passes again.
 """
 
 import os

@@ -1,9 +1,8 @@
 """A request's text ends at one place, and text, logprobs, trace and figures all end there.
 
-A trace says what decided about each token, and a comparison says how fast it was against plain
-decoding and where it differs.
-
-What is refused is in test_bad_inputs.py, seeds and the answer's shape in test_server.py.
+A trace says what decided about each token. A comparison says how fast the request was against plain
+decoding, and where the texts differ. What is refused is in test_bad_inputs.py, seeds and the
+answer's shape are in test_server.py.
 """
 
 import dataclasses
@@ -28,6 +27,14 @@ from text import TextStream
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
 REJECTION = dataclasses.replace(SAMPLING, verification="rejection")
+
+
+def test_text_logprobs_trace_and_figures_end_at_the_same_token(demo_engine, prompts):
+    fields = {"max_tokens": 5, "drafter": "ngram", "logprobs": 1, "trace": True}
+    sequence, events = run(demo_engine, prompts["repetitive_colours"], **fields)
+    assert len(sequence.output) == len(sequence.logprobs) == sequence.statistics.completion_tokens
+    assert [token["id"] for event in events for token in event["tokens"]] == sequence.output
+    assert len(sequence.output) == 5 and sequence.finish_reason == "length"
 
 
 def cut_run(engine, prompts, plain, offset, end, way):

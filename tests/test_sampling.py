@@ -1,19 +1,20 @@
 """Sampling is lossless: what is emitted is distributed as the target alone would have it.
 
-Chi-squared tests here fail when their p-value is below 1e-6. Seeds are fixed, so a run that passed
-passes again; the odds that a correct change of the code which draws other numbers makes one of the
-50 or so tests fail are 1 in 20 000. That they notice faults is seen in mutants.py.
+The first test counts that exactly for all small p and q. Chi-squared tests fail when their p-value
+is below 1e-6. Seeds are fixed, so a run that passed passes again; the odds that a correct change of
+the code which draws other numbers makes one of the 50 or so tests fail are 1 in 20 000. mutants.py
+shows that they notice faults.
 """
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import judge
+from conftest import judge, load, needs_compiler
 from transformers.generation import logits_process
 
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
@@ -21,85 +22,9 @@ from drafters.draft_model import DraftModelDrafter
 from kernels import library
 from messages import Request
 from sampling import Noise, penalise, truncated_softmax
-from serving.options import Options
 
 ODDS = 1e-6
 Sampling = core.Sampling
-
-# ------------------------------------------------------------------ transforms, as transformers'
-
-
-def probabilities(logits, sampling, text=(), draft=()):
-    """Ours: [n + 1, V]."""
-    scores = penalise(logits, sampling, [*text], core.Draft([*draft]))
-    return truncated_softmax(scores, *sampling.transforms)
-
-
-def reference(logits, sampling, text, draft):
-    """By transformers' processors, in generate()'s order, row by row: p [n + 1, V] in float64."""
-    chosen = logits_process.LogitsProcessorList()
-    if sampling.repetition_penalty != 1:
-        chosen.append(logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    chosen.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k > 0:
-        chosen.append(logits_process.TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        chosen.append(logits_process.TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        chosen.append(logits_process.MinPLogitsWarper(sampling.min_p))
-    rows = [
-        chosen(torch.tensor([text + draft[:i]]), logits[i : i + 1].double())
-        for i in range(len(draft) + 1)
-    ]
-    return torch.cat(rows).softmax(-1)
-
-
-def assert_same_probabilities(ours, theirs):
-    """Which of equal logits stays at the border of top-p is arbitrary: compare what has weight."""
-    ours, theirs = (x.sort(-1, descending=True).values for x in (ours.double(), theirs))
-    seen = 1e-35  # below, float32 has no numbers
-    assert torch.equal((ours > seen).sum(-1), (theirs > seen).sum(-1))
-    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # bf16 has equal logits
-def test_transforms_alone_and_together_are_those_of_transformers(dtype):
-    """Each cut with each other one; temperatures, penalties and spreads take turns."""
-    torch.manual_seed(0)
-    text, draft = [3, 5, 8, 3], [5, 9, 9, 11, 3]
-    turns = itertools.cycle(itertools.product((0.3, 1.0, 1.7), (1.0, 1.3), (0.2, 2.0, 9.0)))
-    cuts = itertools.product((0, 1, 5, 40), (1.0, 0.95, 0.4), (0.0, 0.1), (13, 1000), range(2))
-    for k, p, m, vocab, _ in cuts:
-        temperature, penalty, spread = next(turns)
-        logits = (torch.randn(6, vocab) * spread).to(dtype).float()
-        sampling = Sampling(penalty, temperature, k, p, m)
-        ours = probabilities(logits, sampling, text, draft)
-        assert_same_probabilities(ours, reference(logits, sampling, text, draft))
-
-
-@pytest.mark.parametrize("cuts", [(50, 1, 0), (50, 0.9, 0), (0, 0.9, 0), (0, 0.9, 0.02)], ids=str)
-def test_a_large_vocabulary_is_cut_as_transformers_cuts_it(cuts):
-    """Flat distributions leave the fast path: their nucleus has up to 140 000 tokens."""
-    torch.manual_seed(1)
-    for spread in (0.1, 3.0, 8.0):
-        logits = torch.randn(1, 151_936) * spread
-        ours = truncated_softmax(logits, 1.0, *cuts)
-        theirs = reference(logits, Sampling(1.0, 1.0, *cuts), [1], [])
-        differing = ((ours > 0) != (theirs > 0)).sum(-1)
-        assert differing.max() <= 1  # one token at the border of a sum of 140 000 float32 values
-        torch.testing.assert_close(ours.double().sum(-1), torch.ones(1).double(), rtol=1e-5, atol=0)
-        assert (ours - theirs).abs().max() < 1e-5
-
-
-def test_a_low_temperature_is_no_greedy_choice_and_a_tiny_one_does_not_overflow():
-    p = probabilities(torch.tensor([[1.0, 1.01]]), Sampling(temperature=0.04))
-    assert p[0, 0] == pytest.approx(1 / (1 + math.exp(0.25)), abs=1e-5)
-    scores = torch.tensor([[1.0, 4.0, 3.999]]) * 1e4
-    assert probabilities(scores, Sampling(temperature=1e-5)).tolist() == [[0.0, 1.0, 0.0]]
-    for temperature in (0.0, 1e-300, 1e-7, 1e-5):
-        sampling = Sampling(temperature=temperature)
-        assert core.choose(scores, sampling, Noise(0), 0) == 1
-
 
 # ------------------------------------------- the rule of rejection, on distributions of our own
 
@@ -149,11 +74,11 @@ DRAFTED = {  # rows of p (the last one is the bonus's) and of q; all small ones 
 def test_verify_keeps_the_target_distribution(case):
     """Chi-squared of each of three positions' emitted tokens: odds of a false alarm 3e-6."""
     p, q = map(torch.tensor, DRAFTED[case])
-    told, counts = None if case == "one-hot q" else q, torch.zeros(3, 4)
+    probs, counts = None if case == "one-hot q" else q, torch.zeros(3, 4)
     for seed in range(4000):
         noise = Noise(seed)
         tokens = [core.draw(row, noise.uniform(i, Noise.DRAW)) for i, row in enumerate(q)]
-        judged = core.verify_by_rejection(core.Draft(tokens, told), p, noise, 0)
+        judged = core.verify_by_rejection(core.Draft(tokens, probs), p, noise, 0)
         for i, j in enumerate(j for j in judged if j.kind != "rejected"):
             counts[i, j.id] += 1
     for seen, row in zip(counts, p, strict=True):
@@ -186,17 +111,17 @@ def test_a_token_without_weight_is_never_drawn():
 def test_broken_logits_are_an_error_where_their_row_is_judged_and_only_there(sampling, number):
     """A NaN, an infinity or -inf everywhere; whatever is cut, by both rules."""
     scores, noise = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)), Noise(0)
-    own = [core.choose(scores, sampling, noise, row, row) for row in range(4)]
+    choices = [core.choose(scores, sampling, noise, row, row) for row in range(4)]
     for at, num_right in itertools.product(range(4), repeat=2):
         broken = scores.clone()
         broken[at, slice(None) if number is None else 7] = number or -math.inf
         p = truncated_softmax(broken, 1.0, 0, 1.0, 0.0)
-        draft = core.Draft([(own[i] + (i >= num_right)) % 50 for i in range(3)])
+        draft = core.Draft([(choices[i] + (i >= num_right)) % 50 for i in range(3)])
         us = [0.0] * num_right + [0.999] * (4 - num_right)
 
         def coupled(draft=draft, scores=broken):
-            own = partial(core.choose, scores, sampling, noise)
-            return core.verify(draft, lambda node: own(node + 1, node + 1))[0]
+            choose = partial(core.choose, scores, sampling, noise)
+            return core.verify(draft, lambda node: choose(node + 1, node + 1))[0]
 
         for rule in (coupled, partial(judge, draft, p, us)):
             if at > num_right:
@@ -206,21 +131,89 @@ def test_broken_logits_are_an_error_where_their_row_is_judged_and_only_there(sam
                     rule()
 
 
+# ------------------------------------------------------------------ transforms, as transformers'
+
+
+def probabilities(logits, sampling, text=(), draft=()):
+    """p [n + 1, V] by our transforms."""
+    scores = penalise(logits, sampling, [*text], core.Draft([*draft]))
+    return truncated_softmax(scores, *sampling.transforms)
+
+
+def reference(logits, sampling, text, draft):
+    """p [n + 1, V] in float64 by transformers' processors, in generate()'s order, row by row."""
+    processors = logits_process.LogitsProcessorList([
+        logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        logits_process.TemperatureLogitsWarper(sampling.temperature),
+        logits_process.TopKLogitsWarper(sampling.top_k or logits.shape[-1]),
+        logits_process.TopPLogitsWarper(sampling.top_p),
+        logits_process.MinPLogitsWarper(sampling.min_p),
+    ])  # fmt: skip
+    texts = [torch.tensor([text + draft[:i]]) for i in range(len(draft) + 1)]
+    rows = map(processors, texts, logits[:, None].double())
+    return torch.cat([*rows]).softmax(-1)
+
+
+def assert_same_probabilities(ours, theirs):
+    """Which of equal logits stays at the border of top-p is arbitrary: compare what has weight."""
+    ours, theirs = (x.sort(-1, descending=True).values for x in (ours.double(), theirs))
+    seen = 1e-35  # below, float32 has no numbers
+    assert torch.equal((ours > seen).sum(-1), (theirs > seen).sum(-1))
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # bf16 has equal logits
+def test_transforms_alone_and_together_are_those_of_transformers(dtype):
+    """Each cut with each other one; temperatures, penalties and spreads take turns."""
+    torch.manual_seed(0)
+    text, draft = [3, 5, 8, 3], [5, 9, 9, 11, 3]
+    turns = itertools.cycle(itertools.product((0.3, 1.0, 1.7), (1.0, 1.3), (0.2, 2.0, 9.0)))
+    cuts = itertools.product((0, 1, 5, 40), (1.0, 0.95, 0.4), (0.0, 0.1), (13, 1000), range(2))
+    for k, p, m, vocab, _ in cuts:
+        temperature, penalty, spread = next(turns)
+        logits = (torch.randn(6, vocab) * spread).to(dtype).float()
+        sampling = Sampling(penalty, temperature, k, p, m)
+        ours = probabilities(logits, sampling, text, draft)
+        assert_same_probabilities(ours, reference(logits, sampling, text, draft))
+
+
+@pytest.mark.parametrize("cuts", [(50, 1, 0), (50, 0.9, 0), (0, 0.9, 0), (0, 0.9, 0.02)], ids=str)
+def test_a_large_vocabulary_is_cut_as_transformers_cuts_it(cuts):
+    """Flat distributions leave the fast path: their nucleus has up to 140 000 tokens."""
+    torch.manual_seed(1)
+    for spread in (0.1, 3.0, 8.0):
+        logits = torch.randn(1, 151_936) * spread
+        ours = truncated_softmax(logits, 1.0, *cuts)
+        theirs = reference(logits, Sampling(1.0, 1.0, *cuts), [1], [])
+        differing = ((ours > 0) != (theirs > 0)).sum(-1)
+        assert differing.max() <= 1  # one token at the border of a sum of 140 000 float32 values
+        torch.testing.assert_close(ours.double().sum(-1), torch.ones(1).double(), rtol=1e-5, atol=0)
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_a_low_temperature_is_no_greedy_choice_and_a_tiny_one_does_not_overflow():
+    p = probabilities(torch.tensor([[1.0, 1.01]]), Sampling(temperature=0.04))
+    assert p[0, 0] == pytest.approx(1 / (1 + math.exp(0.25)), abs=1e-5)
+    scores = torch.tensor([[1.0, 4.0, 3.999]]) * 1e4
+    assert probabilities(scores, Sampling(temperature=1e-5)).tolist() == [[0.0, 1.0, 0.0]]
+    for temperature in (0.0, 1e-300, 1e-7, 1e-5):
+        sampling = Sampling(temperature=temperature)
+        assert core.choose(scores, sampling, Noise(0), 0) == 1
+
+
 # ----------------------------------------------------------------- end to end, on the demo models
 
 NUM_SAMPLES = 256
 DRAFTERS = ("ngram", "draft_model", "mtp")
-NO_INT8 = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
-INT8 = pytest.param("temperature 0.7", "self_int8", marks=NO_INT8)
+INT8 = pytest.param("temperature 0.7", "self_int8", marks=needs_compiler)
 COUNTED = ("temperature 0.7", "all of them")  # samplings whose tokens are counted
 
 
 @pytest.fixture(scope="module")
 def many():
     """The embedded models with a short cache of many rows: samples come in batches."""
-    given = {"max_running": BATCH, "max_model_len": 32, "fixed_k": True}
-    given["drafter"] = None if library.why_not() else "self_int8"
-    return core.load_engine(Options(model="embedded", **given))
+    drafter = None if library.why_not() else "self_int8"
+    return load("embedded", drafter=drafter, max_running=BATCH, max_model_len=32)
 
 
 @pytest.fixture(scope="module")
@@ -256,12 +249,12 @@ def test_speculation_keeps_the_distribution_of_the_first_tokens(
 def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt, plain_samples):
     """An oracle that shares no code with ours; odds of a false alarm 3e-6."""
     name, ids = "all of them", torch.tensor([prompt])
-    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {field: getattr(SAMPLINGS[name], field) for field in fields}
+    cuts = asdict(SAMPLINGS[name])
+    del cuts["verification"]
     torch.manual_seed(11)
     output = demo_reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=True,
-        num_return_sequences=NUM_SAMPLES, **given,
+        num_return_sequences=NUM_SAMPLES, **cuts,
     )  # fmt: skip
     theirs = [tuple(row) for row in output[:, len(prompt) :].tolist()]
     tests = compare(plain_samples[name], theirs)
@@ -271,7 +264,7 @@ def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt,
 def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_acceptance(
     many, prompt, plain_samples
 ):
-    """Nothing was drawn, so q is one-hot: accepted with p(d) in place of Σ min(p, q).
+    """Nothing was drawn, so q is one-hot: d is accepted with p(d) in place of Σ min(p, q).
 
     Odds of a false alarm: 6e-6.
     """
@@ -285,7 +278,7 @@ def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_accepta
     rates, (name, _) = [], COUNTED
     for drafter, num_samples in ((drawing, NUM_SAMPLES // 4), (greedy, NUM_SAMPLES)):
         engine = core.Engine(many.target, {"draft_model": drafter})
-        given = engine, prompt, "draft_model", name, plain_samples[name], num_samples
-        assert smallest_p_value(*given) > ODDS
+        theirs = plain_samples[name]
+        assert smallest_p_value(engine, prompt, "draft_model", name, theirs, num_samples) > ODDS
         rates.append(engine.totals.by_drafter["draft_model"].draft_acceptance_rate)
     assert rates[1] < rates[0] - 0.02

@@ -1,6 +1,7 @@
-"""/generate answers by its contract, whole or streamed, and a full server refuses whom it must.
+"""/generate continues a prompt and says what it wrote, how, and how fast, whole or streamed.
 
-All against the real server process on a real socket.
+A server that is full lets requests wait, refuses more than may wait, and frees the row of whoever
+leaves or is late. All is tested in the real process, on a real socket.
 """
 
 import json
@@ -9,23 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import speculative_decoding as core
-from server import (
-    COLOURS,
-    ENDLESS,
-    GOOD,
-    PATHS,
-    at_once,
-    call,
-    connect,
-    events_of,
-    generate,
-    health,
-    serving,
-    until,
-    wait_until_idle,
-    wait_until_running,
-)
-from test_openai import client_of
+from server import COLOURS, ENDLESS, GOOD, PATHS, at_once, end_of, module_server, serving, until
 
 from serving.options import Options
 from serving.service import Service
@@ -33,35 +18,31 @@ from serving.worker import Worker
 
 SAMPLED = {"prompt": "def read(path):", "max_tokens": 24, "temperature": 0.9, "top_k": 50}
 SAMPLED |= {"top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
-COMPARED = ("text", "token_ids", "finish_reason")
+server = module_server("--fixed-k")  # drafts have the length asked for, whatever the clock says
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Its drafts have the length asked for, whatever the clock says."""
-    with serving("--fixed-k") as server:
-        yield server
-        server.end_well()
+def generated(body):
+    """What two answers have alike if they have the same text."""
+    return {name: body[name] for name in ("text", "token_ids", "finish_reason")}
 
 
-@pytest.fixture(scope="module")
-def port(server):
-    return server.port
-
-
-def test_generate_answers_by_the_contract(port):
-    fields = {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram", "trace": True}
-    status, body = generate(port, **fields, model="embedded")
-    assert status == 200
+def test_generate_continues_a_prompt_and_says_what_it_wrote(server):
+    status, body = server.generate(prompt=COLOURS, max_tokens=30, model="embedded")
+    assert status == 200 and body["text"].startswith(" blue, red, green, blue,")
     assert body["finish_reason"] == "length" and body["warnings"] == []
-    assert body["text"].startswith(" blue, red, green, blue,")
-    usage, trace, timings = body["usage"], body["trace"], body["timings"]
-    assert usage["completion_tokens"] == len(body["token_ids"]) == timings["predicted_n"] == 30
+    usage = body["usage"]
+    assert usage["completion_tokens"] == len(body["token_ids"]) == 30
     assert usage["total_tokens"] == usage["prompt_tokens"] + 30
+
+
+def test_figures_and_timings_are_those_of_the_trace(server):
+    fields = {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram", "trace": True}
+    body = server.generate(**fields)[1]
+    trace, timings = body["trace"], body["timings"]
     metrics = body["metrics"]["speculative_decoding"]
     assert metrics["drafter"] == "ngram" and metrics["num_spec_tokens"] == 5
     assert len(metrics["acceptance_histogram"]) == 6
-    assert timings["draft_n"] == metrics["num_draft_tokens"]
+    assert timings["predicted_n"] == 30 and timings["draft_n"] == metrics["num_draft_tokens"]
     assert timings["draft_n_accepted"] == metrics["num_accepted_draft_tokens"]
     parts = timings["draft_ms"] + timings["verify_ms"] + timings["other_ms"]
     assert timings["predicted_ms"] == pytest.approx(parts, abs=0.01)
@@ -69,26 +50,22 @@ def test_generate_answers_by_the_contract(port):
     assert verify_ms == pytest.approx(timings["verify_ms"], abs=0.1)
     assert [event["step"] for event in trace] == list(range(metrics["target_passes"] + 1))
     assert [token["id"] for event in trace for token in event["tokens"]] == body["token_ids"]
-    cached = usage["prompt_tokens"] - 1
+    cached = body["usage"]["prompt_tokens"] - 1
     for event in trace:
         held, cached = cached + 1 + len(event["proposals"]), cached + event["emitted_count"]
         assert event["cached"] == [held, cached]
 
 
 @pytest.mark.parametrize("more", [{"stop": "15"}, SAMPLED | {"logprobs": 1, "stop": "return"}])
-def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, more):
+def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(server, more):
     fields = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 40, "drafter": "ngram", "seed": 1} | more
-    _, plain = generate(port, **fields)
-    status, headers, data = call(port, "POST", "/generate", fields | {"stream": True})
-    assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
-    *cycles, last = events_of(data)
+    _, plain = server.generate(**fields)
+    *cycles, last = server.stream(**fields)
     assert [cycle["step"] for cycle in cycles] == list(range(len(cycles)))
-    assert "".join(cycle["text"] for cycle in cycles) == last["text"] == plain["text"]
+    assert "".join(cycle["text"] for cycle in cycles) == plain["text"]
     assert [t["id"] for cycle in cycles for t in cycle["tokens"]] == plain["token_ids"]
-    for name in ("token_ids", "finish_reason", "seed"):
-        assert last[name] == plain[name]
-    traced = {"stream": True, "trace": True, "stream_options": {"include_usage": True}}
-    *full, last = events_of(call(port, "POST", "/generate", fields | traced)[2])
+    assert generated(last) == generated(plain) and last["seed"] == plain["seed"]
+    *full, last = server.stream(**fields, trace=True, stream_options={"include_usage": True})
     assert last["usage"] == plain["usage"]
     assert all("rejected" in cycle for cycle in full) and "rejected" not in cycles[0]
     assert [cycle["text"] for cycle in cycles] == [cycle["text"] for cycle in full]
@@ -96,19 +73,18 @@ def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, more)
         assert sum([cycle.get("logprobs", []) for cycle in events], []) == plain.get("logprobs", [])
 
 
-def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port):
+def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(server):
     fields = SAMPLED | {"temperature": 3.0}  # two seeds agree in 3 tokens once in 1,700 times
-    first, other = (generate(port, **fields)[1] for _ in range(2))
+    first, other = (server.generate(**fields)[1] for _ in range(2))
     assert other["seed"] != first["seed"] and other["token_ids"] != first["token_ids"]
-    _, again = generate(port, **fields, seed=first["seed"])
-    for name in ("seed", "token_ids", "text"):
-        assert again[name] == first[name]
+    _, again = server.generate(**fields, seed=first["seed"])
+    assert generated(again) == generated(first) and again["seed"] == first["seed"]
 
 
-def test_a_comparison_runs_the_request_by_plain_decoding_too(port):
+def test_a_comparison_runs_the_request_by_plain_decoding_too(server):
     """Of each half's first run the stream has the events."""
     fields = {"prompt": COLOURS, "max_tokens": 40, "drafter": "ngram", "compare": True}
-    *cycles, body = events_of(call(port, "POST", "/generate", fields | {"stream": True})[2])
+    *cycles, body = server.stream(**fields)
     compare = body["compare"]
     assert compare["identical"] is True and compare["first_difference"] is None
     assert compare["plain"]["token_ids"] == body["token_ids"]
@@ -126,22 +102,22 @@ def test_a_comparison_runs_the_request_by_plain_decoding_too(port):
 
 
 @pytest.mark.parametrize(("rule", "identical"), [("coupled", True), ("rejection", None)])
-def test_a_sampled_comparison_compares_tokens_where_they_must_be_equal(port, rule, identical):
+def test_a_sampled_comparison_compares_tokens_where_they_must_be_equal(server, rule, identical):
     """Its other half is the request as it was, seed and all, with speculation off."""
     fields = SAMPLED | {"seed": 11, "stop": [":", "return"], "verification": rule}
-    _, body = generate(port, **fields, compare=True, trace=True)
+    _, body = server.generate(**fields, compare=True, trace=True)
     compare = body["compare"]
     assert compare["identical"] is identical and compare["first_difference"] is None
     assert body["trace"][0]["target_top"]
-    _, plain = generate(port, **fields, speculative=False)
-    assert compare["plain"].items() >= {name: plain[name] for name in COMPARED}.items()
-    assert health(port)["speculative_decoding"]["per_rule"][rule]["num_draft_tokens"] > 0
+    _, plain = server.generate(**fields, speculative=False)
+    assert generated(compare["plain"]) == generated(plain)
+    assert server.health()["speculative_decoding"]["per_rule"][rule]["num_draft_tokens"] > 0
 
 
-def test_health_counts_what_was_generated(port):
-    before = health(port)["speculative_decoding"]
-    _, answer = generate(port, prompt=COLOURS, max_tokens=20, drafter="ngram")
-    after = health(port)
+def test_health_counts_what_was_generated(server):
+    before = server.health()["speculative_decoding"]
+    _, answer = server.generate(prompt=COLOURS, max_tokens=20, drafter="ngram")
+    after = server.health()
     assert after["status"] == "ok"
     assert {"model", "drafter", "uptime_s", "warnings"} <= after.keys()
     block, mine = after["speculative_decoding"], answer["metrics"]["speculative_decoding"]
@@ -151,74 +127,73 @@ def test_health_counts_what_was_generated(port):
             assert later[name] - earlier[name] == mine[name]
     assert 0 < block["recent_acceptance_rate"] <= 1
     assert block["acceptance_rate_per_position"][0] <= 1
-    wait_until_idle(port)
 
 
-def test_flags_of_the_whole_server_are_followed(server, port):
+def test_flags_of_the_whole_server_are_followed(server):
     """Defaults of sampling, and exactness, which is checked at the start unless turned off."""
-    state = health(port)
+    state = server.health()
     assert state["exactness"]["seconds"] > 0 and state["controller"] is None
     assert state["bitwise_lossless"] == (state["exactness"]["doubt"] is None)
     if state["compiled"]:
         assert state["exactness"]["reason"].startswith("by construction")
     defaults = ("--temperature", "1.1", "--top-k", "30", "--seed", "5")
     with serving("--no-kernels", *defaults) as other:
-        assert health(other.port)["bitwise_lossless"] is False
+        assert other.health()["bitwise_lossless"] is False
         body = {"prompt": "Once upon a time", "max_tokens": 24}
-        first, second = (generate(other.port, **body)[1] for _ in range(2))
+        first, second = (other.generate(**body)[1] for _ in range(2))
         assert first["seed"] == 5 and first["token_ids"] == second["token_ids"]
         said = {"temperature": 1.1, "top_k": 30, "seed": 5, "top_p": 1, "min_p": 0}
-        greedy = generate(other.port, **body, temperature=0)[1]["token_ids"]
+        greedy = other.generate(**body, temperature=0)[1]["token_ids"]
         assert greedy != first["token_ids"]
-        assert generate(other.port, **body, **said)[1]["token_ids"] == first["token_ids"]
-        assert generate(port, **body, **said)[1]["token_ids"] == first["token_ids"]
-        assert generate(port, **body)[1]["token_ids"] == greedy
+        assert other.generate(**body, **said)[1]["token_ids"] == first["token_ids"]
+        assert server.generate(**body, **said)[1]["token_ids"] == first["token_ids"]
+        assert server.generate(**body)[1]["token_ids"] == greedy
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot_at_once(server, port, stream, path):
-    with connect(port, path, ENDLESS | {"stream": stream}) as leaver:
-        wait_until_running(port)
+def test_a_client_that_leaves_frees_its_slot_at_once(server, stream, path):
+    with server.connect(path, ENDLESS | {"stream": stream}) as leaver:
+        server.wait_until_running()
         assert not stream or leaver.recv(100)
-    wait_until_idle(port)
+    server.wait_until_idle()
     until(lambda: '"finish": "cancelled"' in server.log().splitlines()[-1])
     line = json.loads(server.log().splitlines()[-1])
     assert line["path"] == path and line["tokens"] < ENDLESS["max_tokens"]
-    assert generate(port, **GOOD)[0] == 200
+    assert server.generate(**GOOD)[0] == 200
 
 
-def test_a_client_that_stalls_reading_holds_nobody_up(port):
+def test_a_client_that_stalls_reading_holds_nobody_up(server):
     fields = ENDLESS | {"stream": True, "trace": True, "logprobs": 20, "max_tokens": 150}
-    alone = generate(port, prompt=COLOURS, max_tokens=40)[1]
-    stalled = [connect(port, path, fields, buffer_bytes=4096) for path in PATHS]
-    wait_until_running(port, 2)
-    beside = [generate(port, prompt=COLOURS, max_tokens=40)[1] for _ in range(2)]
+    alone = server.generate(prompt=COLOURS, max_tokens=40)[1]
+    stalled = [server.connect(path, fields, buffer_bytes=4096) for path in PATHS]
+    server.wait_until_running(2)
+    beside = [server.generate(prompt=COLOURS, max_tokens=40)[1] for _ in range(2)]
     assert [body["token_ids"] for body in beside] == [alone["token_ids"]] * 2
-    wait_until_idle(port)  # it is generated all the same
+    server.wait_until_idle()  # it is generated all the same
     for client in stalled:
         client.close()
-    assert generate(port, **GOOD)[0] == 200
+    assert server.generate(**GOOD)[0] == 200
 
 
 def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
     """Rows and places are for 4, one of them a comparison; who comes then is refused."""
     fields = {"prompt": "1, 2, 3,", "max_tokens": 20}
     with serving(*gate.arguments, "--max-running", "2", "--max-queued", "2") as server:
-        port, kinds = server.port, ({}, {}, {}, {"compare": True})
-        alone = generate(port, **fields)[1]
+        kinds = ({}, {}, {}, {"compare": True})
+        alone = server.generate(**fields)[1]
         with ThreadPoolExecutor(len(kinds)) as pool:
-            taken = gate.hold(pool, port, [(PATHS[0], fields | more) for more in kinds])
-            asked = [(call, port, "POST", PATHS[i % 2], fields) for i in range(12)]
+            taken = gate.hold(pool, server, [(PATHS[0], fields | more) for more in kinds])
+            asked = [(server.call, "POST", PATHS[i % 2], fields) for i in range(12)]
             for status, headers, data in at_once(*asked):
-                assert status == 429 and headers["Retry-After"] == "1"
-                assert json.loads(data)["error"]["code"] == "queue_full"
-            assert health(port)["num_requests_waiting"] == 3 and health(port)["status"] == "ok"
+                assert status == 429 and headers["Retry-After"] == "1" and b"queue_full" in data
+            state = server.health()
+            assert state["num_requests_waiting"] == 3 and state["status"] == "ok"
             assert not any(answer.done() for answer in taken)
             gate.open()
-            for status, _, data in (answer.result() for answer in taken):
-                assert status == 200 and json.loads(data)["token_ids"] == alone["token_ids"]
-        wait_until_idle(port)
+            for status, body in (end_of(answer.result()) for answer in taken):
+                assert status == 200 and body["token_ids"] == alone["token_ids"]
+        server.wait_until_idle()
         server.end_well()
 
 
@@ -227,17 +202,16 @@ def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
         gate.shut()
         kinds = [(path, stream) for path in PATHS for stream in (False, True)]
         fields = {"prompt": "1, 2, 3,", "max_tokens": 20}
-        answers = at_once(
-            *((call, server.port, "POST", path, fields | {"stream": s}) for path, s in kinds)
-        )
-        for (_, stream), (status, _, data) in zip(kinds, answers, strict=True):
-            error = (events_of(data)[-1] if stream else json.loads(data))["error"]
-            assert status == (200 if stream else 504)  # a stream's status line is out long before
+        asked = ((path, fields | {"stream": stream}) for path, stream in kinds)
+        answers = at_once(*((server.call, "POST", *each) for each in asked))
+        statuses, bodies = zip(*map(end_of, answers), strict=True)
+        assert statuses == (504, 200) * 2  # a stream's status line is out long before
+        for error in (body["error"] for body in bodies):
             assert error["code"] == "timeout" and "took too long" in error["message"]
-        with client_of(server.port) as client, pytest.raises(openai.APIError, match="too long"):
+        with server.openai() as client, pytest.raises(openai.APIError, match="too long"):
             list(client.completions.create(**fields, model=None, stream=True))
         gate.open()
-        wait_until_idle(server.port)
+        server.wait_until_idle()
         until(lambda: server.log().count('"timeout"') >= 10)
         lines = [json.loads(text) for text in server.log().splitlines() if "timeout" in text]
         assert sorted(line["status"] for line in lines) == [200] * 3 + [504] * 2

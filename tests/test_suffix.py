@@ -1,13 +1,14 @@
-"""The drafter suffix: its index, past outputs, and that these change times alone.
+"""The drafter suffix proposes what followed the end of the text before: in it, or in past outputs.
 
-The contract of all drafters is in test_drafters.py.
+What it remembers of these changes how long an answer takes, and no token of it. What it shares with
+all drafters is in test_drafters.py.
 """
 
 import random
 
 import pytest
 import speculative_decoding as core
-from conftest import WAYS, run
+from conftest import GREEDY, WAYS, run
 
 from drafters import suffix
 from drafters.suffix import PastOutputs, SuffixDrafter, SuffixIndex
@@ -15,8 +16,27 @@ from messages import Request, Verdict
 from serving.comparison import runs_to_compare
 from serving.options import REMEMBERED, parse_arguments
 
-GREEDY = core.Sampling()
 REJECTION = core.Sampling(temperature=0.8, verification="rejection")
+
+
+def draft(drafter, text):
+    state = drafter.open(text, GREEDY, None)
+    tokens = drafter.propose(state, 6).tokens
+    assert tokens == drafter.guess(state, 6)
+    return tokens
+
+
+def remember(drafter, output):
+    state = drafter.open([1], GREEDY, None)
+    drafter.observe(state, Verdict(0, len(output) - 1, output))
+    drafter.close(state)
+
+
+def test_the_longer_match_is_proposed_where_it_scores_better():
+    drafter = SuffixDrafter(100)
+    remember(drafter, [1, 2, 3, 4, 5])
+    assert draft(drafter, [7, 2, 8, 1, 2]) == [3, 4, 5]  # own: one token, then 8
+    assert draft(drafter, [1, 2, 9, 9, 1, 2])[:1] == [9]  # as long: its own text comes first
 
 
 def followers(text, context):
@@ -73,22 +93,6 @@ def test_the_latest_places_of_a_match_count():
     assert index.likely(index.match([1]), 1) == ([3], suffix.MOST / (suffix.MOST + 1))
 
 
-# ----------------------------------------------------------------------------------- past outputs
-
-
-def draft(drafter, text, sampling=GREEDY, k=6):
-    state = drafter.open(text, sampling, None)
-    tokens = drafter.propose(state, k).tokens
-    assert tokens == drafter.guess(state, k)
-    return tokens
-
-
-def remember(drafter, output):
-    state = drafter.open([1], GREEDY, None)
-    drafter.observe(state, Verdict(0, len(output) - 1, output))
-    drafter.close(state)
-
-
 def test_its_evidence_is_how_many_tokens_were_found_again():
     """In the text itself or in past outputs, whichever goes further."""
     drafter = SuffixDrafter(100)
@@ -97,12 +101,11 @@ def test_its_evidence_is_how_many_tokens_were_found_again():
         drafter.guess(state, 4)
         return drafter.evidence(state)
 
-    state = drafter.open([1, 2, 3, 4, 9, 2, 3], GREEDY, None)
-    assert evidence(state) == 2
+    texts = [1, 2, 3, 4, 9, 2, 3], [1, 2, 3], [1, 2, 6]
+    states = [drafter.open(text, GREEDY, None) for text in texts]
+    assert [evidence(state) for state in states] == [2, 0, 0]
     remember(drafter, [7, 4, 9, 2, 3, 8])
-    assert evidence(state) == 4
-    assert evidence(drafter.open([1, 2, 3], GREEDY, None)) == 2
-    assert evidence(drafter.open([1, 2, 6], GREEDY, None)) == 0
+    assert [evidence(state) for state in states] == [4, 2, 0]
 
 
 def test_the_oldest_outputs_are_forgotten_first():
@@ -126,13 +129,6 @@ def test_of_an_output_that_is_too_long_its_end_is_kept(capacity):
     assert half.tokens[:-1] == (list(range(41, 50)) if capacity == 20 else [])
 
 
-def test_the_longer_match_is_proposed_where_it_scores_better():
-    drafter = SuffixDrafter(100)
-    remember(drafter, [1, 2, 3, 4, 5])
-    assert draft(drafter, [7, 2, 8, 1, 2]) == [3, 4, 5]  # own: one token, then 8
-    assert draft(drafter, [1, 2, 9, 9, 1, 2])[:1] == [9]  # as long: its own text comes first
-
-
 @pytest.fixture
 def engine(demo_engine):
     return core.Engine(demo_engine.target, {"suffix": SuffixDrafter(2000)})
@@ -141,27 +137,26 @@ def engine(demo_engine):
 @pytest.mark.parametrize("way", [*WAYS.values(), {"sampling": REJECTION, "seed": 3}], ids=str)
 def test_what_others_were_answered_changes_times_and_no_text(engine, prompts, plain, way):
     """Each request twice: all its tokens are known the second time, the last ones too."""
-    given, num_outputs = {"max_tokens": 40, "drafter": "suffix"} | way, 0
+    fields, num_outputs = {"max_tokens": 40, "drafter": "suffix"} | way, 0
     for name in ("hard_story", "code_class", "easy_table"):
-        first, second = (run(engine, prompts[name], **given)[0] for _ in range(2))
+        first, second = (run(engine, prompts[name], **fields)[0] for _ in range(2))
         assert first.output == second.output and second.warnings == []
         num_outputs += 2 * (len(first.output) + 1)
-        passes = second.statistics.target_passes
+        before, after = (s.statistics.target_passes for s in (first, second))
         if way.get("sampling") == REJECTION:
-            assert passes == first.statistics.target_passes
+            assert after == before
         else:
             assert first.output == plain(prompts[name], 40, **way)
-            assert passes <= -(-len(first.output) // 6) + 2 < first.statistics.target_passes
+            assert after <= -(-len(first.output) // 6) + 2 < before
     assert len(engine.pool.drafters["suffix"].past) == num_outputs
 
 
 def test_what_comes_after_a_stop_string_is_not_kept(engine, prompts):
-    given = {"max_tokens": 40, "drafter": "suffix", "stop": (" green",)}
     for _ in range(2):
-        s, _ = run(engine, prompts["repetitive_colours"], **given)
+        fields = {"max_tokens": 40, "drafter": "suffix", "stop": (" green",)}
+        s, _ = run(engine, prompts["repetitive_colours"], **fields)
         assert s.finish_reason == "stop"
-    past = engine.pool.drafters["suffix"].past
-    assert len(past) == 2 * (len(s.output) + 1)
+    assert len(engine.pool.drafters["suffix"].past) == 2 * (len(s.output) + 1)
 
 
 def test_an_exposed_server_keeps_no_outputs_unless_told_to():
@@ -169,19 +164,16 @@ def test_an_exposed_server_keeps_no_outputs_unless_told_to():
         _, options = parse_arguments(["--port", "5000", *line.split()])
         return options.for_drafters["suffix_cache"]
 
-    for line in ("", "--host localhost", "--host ::1"):
-        assert kept(line) == REMEMBERED
-    for line in ("--host 0.0.0.0", "--host ::", "--host example.org", "--api-key k",
-                 "--allowed-host example.org", "--allow-origin *", "--suffix-cache 0"):  # fmt: skip
-        assert kept(line) == 0
+    assert {kept(line) for line in ("", "--host localhost", "--host ::1")} == {REMEMBERED}
+    hosts, names = ("0.0.0.0", "::", "example.org"), ("api-key", "allowed-host", "allow-origin")
+    exposed = [*(f"--host {host}" for host in hosts), *(f"--{name} a" for name in names)]
+    assert {kept(line) for line in (*exposed, "--suffix-cache 0")} == {0}
     assert kept("--host 0.0.0.0 --suffix-cache 7") == 7
 
 
-def test_a_comparison_is_helped_neither_by_what_others_asked_nor_by_its_own_first_run(
-    engine, prompts
-):
-    request = Request(prompts["code_class"], 24, "suffix")
-    passes = []
+def test_a_comparison_is_helped_by_no_earlier_run(engine, prompts):
+    """Neither by what others asked nor by its own first run."""
+    request, passes = Request(prompts["code_class"], 24, "suffix"), []
     for wanted in (request, *runs_to_compare(request)[::2]):
         *_, (s, _) = engine.generate(wanted)
         passes.append(s.statistics.target_passes)

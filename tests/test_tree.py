@@ -1,5 +1,8 @@
-"""Drafts that branch: one pass over a tree gives every token the bits that a chain would give it,
-so the text stays; and who drafted learns how far its own branch came."""
+"""Drafts that branch: one pass verifies a tree, and the target's choices lead along one path of it.
+
+Each token has the bits that a chain would give it, so the text stays; and each drafter learns how
+far its branch came.
+"""
 
 import random
 from argparse import Namespace
@@ -7,16 +10,7 @@ from argparse import Namespace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import (
-    ScriptedDrafter,
-    assert_lossless,
-    failing,
-    fresh_state,
-    propose_and_close,
-    run,
-    scripted_engine,
-    together,
-)
+from conftest import ScriptedDrafter, assert_lossless, failing, run, run_beside_fresh, together
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from benchmarks.fixed_clock import FixedClock
@@ -30,6 +24,20 @@ SAMPLED = core.Sampling(repetition_penalty=1.1, temperature=0.9, top_k=50, top_p
 COUNT = 24
 
 
+def test_a_path_goes_on_behind_what_the_target_refused():
+    """It chooses 2, 3 and 9; of what was drafted behind 3 first children are shown."""
+    tree = Draft([1, 2, 4, 3, 5, 6, 7], None, [-1, -1, 1, 1, 3, 3, 4])
+    choices = {-1: 2, 1: 3, 3: 9}
+    judged, path = core.verify(tree, choices.__getitem__)
+    kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
+    assert (judged, path) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
+    logits = torch.arange(8.0)
+    cycle = Cycle(1, tree, tree.continued(path), judged, 3, 9, 4, [], logits, logits)
+    assert (cycle.proposals, cycle.path, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
+    assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
+    assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]
+
+
 class TreeDrafter(ScriptedDrafter):
     """Knows the text that is to come, and hides it in trees of any shape."""
 
@@ -38,19 +46,13 @@ class TreeDrafter(ScriptedDrafter):
         self.text, self.chance, self.needs_hidden = text, chance, True
 
     def propose(self, state, max_tokens):
-        chance, tokens, parents = self.chance, [], []
+        chance, tree = self.chance, Draft([], None, [])
         for i in range(chance.randint(1, max_tokens)):
-            parent = chance.randrange(-1, i)
-            depth = 0 if parent < 0 else len(self.way(parents, parent))
-            coming = self.text[len(state) + depth : len(state) + depth + 1]
+            tree.parents.append(chance.randrange(-1, i))
+            coming = self.text[len(state) + tree.depth(i) - 1 :]
             is_right = coming and chance.random() < 0.5
-            tokens.append(coming[0] if is_right else chance.randrange(10, 4000))
-            parents.append(parent)
-        return Draft(tokens, None, parents)
-
-    @staticmethod
-    def way(parents, i):
-        return [i] if parents[i] < 0 else [*TreeDrafter.way(parents, parents[i]), i]
+            tree.tokens.append(coming[0] if is_right else chance.randrange(10, 4000))
+        return tree
 
 
 def with_trees(engine, prompt, chance, **request):
@@ -65,19 +67,17 @@ def with_trees(engine, prompt, chance, **request):
     ("family", "dtype", "quantize"),
     [*(("qwen3", *kind) for kind in KINDS), ("gemma3_text", *KINDS[0]), ("mistral", *KINDS[0])],
 )
-def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(
-    family, dtype, quantize, sampling, tiny_folder
-):
+def test_a_tree_s_output_is_plain_decoding_s(family, dtype, quantize, sampling, tiny_folder):
     """The same tokens and log-probabilities, where windows of 12 keys end inside a tree, too."""
     engine = load(tiny_folder(family), dtype=dtype, quantize=quantize)
     assert engine.target.report.is_exact
     chance, moved = random.Random(1), 0
     for seed in range(4):
-        given = {"sampling": sampling, "seed": seed}
-        tree, plain = with_trees(engine, TEXT[seed:], chance, **given)
-        given |= {"max_tokens": COUNT, "logprobs": 2, "drafter": "scripted"}
+        fields = {"sampling": sampling, "seed": seed}
+        tree, plain = with_trees(engine, TEXT[seed:], chance, **fields)
+        fields |= {"max_tokens": COUNT, "logprobs": 2, "drafter": "scripted"}
         for k in (3, 7, 15):
-            ours, events = run(tree, TEXT[seed:], num_speculative_tokens=k, **given)
+            ours, events = run(tree, TEXT[seed:], num_speculative_tokens=k, **fields)
             assert ours.output == plain.output and ours.logprobs == plain.logprobs
             assert ours.statistics.num_accepted_draft_tokens > 3 and not ours.warnings
             moved += sum(e["accepted_count"] > 0 and e["tree"] is not None for e in events)
@@ -90,13 +90,9 @@ def test_trees_and_chains_share_a_pass(tiny_folder, way):
     pairs = [with_trees(engine, prompt, chance, **way) for prompt in prompts]
     trees = {f"tree{i}": tree.pool.drafters["scripted"] for i, (tree, _) in enumerate(pairs[:3])}
     shared = core.Engine(engine.target, engine.pool.drafters | trees)
-    names = [*trees, "ngram", None]
-    requests = [
-        Request(prompt, COUNT, name, 6, logprobs=2, **way)
-        for prompt, name in zip(prompts, names, strict=True)
-    ]
-    for found, (_, plain) in zip(together(shared, requests), pairs, strict=True):
-        assert found.output == plain.output
+    named = zip(prompts, [*trees, "ngram", None], strict=True)
+    sequences = together(shared, [Request(text, COUNT, name, 6, **way) for text, name in named])
+    assert [s.output for s in sequences] == [plain.output for _, plain in pairs]
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
 
 
@@ -107,9 +103,6 @@ def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, ca
     ours, _ = run(tree, TEXT, max_tokens=COUNT, drafter="scripted")
     assert ours.output == plain.output and tree.totals.num_faults == 1
     assert not ours.warnings
-
-
-# ------------------------------------------------------------------------ several drafters at once
 
 
 @pytest.fixture(scope="module")
@@ -127,18 +120,8 @@ def test_several_drafters_make_one_tree(several, prompts, way):
     branched = 0
     for name in ("code_class", "hard_story", "easy_json"):
         plain, _ = run(engine, prompts[name], max_tokens=COUNT, **way)
-        s = engine.open(Request(prompts[name], COUNT, "tree", 7, **way))
-        while s.finish_reason is None:
-            limit, tokens = min(7, s.remaining - 1), list(s.tokens)
-            cycle = engine.step([s])[s]
-            branched += cycle.draft.parents is not None
-            for member, draft in s.drafting.drafts.items() if limit > 0 else ():
-                drafter = engine.pool.drafters[member]
-                state = fresh_state(engine, drafter, tokens, s.request.sampling, s.noise)
-                if drafter.branches:
-                    state.can_branch = True
-                assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], member
-        engine.close(s)
+        s, cycles = run_beside_fresh(engine, Request(prompts[name], COUNT, "tree", 7, **way))
+        branched += sum(cycle.draft.parents is not None for cycle in cycles)
         assert s.output == plain.output and not s.warnings
     assert branched > 5
 
@@ -164,17 +147,14 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
 
 
 def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, prompts, plain):
-    engine, tokens, parents = scripted_engine(slow_engine, None), [5, 6, 7, 8], [-1, -1, 1, 0]
-    drafter = engine.pool.drafters["scripted"]
+    drafter, tokens, parents = ScriptedDrafter(None), [5, 6, 7, 8], [-1, -1, 1, 0]
+    engine = core.Engine(slow_engine.target, {"scripted": drafter}, "scripted")
     drafter.propose = lambda _, limit: Draft(tokens[:limit], None, parents[:limit])
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.pool.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
     with pytest.raises(ValueError, match="--drafter tree needs two drafters, and forwards in C"):
         core.Engine(slow_engine.target, slow_engine.pool.drafters, "tree")
-
-
-# ------------------------------------------------------------------------------------ the parts
 
 
 TREE, SURE = Draft([1, 2, 3], None, [-1, -1, 1]), Draft([8, 9], None, [-1, -1], [0.2, 0.1])
@@ -214,17 +194,3 @@ def test_a_model_s_tree_has_the_likeliest_tokens_of_one_branch_and_beside_it():
     sure.grow([(7, 0.9), (8, 0.1)])
     assert sure.is_open and sure.grow([(5, 0.9), (6, 0.1)]) == 5
     assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)
-
-
-def test_a_path_goes_on_behind_what_the_target_refused():
-    """It chooses 2, 3 and 9; of what was drafted behind 3 first children are shown."""
-    tree = Draft([1, 2, 4, 3, 5, 6, 7], None, [-1, -1, 1, 1, 3, 3, 4])
-    choices = {-1: 2, 1: 3, 3: 9}
-    judged, path = core.verify(tree, choices.__getitem__)
-    kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
-    assert (judged, path) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
-    logits = torch.arange(8.0)
-    cycle = Cycle(1, tree, tree.continued(path), judged, 3, 9, 4, [], logits, logits)
-    assert (cycle.proposals, cycle.path, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
-    assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
-    assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]

@@ -65,7 +65,7 @@ class Offer:
     k: int
     tokens_per_pass: float
     c: float  # a draft step, in passes of plain decoding
-    cost: float  # a cycle, likewise
+    cost: float  # a cycle, in passes of plain decoding
     expected_speedup: float
     t_verify_break_even: float  # a pass that takes so many plain ones makes it as slow as plain
 
@@ -75,7 +75,7 @@ class Offer:
 
     @property
     def why(self) -> str:
-        """In one sentence."""
+        """The figures in one sentence."""
         gain = (
             f"{self.tokens_per_pass:.2f} tokens a pass in the time of {self.cost:.2f} plain passes"
         )
@@ -259,7 +259,7 @@ def prompts_for(engine: Engine, options: Options, flags: Namespace) -> dict[str,
     return prompts
 
 
-def show_plan(engine: Engine, options: Options, flags: Namespace) -> int:
+def show_advice(engine: Engine, options: Options, flags: Namespace) -> int:
     """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
     names, left_out = [], ["self_int8", "tree"]
     for name, drafter in engine.pool.drafters.items():
@@ -288,7 +288,7 @@ def show_plan(engine: Engine, options: Options, flags: Namespace) -> int:
 
 
 def text_of(document: Json) -> str:
-    """The plan as a terminal shows it."""
+    """The advice as a terminal shows it."""
     lines = [
         f"{document['model']}: {document['prompts']} prompts, at most {document['max_tokens']} "
         "tokens each",

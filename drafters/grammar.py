@@ -1,0 +1,49 @@
+"""The grammar drafts: what it forces costs nothing to propose, and is nearly always accepted.
+
+    text so far   {"name":"Ada","age":36
+    forced                                ,"tags":[
+
+The text is forced, its tokens are not: the target may cut the same text into other tokens. So the
+forced text is proposed as the tokenizer would write it, and judged as any draft is. Nothing is
+drawn: q is one-hot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from messages import Draft, Sampling, Verdict
+from sampling import Noise
+
+from .base import Drafter
+
+
+@dataclass(slots=True)
+class GrammarState:
+    """A request's place in its grammar; the pool sets it."""
+
+    matcher: Any = None
+
+
+class GrammarDrafter(Drafter):
+    """Proposes what must follow by the request's grammar."""
+
+    name: ClassVar[str] = "grammar"
+    needs = "grammar"
+
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> GrammarState:
+        return GrammarState()
+
+    def propose(self, state: GrammarState, max_tokens: int) -> Draft:
+        return Draft(self.guess(state, max_tokens))
+
+    def guess(self, state: GrammarState, max_tokens: int) -> list[int]:
+        """What `propose` would propose: the controller asks, to know what it would be worth."""
+        return state.matcher.forced(max_tokens)
+
+    def evidence(self, state: GrammarState) -> int:
+        """How long the forced text is, in tokens: short ones are mostly cut into others."""
+        return len(state.matcher.forced(8))
+
+    def observe(self, state: GrammarState, verdict: Verdict) -> None:
+        """The engine has told the matcher already."""

@@ -1,0 +1,59 @@
+"""Tries a grammar in a child, with a bound of time: some grammars take hours to build, or forever.
+
+The library's limits bound states and items, not seconds: forty patterns that must all match took
+nine minutes. What the child builds in time, the server builds, too.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # then Python looks for modules beside no file of ours
+    sys.path.append(str(Path(__file__).parents[1]))
+
+from models.child import Child, bound_memory, serve
+
+BUILD_S = 0.3  # of a processor; the server needs as long again
+
+
+class Probe(Child):
+    """The child that tries grammars for one vocabulary."""
+
+    def check(self, grammar: str) -> None:
+        """Raises ValueError, saying why, for a grammar that cannot be used."""
+        try:
+            why = self.ask(grammar)
+        except TimeoutError:
+            self.start()  # to be ready by the next grammar
+            raise ValueError(f"takes longer than {BUILD_S:g} s to build") from None
+        except EOFError:
+            raise ValueError("takes too much memory to build") from None
+        if why:
+            raise ValueError(why)
+
+
+def _main() -> None:
+    import json
+
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokenizer = LLTokenizer(*json.loads(sys.stdin.buffer.readline()))
+    # The first grammar of a process also prepares the vocabulary.
+    LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema({"type": "object"})).compute_bitmask()
+
+    def check(grammar: str) -> str:
+        signal.setitimer(signal.ITIMER_PROF, BUILD_S)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return matcher.get_error()
+
+    os.nice(5)  # requests that run come first
+    bound_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process within any operation
+    serve(check, lambda: signal.setitimer(signal.ITIMER_PROF, 0))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,81 @@
+"""A child process for work of strangers' making, which may ask for any time and memory.
+
+A line of JSON is sent, and one comes back. The child ends by itself when its time is over, or when
+we are gone. Only Linux bounds memory.
+"""
+
+import atexit
+import json
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+MOST_BYTES = 512 << 20  # of memory, beside what the child takes at first
+TOO_LONG = -signal.SIGALRM, -signal.SIGPROF  # how a child ends whose time is over
+
+
+class Child:
+    """The child, which is started when it is first needed, and after it has ended."""
+
+    def __init__(self, file: str, *hello: Any) -> None:
+        """`file` is the child's program; its first line has the values of `hello`, if any."""
+        self._lock, self.child, self._file, self._hello = threading.Lock(), None, file, hello
+        atexit.register(self._end)
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """The child that runs. Until it is ready a second passes, for which nobody waits here."""
+        if self.child is None or self.child.poll() is not None:
+            self._end()  # its pipes are closed
+            words = [sys.executable, "-P", self._file]  # -P: modules beside it are none of others
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            # In a separate session it gets no Ctrl-C, which is for us.
+            self.child = subprocess.Popen(words, start_new_session=True, **pipes)
+            if self._hello:
+                self._send(self._hello)
+        return self.child
+
+    def _send(self, values: Any) -> None:
+        with suppress(BrokenPipeError):
+            self.child.stdin.write(json.dumps(values, default=str).encode() + b"\n")
+            self.child.stdin.flush()
+
+    def ask(self, *values: Any) -> Any:
+        """What the child answers. Raises TimeoutError, or EOFError where it ended otherwise."""
+        with self._lock:
+            child, answer = self.start(), b""
+            try:
+                self._send(values)
+                with suppress(BrokenPipeError):
+                    answer = child.stdout.readline()
+            finally:
+                if not answer:  # nobody else may get what is still to come
+                    self._end()
+        if not answer:
+            raise TimeoutError if child.returncode in TOO_LONG else EOFError(str(child.returncode))
+        return json.loads(answer)
+
+    def _end(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            with suppress(BrokenPipeError), self.child:
+                pass
+
+
+def bound_memory() -> None:
+    """In the child: let it take only so much more memory than it has now."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + MOST_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def serve(answer: Callable[..., Any], rest: Callable[[], Any]) -> None:
+    """In the child: answer each line with what `answer` makes of its values, and then rest."""
+    while line := sys.stdin.buffer.readline():
+        text = json.dumps(answer(*json.loads(line)))
+        rest()
+        print(text, flush=True)

@@ -1,0 +1,134 @@
+"""What a text must obey: one grammar, which clients ask for under many names.
+
+    response_format                          OpenAI's, with llama.cpp's `schema` beside its type
+    json_schema, regex, grammar, choice      of /generate; llama.cpp and SGLang have the first three
+    structured_outputs, guided_…             vLLM's, today's and those of before
+
+A request has at most one of them.
+"""
+
+import json
+import reprlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from grammars import CHOICE, JSON, LARK, OPEN, POSSIBLE, REGEX, Grammar, source_of, vocabulary_of
+from messages import Engine, Json, RequestError, one_line
+from models.prompts import Conversation, Tokenizer, is_text
+
+_TAIL = 32  # tokens of a prompt, in which reasoning may have begun
+_MOST_CHARACTERS = 1 << 18
+_ANY_OBJECT = {"type": "object"}
+_KINDS = {"json": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
+_NAMES = {
+    "json_schema": JSON, "regex": REGEX, "grammar": LARK, "ebnf": LARK, "choice": CHOICE,
+    **{f"guided_{name}": kind for name, kind in _KINDS.items()},
+}  # fmt: skip
+FIELDS = ("response_format", "structured_outputs", *_NAMES)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_text, value))
+
+
+_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+    JSON: (lambda value: isinstance(value, dict | bool), "a JSON schema"),
+    REGEX: (is_text, "a regular expression"),
+    LARK: (is_text, "a grammar, in the form of Lark or GBNF"),
+    CHOICE: (_are_texts, "a list of texts"),
+}
+
+
+def _checked(name: str, kind: str, value: Any) -> tuple[str, str, Any]:
+    """(name, kind, value) of a constraint; a schema may be sent as a text. Raises RequestError."""
+    if kind == JSON and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    is_valid, what = _VALID[kind]
+    if not is_valid(value):
+        raise RequestError(f"{name} must be {what}", param=name)
+    return name, kind, value
+
+
+def _of_response_format(value: Any) -> Iterator[tuple[str, str, Any]]:
+    """The constraint of OpenAI's field, if it is one."""
+    name = "response_format"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object":
+        yield _checked(f"{name}.schema", JSON, value.get("schema", _ANY_OBJECT))
+    elif kind == "json_schema":
+        wrapped = value.get("json_schema", value)
+        schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+        yield _checked(f"{name}.json_schema.schema", JSON, schema)
+    elif kind != "text":
+        message = f"{name} must be an object of type text, json_object or json_schema"
+        raise RequestError(message, param=name)
+
+
+def _of_structured_outputs(value: Any) -> Iterator[tuple[str, str, Any]]:
+    """The constraint of vLLM's field."""
+    name = "structured_outputs"
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object", param=name)
+    for key, part in value.items():
+        if part is None or part is False:
+            continue
+        if key == "json_object":
+            yield _checked(f"{name}.{key}", JSON, _ANY_OBJECT)
+        elif key in _KINDS:
+            yield _checked(f"{name}.{key}", _KINDS[key], part)
+        elif key != "disable_any_whitespace":  # there is none
+            what = f"{name} has the field {reprlib.repr(key)}, which is not supported"
+            raise RequestError(what, param=name)
+
+
+def constraint_of(body: Json) -> tuple[str, str, Any] | None:
+    """The constraint of a request, as (name of the field, kind, value). Raises RequestError."""
+    constraints = list[tuple[str, str, Any]]()
+    for name in FIELDS:
+        value = body.get(name)
+        if value is None:
+            continue
+        if name == "response_format":
+            constraints += _of_response_format(value)
+        elif name == "structured_outputs":
+            constraints += _of_structured_outputs(value)
+        else:
+            constraints.append(_checked(name, _NAMES[name], value))
+    if len(constraints) > 1:
+        first, second = (name for name, *_ in constraints[:2])
+        raise RequestError(f"{second} cannot go with {first}: a text obeys one", param=second)
+    return constraints[0] if constraints else None
+
+
+def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
+    """Whether reasoning between <think> tags may stand before the text, or is under way."""
+    template = tokenizer.chat_template if isinstance(prompt, Conversation) else None
+    if not (isinstance(template, str) and "</think>" in template):
+        return ""
+    tail = tokenizer.decode(prompt[-_TAIL:])
+    begin, end = tail.rfind("<think>"), tail.rfind("</think>")
+    return OPEN if begin > end else POSSIBLE if end < 0 else ""
+
+
+def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
+    """The grammar that a request's text obeys; None if it asks for none.
+
+    Raises RequestError, naming the field, for one that llguidance refuses or that takes too long.
+    """
+    if (constraint := constraint_of(body)) is None:
+        return None
+    name, kind, value = constraint
+    target = engine.target
+    try:
+        reasoning = reasoning_of(target.tokenizer, prompt)
+        source = source_of(kind, value, reasoning)
+        if len(source) > _MOST_CHARACTERS:
+            raise ValueError(f"has more than {_MOST_CHARACTERS} characters")
+        words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
+        return vocabulary_of(*words).compiled(source)
+    except (ValueError, RecursionError) as error:
+        why = one_line(error, longest=200)
+        raise RequestError(f"{name} cannot be used: {why}", param=name) from error
