@@ -130,7 +130,8 @@ class Matcher:
         row = forbidden[node + 1]
         row[:] = np.unpackbits(bits, count=len(row), bitorder="little") == 0
         for child in draft.children(node):
-            if not row[draft.tokens[child]]:
+            # Behind a whole text nothing is judged, and a rollback would go a token too far.
+            if not row[draft.tokens[child]] and not self._matcher.is_stopped():
                 self._matcher.consume_token(draft.tokens[child])
                 self._note_forbidden(forbidden, draft, child)
                 self._matcher.rollback(1)
