@@ -32,10 +32,16 @@ from serving.options import ROOT, Options, between
 
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")
+SPECIAL = "grammar", "prediction"  # drafters for requests that bring one
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
 
 
 # ------------------------------------------------------------------------------------- engines
+def names_of(engine: Engine) -> list[str]:
+    """The drafters that draft for any text."""
+    return [name for name in engine.pool.drafters if name not in SPECIAL]
+
+
 def load_engine(**options: Any) -> Engine:
     """An engine that is ready to run. The options are those of the command line.
 

@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    choices = list(engine.pool.choices)
+    choices = [name for name in engine.pool.choices if name not in engine.pool.special]
     flags.drafters = flags.drafters or choices
     if unknown := set(flags.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")

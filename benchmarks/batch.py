@@ -29,7 +29,8 @@ def measure(flags: Any) -> list[dict[str, Any]]:
     command, rows = [*OURS, *FORGETFUL, "--model", flags.model], list[dict[str, Any]]()
     with started([*command, "--max-running", str(max(SIZES))]) as server:
         health = server.health()
-        names = [PLAIN, *(name for name in health["drafters"] if name != bench.AUTO), bench.AUTO]
+        others = [name for name in health["drafters"] if name not in (bench.AUTO, *bench.SPECIAL)]
+        names = [PLAIN, *others, bench.AUTO]
         chat = {"chat": health["chat_template"]}
         bodies = [
             {"prompt": text, "max_tokens": flags.tokens // 2 + 7 * i % 16 * flags.tokens // 15}

@@ -69,7 +69,7 @@ def measure(engine: Engine, flags: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = bench.demo_prompts(engine)
     work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]
     size = flags.together
-    names = [None, *engine.pool.drafters, bench.AUTO]
+    names = [None, *bench.names_of(engine), bench.AUTO]
     spent = {name: Counter[str]() for name in names}
     for name in tqdm(names, desc="drafters", disable=None):
         clock = engine.planner = FixedClock(engine, flags)

@@ -109,11 +109,12 @@ def first_tokens(engine: Engine, request: Request, num_samples: int) -> list[tup
 def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: acceptance by both rules, differences, and the tests."""
     prompt, rows = engine.target.tokenizer(PROMPT)["input_ids"], []
+    names = bench.names_of(engine)
     for name, coupled in tqdm(SAMPLINGS.items(), desc="samplings"):
         rejection = replace(coupled, verification="rejection")
         plain = Request(prompt, 12, None, 0, sampling=coupled, seed=1_000_000)
         theirs = first_tokens(engine, plain, num_samples)
-        for i, drafter in enumerate(engine.pool.drafters, 1):
+        for i, drafter in enumerate(names, 1):
             row = {"sampling": name, "drafter": drafter, "samples": num_samples}
             ours, rates = {}, {}
             for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
@@ -131,7 +132,7 @@ def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
 def measure_kept(engine: Engine, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
     prompts, rows = bench.flat(bench.demo_prompts(engine)).values(), []
-    cases = [(name, s, d) for name, s in KEPT.items() for d in engine.pool.drafters]
+    cases = [(name, s, d) for name, s in KEPT.items() for d in bench.names_of(engine)]
     for name, coupled, drafter in tqdm(cases, desc="kept"):
         row: dict[str, Any] = {"sampling": name, "drafter": drafter}
         for sampling in (coupled, replace(coupled, verification="rejection")):

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import Draft, one_line
 
-from .probe import Probe
+from .probe import Probe, error_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
@@ -35,18 +35,24 @@ _MOST_COMPILED = 64  # grammars that are stored
 # Reasoning may stand before the text, or is under way when the text begins.
 OPEN, POSSIBLE = "open", "possible"
 _REASONING = """start: {first} @body
-reasoning: "<think>" rest
-rest: thoughts /[ \\n]{{0,4}}/
-thoughts[suffix="</think>"]: /(.|\\n)*/
+reasoning: {begin} rest
+rest: {thoughts} /[ \\n]{{0,4}}/
+until[suffix="</think>"]: /(.|\\n)*/
 """
 _FIRST = {OPEN: "rest", POSSIBLE: "reasoning?"}
+# By whether the tags are tokens of the vocabulary, which are no text to llguidance.
+_TAGS = {
+    False: {"begin": '"<think>"', "thoughts": "until"},
+    True: {"begin": "<think>", "thoughts": r"/(.|\n)*/ </think>"},
+}
 
 
-def source_of(kind: str, value: Any, reasoning: str = "") -> str:
+def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = False) -> str:
     """A grammar as llguidance reads it. Raises ValueError for a value that is none of its kind.
 
     `value` is a schema, a regular expression, a text of rules (Lark's, or GBNF as llama.cpp has
-    them), or a list of texts. With `reasoning` the grammar begins behind the end of that.
+    them), or a list of texts. With `reasoning` the grammar begins behind the end of that;
+    `has_tokens` says that its tags are tokens of the vocabulary.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -59,7 +65,7 @@ def source_of(kind: str, value: Any, reasoning: str = "") -> str:
         return source
     is_list = source.startswith("{")
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
-    rules = _REASONING.format(first=_FIRST[reasoning])
+    rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tokens])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
 
 
@@ -99,7 +105,7 @@ class Grammar:
         self._first = LLMatcher(vocabulary.tokenizer, source, log_level=0)
         self._first.compute_bitmask()  # the first mask takes longest
         if self._first.is_error():
-            raise ValueError(self._first.get_error())
+            raise ValueError(error_of(self._first))
 
     def matcher(self) -> "Matcher":
         """A matcher for a new text."""
@@ -182,4 +188,4 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {one_line(self._matcher.get_error())}")
+            raise ValueError(f"the grammar cannot go on: {one_line(error_of(self._matcher))}")

@@ -8,13 +8,17 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # then Python looks for modules beside no file of ours
     sys.path.append(str(Path(__file__).parents[1]))
 
 from models.child import Child, bound_memory, serve
 
-BUILD_S = 0.3  # of a processor; the server needs as long again
+BUILD_S = 0.2  # of a processor; the server needs as long again
+_TOO_LONG = f"takes longer than {BUILD_S:g} s to build"
+_TOO_LARGE = "takes too much memory to build"
+_MOST_BYTES = 4096  # of a message
 
 
 class Probe(Child):
@@ -24,11 +28,8 @@ class Probe(Child):
         """Raises ValueError, saying why, for a grammar that cannot be used."""
         try:
             why = self.ask(grammar)
-        except TimeoutError:
-            self.start()  # to be ready by the next grammar
-            raise ValueError(f"takes longer than {BUILD_S:g} s to build") from None
-        except EOFError:
-            raise ValueError("takes too much memory to build") from None
+        except (EOFError, TimeoutError):
+            why = _TOO_LARGE
         if why:
             raise ValueError(why)
 
@@ -42,17 +43,37 @@ def _main() -> None:
     # The first grammar of a process also prepares the vocabulary.
     LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema({"type": "object"})).compute_bitmask()
 
-    def check(grammar: str) -> str:
+    def build(grammar: str, answer: int) -> None:
+        """In a process that may be ended within any operation: write what is wrong."""
         signal.setitimer(signal.ITIMER_PROF, BUILD_S)
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        return matcher.get_error()
+        os.write(answer, error_of(matcher).encode()[:_MOST_BYTES])
+        os._exit(0)
+
+    def check(grammar: str) -> str:
+        reader, writer = os.pipe()
+        if not (pid := os.fork()):  # the vocabulary is there, and stays if it has to be ended
+            build(grammar, writer)
+        os.close(writer)
+        ended_by = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with os.fdopen(reader, "rb") as pipe:
+            why = pipe.read().decode(errors="replace")
+        if ended_by:
+            return _TOO_LONG if ended_by == -signal.SIGPROF else _TOO_LARGE
+        return why
 
     os.nice(5)  # requests that run come first
     bound_memory()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process within any operation
-    serve(check, lambda: signal.setitimer(signal.ITIMER_PROF, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    serve(check, lambda: None)
+
+
+def error_of(matcher: Any) -> str:
+    """What is wrong with llguidance's matcher, without its state; empty if nothing is."""
+    error = matcher.get_error().partition("\n<state>")[0]
+    return "no text obeys it" if error.startswith("NoExtension") else error
 
 
 if __name__ == "__main__":

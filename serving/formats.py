@@ -48,7 +48,7 @@ def _checked(name: str, kind: str, value: Any) -> tuple[str, str, Any]:
             value = None
     is_valid, what = _VALID[kind]
     if not is_valid(value):
-        raise RequestError(f"{name} must be {what}", param=name)
+        raise RequestError(f"{name} must be {what}", param=name.partition(".")[0])
     return name, kind, value
 
 
@@ -124,11 +124,12 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     target = engine.target
     try:
         reasoning = reasoning_of(target.tokenizer, prompt)
-        source = source_of(kind, value, reasoning)
+        has_tokens = bool(reasoning) and "</think>" in target.tokenizer.get_added_vocab()
+        source = source_of(kind, value, reasoning, has_tokens)
         if len(source) > _MOST_CHARACTERS:
             raise ValueError(f"has more than {_MOST_CHARACTERS} characters")
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
         return vocabulary_of(*words).compiled(source)
     except (ValueError, RecursionError) as error:
         why = one_line(error, longest=200)
-        raise RequestError(f"{name} cannot be used: {why}", param=name) from error
+        raise RequestError(f"{name} cannot be used: {why}", param=name.partition(".")[0]) from error

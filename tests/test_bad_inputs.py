@@ -136,7 +136,10 @@ UNSUPPORTED = {  # by /v1, where they would change the output
     "best_of": [3, True, "1"], "echo": [True], "suffix": ["x"],
     "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
     "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
-    "response_format": [{"type": "xml"}, {}, "json_object"],
+    "response_format": [
+        "json", {"type": "xml"}, {"type": "json_schema", "json_schema": {}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}},
+    ],
 }  # fmt: skip
 BAD_CHATS = {
     "messages": [None, [], {}, "hello", [None], ["hello"], [{}], [{"content": "a"}],
@@ -179,7 +182,7 @@ SENTENCES = [  # routes, fields, status, the field that is named, what is said
     (ROUTES[2:], {"top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
     *((ROUTES, {"model": model}, 404, "model", "unknown model ")
       for model in ("gpt-5", "", 7, ["llama"], "x" * 100_000)),
-    *((ROUTES[:1], {"drafter": drafter}, 400, "drafter", "choose: auto, ngram, none")
+    *((ROUTES[:1], {"drafter": drafter}, 400, "drafter", "choose: auto, grammar, ngram, none")
       for drafter in ("z" * 10_000, dict.fromkeys(map(str, range(10_000))))),
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ tests let one speak.
 import json
 import shutil
 import threading
+from functools import partial
 from itertools import product
 
 import llguidance
@@ -14,15 +15,17 @@ import llguidance.hf
 import openai
 import pytest
 import speculative_decoding as core
+import torch
 from conftest import TARGET
 from hypothesis import given
 from hypothesis import strategies as st
-from server import LIMIT_S
+from server import LIMIT_S, Client, serving
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from werkzeug.serving import make_server
 
-from messages import Request, RequestError
+from grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
+from messages import Draft, Request, RequestError
 from models.calls import Call, CallReader, Form, form_of
 from models.loading import load_pretrained
 from models.prompts import chat_prompt
@@ -84,10 +87,6 @@ class Canned(Service):
         return body | {"choices": [body] * len(jobs)}
 
 
-def client_of(port):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0)
-
-
 @pytest.fixture(scope="module")
 def service(chat_folder):
     options = Options(model=str(chat_folder("llama")), drafter="ngram")
@@ -100,7 +99,7 @@ def create(service):
     app = core.create_app(service)
     server = make_server("127.0.0.1", 0, app)
     threading.Thread(target=server.serve_forever).start()
-    with client_of(server.server_port) as client:
+    with Client(server.server_port).openai() as client:
         yield lambda **fields: client.chat.completions.create(
             **{"model": service.name, "messages": ASK, "tools": TOOLS} | fields
         )
@@ -236,7 +235,7 @@ def accepts():
 
     def check(grammar, text, has_tokens):
         tokenizer, known = both[has_tokens]
-        matcher = llguidance.LLMatcher(known, llguidance.LLMatcher.grammar_from_lark(grammar))
+        matcher = llguidance.LLMatcher(known, grammar)
         assert not matcher.is_error(), matcher.get_error()
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -488,3 +487,115 @@ def test_what_needs_tools_or_chat_is_refused_without():
     with pytest.raises(RequestError, match="not supported with --engine"):
         read_tools({"tools": TOOLS}, None)
     assert read_tools({"tools": TOOLS, "tool_choice": "none"}, None) is None
+
+
+# ------------------------------------------------------------------------ grammars under drafts
+def test_a_draft_behind_a_whole_text_changes_nothing(demo_engine):
+    target = demo_engine.target
+    vocabulary = Vocabulary(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
+    source = source_of(LARK, Tools(TOOLS, GENERAL, named="time", is_forced=True).grammar())
+    *ids, last = target.tokenizer(call_text("time", TIME, GENERAL))["input_ids"]
+    matcher = Grammar(source, vocabulary).matcher()
+    assert not any(map(matcher.consume, ids))
+    (eos, *_) = target.eos_ids
+    for _ in range(2):
+        draft = Draft([last, eos, eos])
+        allowed = matcher.mask(torch.zeros(4, target.vocab_size), draft).isfinite()
+        assert allowed[0, last] and not allowed[0, eos] and allowed[1, eos]
+    assert matcher.consume(last)
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["texts", "tokens"])
+def test_a_grammar_begins_behind_reasoning_whatever_its_tags_are(accepts, has_tokens):
+    """Tags that are tokens are those that models were trained on."""
+    call = call_text("time", TIME, TAGGED)
+    form = Form(has_tags=True, thinks=True, tokens=frozenset(TAGS if has_tokens else ()))
+    for forced in (False, True):
+        grammar = Tools(TOOLS, form, is_forced=forced).grammar()
+        for reasoning, texts in {
+            POSSIBLE: {
+                call: True,
+                f"<think>a b</think>\n\n{call}": True,
+                f"a</think>{call}": False,
+            },
+            OPEN: {call: False, f"a b</think>\n{call}": True},
+        }.items():
+            source = source_of(LARK, grammar, reasoning, has_tokens)
+            for text, allowed in texts.items():
+                is_text = not forced and reasoning == POSSIBLE and text[0] == "a" and not has_tokens
+                assert accepts(source, text, has_tokens) == (allowed or is_text), (text, source)
+
+
+# ---------------------------------------------------------------------------------- a model
+KINDS = {"kind": {"enum": ["sun", "rain"]}, "sure": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": KINDS, "required": [*KINDS]}
+SHORT = tool(name="report", parameters=SCHEMA) + tool(name="stop", parameters={})
+
+
+@pytest.fixture(scope="module", params=["tags", "general"])
+def ask(request, chat_folder, tmp_path_factory):
+    """Chat with a tiny random model, whose template has Hermes' form or knows no tools."""
+    folder = chat_folder("qwen3")
+    if request.param == "tags":
+        folder = shutil.copytree(folder, tmp_path_factory.mktemp("tags") / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = HERMES
+        tokenizer.save_pretrained(folder)
+    with serving("--model", str(folder), "--drafter", "auto") as server, server.openai() as client:
+        (model,) = client.models.list().data
+        yield partial(
+            client.chat.completions.create, model=model.id, messages=ASK, tools=SHORT, max_tokens=60
+        )
+        server.end_well()
+
+
+def check_call(call):
+    """A call of SHORT; llguidance has no part in this."""
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "stop":
+        assert arguments == {}
+        return
+    assert call.function.name == "report" and arguments.keys() == KINDS.keys()
+    assert arguments["kind"] in KINDS["kind"]["enum"] and isinstance(arguments["sure"], bool)
+
+
+WAYS = [{"temperature": 0}, *({"temperature": 1.5, "seed": seed} for seed in range(5))]
+
+
+def test_a_tool_loop_calls_hears_the_result_and_answers(ask):
+    for way in WAYS:
+        (choice,) = ask(tool_choice="required", parallel_tool_calls=False, **way).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        check_call(call)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
+        turns = [*ASK, choice.message, result]
+        (answer,) = ask(messages=turns, tool_choice="none", max_tokens=5).choices
+        assert answer.message.content and answer.message.tool_calls is None
+
+
+def test_a_named_tool_is_called_whole_and_streamed(ask):
+    named = {"type": "function", "function": {"name": "report"}}
+    for way in WAYS:
+        (call,) = ask(tool_choice=named, **way).choices[0].message.tool_calls
+        check_call(call)
+        chunks = [chunk.choices[0] for chunk in ask(tool_choice=named, stream=True, **way)]
+        (streamed,) = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+        assert streamed.function.model_dump() == call.function.model_dump()
+        assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_a_call_is_that_of_plain_decoding_whoever_drafts(ask):
+    for choice in ("required", "auto"):
+        for way in WAYS:
+            texts = []
+            for fields in ({"speculative": False}, {}, {"drafter": "ngram", "fixed_k": True}):
+                asked = ask(tool_choice=choice, logprobs=True, extra_body=fields, **way)
+                texts.append([entry.token for entry in asked.choices[0].logprobs.content])
+            assert texts[1:] == texts[:1] * 2, (choice, way)
+
+
+def test_a_schema_that_cannot_be_enforced_names_the_tools(ask):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(tools=tool(parameters={"properties": {"a": {"type": "strin"}}}))
+    assert caught.value.param == "tools" and caught.value.message.count("tools cannot be used")
