@@ -140,9 +140,10 @@ class Remote(Service):
             jobs[0].await_first()
         return jobs, wanted.is_streamed, notes
 
-    def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> None:
+    def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> bool:
         """Put a conversation into the fields, for the engine to write as a text."""
         fields |= {"prompt": read_turns(messages), "chat": True}
+        return False
 
     def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
         """What /generate returns for a finished job, or those of several choices."""

@@ -151,12 +151,17 @@ class CallReader:
     however the answer is cut into pieces. Reasoning (<think> …) is content, whatever it says.
     """
 
-    def __init__(self, form: Form, names: Collection[str]) -> None:
-        """`names` are those of the tools: an object that names no tool is content."""
+    def __init__(self, form: Form, names: Collection[str], is_reasoning: bool = False) -> None:
+        """`names` are those of the tools: an object that names no tool is content.
+
+        `is_reasoning` says that the prompt has opened reasoning already.
+        """
         self.num_calls = 0  # that are whole
         self._form, self._names = form, names
         self._held = ""
-        self._state = "begin"  # then: reason | text | rest (content to the end)
+        self._state = (
+            "reason" if is_reasoning else "begin"
+        )  # then: reason | text | rest (content to the end)
         # In the general form a call begins only where the answer does.
         self._tag = OPEN if form.has_tags else ""
         self._call = re.compile(

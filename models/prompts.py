@@ -213,7 +213,7 @@ def _render(turns: list[Json], tokenizer: Tokenizer, tools: Tools | None = None)
     asked = {"conversations": [turns], "add_generation_prompt": True}
     try:
         if tools or any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns):
-            form = call_form(tokenizer)
+            form = tools.form if tools else call_form(tokenizer)
             asked["conversations"] = [turns_for_template(turns, form, tools)]
             asked["chat_template"] = tokenizer.get_chat_template(tools=[])
             asked["tools"] = tools.tools if tools and form.in_template else None

@@ -42,9 +42,9 @@ class Tools:
         is_parallel = self.is_parallel and not (self.named or self.form.is_single)
         return tools_grammar(self.functions, self.form, self.is_forced, is_parallel, answer)
 
-    def reader(self) -> CallReader:
-        """Who reads the calls in an answer."""
-        return CallReader(self.form, {one["name"] for one in self.functions})
+    def reader(self, is_reasoning: bool = False) -> CallReader:
+        """What reads the calls in an answer, which may begin amid reasoning."""
+        return CallReader(self.form, {one["name"] for one in self.functions}, is_reasoning)
 
     @property
     def text(self) -> str:

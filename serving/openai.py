@@ -13,8 +13,9 @@ Not covered: several prompts in one request, images, embeddings.
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ from werkzeug.exceptions import NotFound
 
 from messages import Json, RequestError
 from models.calls import Call, CallReader
-from models.tools import Tools, read_tools
+from models.tools import read_tools
 
 from .answers import Shape, sse
 from .formats import FIELDS, constraint_of
@@ -70,8 +71,9 @@ def register_routes(app: Flask, service: Service) -> None:
             fields = _supported(fields)
             messages = fields.pop("messages", None)
             _translate_chat(fields, sent)
-            service.read_chat(messages, fields, tools)
-            shape = _Calls(name, fields, tools) if tools else _Chat(name, fields)
+            is_reasoning, shape = service.read_chat(messages, fields, tools), _Chat(name, fields)
+            if tools:
+                shape = _Calls(name, fields, partial(tools.reader, is_reasoning))
             return service.respond(fields, shape)
 
     @app.get("/v1/models")
@@ -287,9 +289,9 @@ class _Calls(_Chat):
 
     nothing = None
 
-    def __init__(self, model: str, fields: Json, tools: Tools) -> None:
+    def __init__(self, model: str, fields: Json, new_reader: Callable[[], CallReader]) -> None:
         super().__init__(model, fields)
-        self._readers = defaultdict[int, CallReader](tools.reader)  # by choice
+        self._readers = defaultdict[int, CallReader](new_reader)  # by choice
         self._calls = defaultdict[int, list[Json]](list)
 
     def _said(self, index: int, part: str | Call) -> Json:

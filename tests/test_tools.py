@@ -16,7 +16,7 @@ import openai
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TARGET
+from conftest import TARGET, TEMPLATE
 from hypothesis import given
 from hypothesis import strategies as st
 from server import LIMIT_S, Client, serving
@@ -161,6 +161,16 @@ def test_what_is_no_call_is_content(create, says, form, text):
         chunks = [chunk.choices[0] for chunk in create(stream=True)]
         assert "".join(chunk.delta.content or "" for chunk in chunks) == text
         assert chunks[-1].finish_reason == "stop"
+
+
+def test_reasoning_that_the_prompt_opens_is_content(create, service, says, monkeypatch):
+    call = call_text("time", TIME, TAGGED)
+    tokenizer = service.engine.target.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{# </think> #}<think>\n")
+    says(f"Shall I {call}?</think>\n{call}", size=4)
+    (choice,) = create().choices
+    assert choice.message.content == f"Shall I {call}?</think>"
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
 
 
 def test_a_stream_holds_back_no_more_than_may_become_a_call(create, says):
@@ -417,7 +427,7 @@ def test_a_template_shows_its_form(template, form):
 
 # ------------------------------------------------------------------------------- what is sent
 def test_none_leaves_the_tools_out_of_the_prompt_and_binds_nothing(create, service, says):
-    says("Hi")
+    says("Hi", GENERAL)
     assert create(tool_choice="none").choices[0].message.content == "Hi"
     without, fields = service.fields["prompt"], service.fields
     assert "grammar" not in fields
