@@ -159,9 +159,8 @@ class CallReader:
         self.num_calls = 0  # that are whole
         self._form, self._names = form, names
         self._held = ""
-        self._state = (
-            "reason" if is_reasoning else "begin"
-        )  # then: reason | text | rest (content to the end)
+        # Then: reason | text | rest (what is left is content).
+        self._state = "reason" if is_reasoning else "begin"
         # In the general form a call begins only where the answer does.
         self._tag = OPEN if form.has_tags else ""
         self._call = re.compile(
