@@ -60,27 +60,39 @@ def penalise(logits: Tensor, sampling: Sampling, text: list[int], draft: Draft) 
     """The scores of logits [n + 1, V] after `text` and each of the n drafted tokens behind it.
 
     A row is changed as in plain decoding: by `text` and the drafted tokens on the path to it. A
-    small model's logits may lack the last tokens of the vocabulary.
+    small model's logits may lack the last tokens of the vocabulary, which `text` does not have.
     """
-    if not sampling.penalties:
+    if not (penalties := sampling.penalties):
         return logits
-    scores, known = logits.clone(), logits.shape[-1]
-    if bias := [entry for entry in sampling.logit_bias if entry[0] < known]:
-        biased, more = zip(*bias, strict=True)
+    scores = logits.clone()
+    biases = penalties.pop("logit_bias", ())
+    if biases := [entry for entry in biases if entry[0] < logits.shape[-1]]:
+        biased, more = zip(*biases, strict=True)
         scores[:, list(biased)] += scores.new_tensor(more)
-    ids = [i for i in dict.fromkeys([*draft.tokens, *text]) if i < known]
-    prompt, generated = set(text[: sampling.prompt_length]), Counter(text[sampling.prompt_length :])
-    counts = np.tile([generated[i] for i in ids], (len(draft.tokens) + 1, 1))  # [n + 1, ids]
+    if penalties:
+        _penalise_repeated(scores, sampling, text, draft)
+    return scores
+
+
+def _penalise_repeated(scores: Tensor, sampling: Sampling, text: list[int], draft: Draft) -> None:
+    """Lower the scores [n + 1, V] of tokens that occurred, in place."""
+    factor, generated = sampling.repetition_penalty, text[sampling.prompt_length :]
+    ids = list(dict.fromkeys([*draft.tokens, *(generated if factor == 1 else text)]))
+    if not ids:
+        return
+    drafted = np.zeros((len(draft.tokens) + 1, len(ids)), int)  # how often on the path to a row
     for row, path in enumerate(draft.paths(), 1):
         for i in path:
-            counts[row, ids.index(draft.tokens[i])] += 1
-    occurs = (counts > 0) | [i in prompt for i in ids]
+            drafted[row, ids.index(draft.tokens[i])] += 1
+    counted, is_known = Counter(generated), np.ones(len(ids), bool)
+    is_known[: len(draft.tokens)] = [i in text for i in ids[: len(draft.tokens)]]
+    counts = drafted + [counted.get(i, 0) for i in ids]
     lowered = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
-    before, factor = scores[:, ids], sampling.repetition_penalty
+    columns = torch.tensor(ids, device=scores.device)
+    before, occurs = scores[:, columns], torch.from_numpy(is_known | (drafted > 0))
     repeated = torch.where(before < 0, before * factor, before / factor)
-    after = torch.where(torch.from_numpy(occurs).to(before.device), repeated, before)
-    scores[:, ids] = after - torch.from_numpy(lowered.astype(np.float32)).to(before.device)
-    return scores
+    after = torch.where(occurs.to(before.device), repeated, before)
+    scores[:, columns] = after - torch.from_numpy(lowered).to(before)
 
 
 def survivors(

@@ -33,7 +33,7 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
     plainly, with a trace.
     """
     job, *others = jobs
-    if job.is_choice:
+    if job.sequence.request.n > 1:
         return of_choices([_answer(job, notes) for job in jobs])
     body = _answer(job, notes)
     if others:

@@ -149,9 +149,9 @@ def _take_answer(fields: Json) -> Json | None:
 
 def _supported(body: Json) -> Json:
     """The fields without those that may have one value only. Raises RequestError for another."""
-    num_choices, best_of = (1 if (n := body.get(name)) is None else n for name in ("n", "best_of"))
-    if body.pop("best_of", None) is not None and (best_of is True or best_of != num_choices):
-        raise RequestError("best_of must be n: each choice is returned", param="best_of")
+    best_of = body.pop("best_of", None)
+    if best_of is not None and (best_of is True or best_of != (body.get("n") or 1)):
+        raise RequestError("best_of must equal n: no choice is left out", param="best_of")
     for name, (served, otherwise) in _ONLY.items():
         value = body.pop(name, None)
         is_served = value in served and not (isinstance(value, bool) and served[0] is not False)

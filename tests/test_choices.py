@@ -10,25 +10,10 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import openai
 import pytest
 import speculative_decoding as core
 from engine import replaying
-from server import (
-    COLOURS,
-    ENDLESS,
-    LIMIT_S,
-    call,
-    connect,
-    events_of,
-    generate,
-    health,
-    is_error,
-    serving,
-    until,
-    wait_until_idle,
-    wait_until_running,
-)
+from server import COLOURS, ENDLESS, LIMIT_S, events_of, is_error, serving, until
 
 from engines import client, relay
 from messages import Request, RequestError
@@ -46,16 +31,12 @@ PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 def server(chat_folder):
     with serving("--model", str(chat_folder("qwen3")), "--drafter", "ngram") as server:
         yield server
+        server.end_well()
 
 
 @pytest.fixture(scope="module")
-def port(server):
-    return server.port
-
-
-@pytest.fixture(scope="module")
-def asked(port):
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+def asked(server):
+    with server.openai() as client:
         (model,) = client.models.list().data
 
         def ask(is_chat, **fields):
@@ -73,10 +54,10 @@ def of_a_choice(body):
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"drafter": "none"}], ids=str)
-def test_each_choice_is_the_text_of_its_seed_alone(port, fields):
+def test_each_choice_is_the_text_of_its_seed_alone(server, fields):
     fields = FIELDS | {"logprobs": 1} | fields
-    alone = [generate(port, **fields | {"seed": seed})[1] for seed in (5, 6, 7)]
-    status, body = generate(port, **fields, n=3)
+    alone = [server.generate(**fields | {"seed": seed})[1] for seed in (5, 6, 7)]
+    status, body = server.generate(**fields, n=3)
     assert status == 200 and [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert list(map(of_a_choice, body["choices"])) == list(map(of_a_choice, alone))
     assert of_a_choice(body) == of_a_choice(alone[0])
@@ -89,9 +70,9 @@ def test_each_choice_is_the_text_of_its_seed_alone(port, fields):
 
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
-def test_the_openai_client_gets_the_same_choices_whole_and_streamed(asked, port, is_chat):
+def test_the_openai_client_gets_the_same_choices_whole_and_streamed(asked, server, is_chat):
     prompt = {"prompt": CHAT, "chat": True} if is_chat else {}
-    expected = generate(port, **FIELDS | prompt, n=3)[1]
+    expected = server.generate(**FIELDS | prompt, n=3)[1]
     texts = [choice["text"] for choice in expected["choices"]]
     result = asked(is_chat, n=3)
     said = [c.message.content if is_chat else c.text for c in result.choices]
@@ -122,9 +103,9 @@ def test_log_probabilities_and_their_offsets_are_those_of_each_choice(asked):
         assert all(len(entry.top_logprobs) == 1 for entry in choice.logprobs.content)
 
 
-def test_a_stream_of_generate_names_the_choice_of_each_event(port):
+def test_a_stream_of_generate_names_the_choice_of_each_event(server):
     fields = FIELDS | {"n": 2, "stream": True, "trace": True}
-    *events, body = events_of(call(port, "POST", "/generate", fields)[2])
+    *events, body = events_of(server.call("POST", "/generate", fields)[2])
     for i, choice in enumerate(body["choices"]):
         mine = [event for event in events if event["index"] == i]
         assert [event["step"] for event in mine] == list(range(len(mine)))
@@ -185,10 +166,10 @@ def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):
 def test_all_choices_end_when_their_client_leaves(is_streamed):
     with serving("--model", "embedded", "--max-running", "2") as server:
         fields = ENDLESS | {"n": 4, "temperature": 1, "stream": is_streamed}
-        with connect(server.port, "/generate", fields):
-            wait_until_running(server.port, 2)
-            assert health(server.port)["num_requests_waiting"] == 2
-        wait_until_idle(server.port)
+        with server.connect("/generate", fields):
+            server.wait_until_running(2)
+            assert server.health()["num_requests_waiting"] == 2
+        server.wait_until_idle()
 
 
 def test_each_choice_takes_a_place_and_the_first_decides_whether_there_is_one():
@@ -225,36 +206,36 @@ def test_another_engine_is_asked_for_each_choice():
         replay.is_lenient = True
         with serving("--engine", replay.url) as server:
             fields = {"prompt": COLOURS, "max_tokens": 12, "n": 2, "seed": 7}
-            status, body = generate(server.port, **fields)
+            status, body = server.generate(**fields)
             assert status == 200 and [c["seed"] for c in body["choices"]] == [7, 8]
             sent = [each for path, each, _ in replay.seen if path == "/v1/completions"]
             assert sorted(each["seed"] for each in sent) == [7, 8]
             counts = [choice["timings"]["predicted_n"] for choice in body["choices"]]
             assert body["usage"]["completion_tokens"] == sum(counts) > 0
             fields |= {"stream": True, "seed": None}  # the engine chooses
-            *events, _ = events_of(call(server.port, "POST", "/generate", fields)[2])
+            *events, _ = events_of(server.call("POST", "/generate", fields)[2])
             assert {event["index"] for event in events} == {0, 1}
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_does_not_go_with_choices_is_refused(port, path):
+def test_what_does_not_go_with_choices_is_refused(server, path):
     prompt = {"messages": CHAT} if "chat" in path else {"prompt": COLOURS}
     wrong = [({"n": 2, "compare": True}, "n"), ({"n": 2, "seed": 2**64 - 1}, "seed")]
     if path != "/generate":
         wrong += [({"n": 2, "best_of": 3}, "best_of"), ({"n": 2, "best_of": 1}, "best_of")]
     for fields, name in wrong:
-        status, _, data = call(port, "POST", path, prompt | fields)
+        status, _, data = server.call("POST", path, prompt | fields)
         assert status == 400 and is_error(data, name), data
     right = [{"n": 2, "seed": 2**64 - 2}, {"n": 1, "compare": True}]
     right += [{"n": 2, "best_of": 2}, {"best_of": 1}] if path != "/generate" else []
     for fields in right:
-        assert call(port, "POST", path, prompt | {"max_tokens": 2} | fields)[0] == 200
+        assert server.call("POST", path, prompt | {"max_tokens": 2} | fields)[0] == 200
 
 
 def test_the_log_counts_the_tokens_of_all_choices(server):
     fields, marked = FIELDS | {"n": 3, "max_tokens": 7}, {"X-Request-Id": "three-choices"}
     headers = {"Content-Type": "application/json"} | marked
-    body = json.loads(call(server.port, "POST", "/generate", fields, headers)[2])
+    body = json.loads(server.call("POST", "/generate", fields, headers)[2])
     until(lambda: "three-choices" in server.log())
     (line,) = [json.loads(t) for t in server.log().splitlines() if "three-choices" in t]
     assert line["tokens"] == body["usage"]["completion_tokens"]
