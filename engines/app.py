@@ -14,6 +14,7 @@ from drafters.pool import PLAIN
 from messages import Json, RequestError
 from models.loading import StartError
 from models.prompts import read_turns
+from models.tools import Tools
 from serving.answers import body_of, of_choices
 from serving.connection import CLIENT_BEHIND
 from serving.metrics import Figures
@@ -129,6 +130,7 @@ class Remote(Service):
         self.worker = Relay(engine.client, engine.model, options)
         self.name, self.max_length = engine.name, engine.max_length
         self.is_chat = engine.is_chat and not options.raw
+        self.call_form = None  # it is not bound to a grammar
 
     def begin(self, fields: Json) -> tuple[list[RemoteJob], bool, list[str]]:
         """Parse and queue a request. Returns its job, whether to stream, and warnings."""
@@ -139,9 +141,10 @@ class Remote(Service):
             jobs[0].await_first()
         return jobs, wanted.is_streamed, notes
 
-    def read_chat(self, messages: Any, fields: Json) -> None:
+    def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> bool:
         """Put a conversation into the fields, for the engine to write as a text."""
         fields |= {"prompt": read_turns(messages), "chat": True}
+        return False
 
     def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
         """What /generate returns for a finished job, or those of several choices."""

@@ -7,13 +7,15 @@ The fields of /generate (drafter, num_speculative_tokens, min_p, …) may be sen
 usual parts an answer, and a stream's last chunk, has vLLM's `metrics.speculative_decoding` and
 llama.cpp's `timings`. What would change the output and is not supported is refused, not ignored.
 
-Not covered: several prompts in one request, tools, images, embeddings.
+Not covered: several prompts in one request, images, embeddings.
 """
 
+import secrets
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,8 +23,11 @@ from flask import Flask, Response, g
 from werkzeug.exceptions import NotFound
 
 from messages import Json, RequestError
+from models.calls import Call, CallReader
+from models.tools import read_tools
 
 from .answers import Shape, sse
+from .formats import FIELDS, constraint_of
 from .parsing import model_id, unknown_model
 from .service import Service, read_body
 
@@ -32,10 +37,10 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat": ((False,), "is a field of /generate: /v1/chat/completions takes messages"),
     "echo": ((False,), "is not supported: the answer is the new text alone"),
     "suffix": (("",), "is not supported: a text is continued, and not filled in"),
-    "tools": (([],), f"are {_TEXT_ALONE}"),
-    "tool_choice": (("none", "auto"), f"is {_TEXT_ALONE}"),
-    "functions": (([],), f"are {_TEXT_ALONE}"),
-    "function_call": (("none", "auto"), f"is {_TEXT_ALONE}"),
+    "tools": (([],), "go with messages: /v1/chat/completions takes both"),
+    "tool_choice": (("none", "auto"), "goes with tools: /v1/chat/completions takes them"),
+    "functions": (([],), "are not supported: tools are"),
+    "function_call": (("none", "auto"), "is not supported: tool_choice is"),
     "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
 # What stands beside the choices, as in /generate's answer.
@@ -58,13 +63,18 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
         """Answer a conversation. Errors name the fields as the client does."""
-        fields = _supported(read_body())
-        sent = {"prompt": "messages"}  # our name of a field -> the client's
+        fields = read_body()
+        sent = {"prompt": "messages", "grammar": "tools"}  # our name of a field -> the client's
         with _errors_name(sent):
+            if tools := read_tools(fields, service.call_form):
+                fields["grammar"] = tools.grammar(_take_answer(fields))
+            fields = _supported(fields)
             messages = fields.pop("messages", None)
             _translate_chat(fields, sent)
-            service.read_chat(messages, fields)
-            return service.respond(fields, _Chat(name, fields))
+            is_reasoning, shape = service.read_chat(messages, fields, tools), _Chat(name, fields)
+            if tools:
+                shape = _Calls(name, fields, partial(tools.reader, is_reasoning))
+            return service.respond(fields, shape)
 
     @app.get("/v1/models")
     def models() -> Json:
@@ -123,6 +133,18 @@ def _translate_chat(fields: Json, sent: dict[str, str]) -> None:
         if not fields.get("logprobs"):
             raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
         fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
+
+
+def _take_answer(fields: Json) -> Json | None:
+    """Take the schema of answers without calls out of the fields of a request that has tools.
+
+    Raises RequestError for a bound of another kind on the text.
+    """
+    bounds = {name: fields.pop(name) for name in FIELDS if name in fields}
+    name, _, schema = constraint_of(bounds) or ("", "", None)
+    if not isinstance(schema, dict | None):
+        raise RequestError(f"{name} does not go with tools", param=name)
+    return schema
 
 
 def _supported(body: Json) -> Json:
@@ -237,11 +259,12 @@ class _Chat(_OpenAI):
     """The shape of /v1/chat/completions."""
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    nothing: str | None = ""  # the content before there is any
 
     @property
     def opening(self) -> str:
         """A stream begins with the role, of each choice."""
-        said = {"role": "assistant", "content": ""}
+        said = {"role": "assistant", "content": self.nothing}
         return "".join(
             self._chunk(self._choice(i, None, None, delta=said)) for i in range(self.num_choices)
         )
@@ -256,6 +279,69 @@ class _Chat(_OpenAI):
 
     def _choice(self, index: int, reason: str | None, logprobs: Logprobs, **said: Json) -> Json:
         return {"index": index} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
+
+
+class _Calls(_Chat):
+    """The shape of a chat with tools: their calls stand beside the content, which may be null.
+
+    A stream has each call whole in one chunk, and no text that may still become a call.
+    """
+
+    nothing = None
+
+    def __init__(self, model: str, fields: Json, new_reader: Callable[[], CallReader]) -> None:
+        super().__init__(model, fields)
+        self._readers = defaultdict[int, CallReader](new_reader)  # by choice
+        self._calls = defaultdict[int, list[Json]](list)
+
+    def _said(self, index: int, part: str | Call) -> Json:
+        """A part of a choice as a chunk's delta has it."""
+        if isinstance(part, str):
+            return {"content": part}
+        calls = self._calls[index]
+        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        calls.append(call | {"function": part._asdict()})
+        return {"tool_calls": [{"index": len(calls) - 1} | calls[-1]]}
+
+    def shown(self, event: Json, number: int) -> str:
+        """The chunks for an event; the first one has its log-probabilities, whatever it says."""
+        if number >= self.num_choices:
+            return ""
+        parts = self._readers[number].feed("".join(text for text, _ in event["pieces"]))
+        logprobs = event.get("logprobs")
+        if logprobs is not None and not parts:
+            parts = [""]
+        chunks = []
+        for part in parts:
+            delta = self._said(number, part)
+            chunks.append(self._chunk(self._choice(number, None, logprobs, delta=delta)))
+            logprobs = None
+        return "".join(chunks)
+
+    def last(self, body: Json) -> Iterator[str]:
+        """What was held back, then why each choice ended."""
+        for index in range(self.num_choices):
+            for part in self._readers[index].finish():
+                said = self._said(index, part)
+                yield self._chunk(self._choice(index, None, None, delta=said))
+        yield from super().last(body)
+
+    def choice(
+        self, index: int, text: str, reason: str | None, logprobs: Logprobs, is_part: bool
+    ) -> Json:
+        """A message with its calls, or the end of a stream."""
+        reader, said = self._readers[index], {"delta": {}}
+        if not is_part:
+            parts = [*reader.feed(text), *reader.finish()]
+            deltas = [self._said(index, part) for part in parts]
+            content = "".join(delta.get("content", "") for delta in deltas)
+            message = {"role": "assistant", "content": content}
+            if calls := self._calls[index]:
+                message |= {"content": content or None, "tool_calls": calls}
+            said = {"message": message}
+        if reason == "stop" and reader.num_calls:  # a call that a stop string cut is none
+            reason = "tool_calls"
+        return self._choice(index, reason, logprobs, **said)
 
 
 def _content(logprobs: Logprobs) -> Json | None:
