@@ -80,9 +80,8 @@ def choices(
 ) -> Callable[[int], int]:
     """What `verify` asks for: the target's choice after drafted token i, by row i + 1 of scores.
 
-    scores [n + 1, vocabulary] are the logits after the pending and each drafted token, less the
-    repetition penalty. The choice will stand at the position num_tokens + (tokens on the path to
-    i). The noise depends on the seed and this position alone, so no draft changes a choice.
+    scores [n + 1, V] are `penalise`d logits. The choice will stand at the position num_tokens +
+    (tokens on the path to i). Noise depends on seed and position alone: no draft changes a choice.
     """
     return lambda i: choose(scores, sampling, noise, num_tokens + draft.depth(i), row=i + 1)
 
@@ -95,6 +94,7 @@ def speculate(
 
     This is the whole method for one request. `Engine` does it for many at once, with statistics.
     """
+    sampling = sampling.behind(prompt)  # penalties count what is generated
     noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
     state = drafter.open(prompt, sampling, noise)
     if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
@@ -112,7 +112,7 @@ def speculate(
             count = len(draft.tokens) + 1  # logits: after the pending and each drafted token
             output = target.forward([row], [fed], [count], layers, [draft.parents])
             # 3. Accept: the draft stays for as long as the target chooses the same tokens.
-            scores = penalise(output.logits[0], sampling.repetition_penalty, tokens, draft)
+            scores = penalise(output.logits[0], sampling, tokens, draft)
             judged, accepted = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
             emitted = [judgement.id for judgement in judged if judgement.kind != "rejected"]
             # 4. Truncate: the cache forgets what was rejected. The last token is pending.
@@ -140,12 +140,12 @@ def plain_decode(
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
+    sampling = sampling.behind(prompt)
     row, fed, tokens = target.cache.open_row(), prompt, []
     try:
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
             logits = target.forward([row], [fed], [1]).logits[0]
-            token, _ = sample(logits[0], prompt + tokens, sampling, noise)
-            tokens.append(token)
+            tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
             fed = tokens[-1:]
         return tokens
     finally:
@@ -253,7 +253,7 @@ def sample(
 
     Returns the token, and q [V], the distribution that it was drawn from, or None (see needs_q).
     """
-    scores = penalise(logits[None], sampling.repetition_penalty, text, Draft())  # no draft follows
+    scores = penalise(logits[None], sampling, text, Draft())  # no draft follows
     q = truncated_softmax(scores, *sampling.transforms)[0] if sampling.needs_q else None
     if sampling.is_coupled:
         return choose(scores, sampling, noise, len(text)), q
@@ -449,7 +449,7 @@ class Engine:
         plan: control.Plan,
     ) -> messages.Cycle:  # fmt: skip
         """Judge the draft, append what stays, truncate; planner and drafters learn what came."""
-        scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft)
+        scores = penalise(logits, s.request.sampling, s.tokens, draft)
         if s.matcher:  # a grammar is one more transform: what it forbids gets −inf
             scores = s.matcher.mask(scores, draft)
         judged, path = self.judge(s, draft, scores)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request wants its tokens chosen: transforms of the logits, applied in this order.
+    """How a request wants its tokens chosen: transforms of the logits (see sampling.py).
 
     At temperature 0 the likeliest token is taken (greedy), and top_k, top_p, min_p and verification
     have no effect. These values switch a transform off: repetition_penalty 1, top_k 0 or less,
-    top_p 1, min_p 0.
+    top_p 1, min_p 0, presence_penalty 0, frequency_penalty 0, no logit_bias.
     """
 
     repetition_penalty: float = 1.0
@@ -28,6 +28,20 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     verification: str = "coupled"  # or "rejection": how drafts of sampled text are judged
+    presence_penalty: float = 0.0  # taken from the logit of each token that was generated before
+    frequency_penalty: float = 0.0  # and as many times as it was generated
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    prompt_length: int = 0  # of the text's first tokens, which were not generated
+
+    def behind(self, prompt: list[int]) -> "Sampling":
+        """This sampling for a text that begins with the prompt."""
+        return replace(self, prompt_length=len(prompt))
+
+    @property
+    def penalties(self) -> dict[str, Any]:
+        """What changes logits before the temperature, by name, as far as it is switched on."""
+        names = "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"
+        return {n: value for n in names if (value := getattr(self, n)) != getattr(Sampling, n)}
 
     @property
     def is_greedy(self) -> bool:
@@ -93,6 +107,13 @@ class Request:
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
+    n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them
+
+    @property
+    def choices(self) -> list["Request"]:
+        """A request for each of the n texts; their seeds are seed, seed + 1 and so on."""
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        return [replace(self, seed=seed) for seed in seeds]
 
     def admitted(self, context: int, vocab_size: int) -> tuple["Request", list[str]]:
         """The request as it can be served, and warnings. Raises ValueError for a bad prompt.
@@ -106,7 +127,8 @@ class Request:
             what = f"max_tokens was lowered from {self.max_tokens} to {room}"
             warnings = [f"{what}: the context holds {context} tokens"]
         drafter = self.drafter if self.num_speculative_tokens else None
-        return replace(self, max_tokens=min(self.max_tokens, room), drafter=drafter), warnings
+        sampling, max_tokens = self.sampling.behind(self.prompt), min(self.max_tokens, room)
+        return replace(self, max_tokens=max_tokens, drafter=drafter, sampling=sampling), warnings
 
     @property
     def drafting(self) -> Sampling:

@@ -1,7 +1,15 @@
-"""How a token is chosen: penalty, temperature, top-k, top-p, min-p, noise, draw.
+"""How a token is chosen: bias, penalties, temperature, top-k, top-p, min-p, noise, draw.
 
     logits [V] ─ penalise → scores ─ survivors → weights, ids ─ race → token   choose()
                                                       └─ share of all → p      truncated_softmax()
+
+`penalise` turns a token's logit into its score, in this order:
+
+    logit_bias          adds the token's bias
+    repetition_penalty  divides by it, or multiplies where the score is negative, if the token
+                        occurs in the prompt or was generated before
+    presence_penalty    is taken away, if the token was generated before
+    frequency_penalty   is taken away as many times as the token was generated before
 
 Weights are exp((score − largest score) / temperature). Tokens are ordered by falling score, and of
 equal scores the lower id comes first. Each cut keeps the first tokens of this order:
@@ -23,17 +31,18 @@ A seed draws the same on every machine. Hashes are integers. exp and log are wri
 sums and products of float64. top-p adds whole multiples of 2⁻⁴⁰: their order does not change the
 sum. kernels/c/sampling.c gives the same bits in a hundredth of the time, if there is a compiler.
 
-Sources: the transforms are those of transformers' TopKLogitsWarper, TopPLogitsWarper and
-MinPLogitsWarper, in that order; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the
-keys are splitmix64's.
+Sources: the transforms are those of transformers' RepetitionPenaltyLogitsProcessor,
+TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, in that order; bias, frequency and presence
+are those of OpenAI's API; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the keys are
+splitmix64's.
 """
 
+from collections import Counter
 from math import factorial, inf, isfinite, log2, nextafter, sqrt
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import kernels
 from messages import Draft, Sampling
@@ -47,20 +56,43 @@ _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 
 
 # ---------------------------------------------------------------------------------- transforms
-def penalise(logits: Tensor, penalty: float, text: list[int], draft: Draft) -> Tensor:
-    """Apply the repetition penalty to logits [n + 1, V] after the n drafted tokens; 1 = off.
+def penalise(logits: Tensor, sampling: Sampling, text: list[int], draft: Draft) -> Tensor:
+    """The scores of logits [n + 1, V] after `text` and each of the n drafted tokens behind it.
 
-    A row is penalised as in plain decoding: for `text` and the drafted tokens on the path to it.
+    A row is changed as in plain decoding: by `text` and the drafted tokens on the path to it. A
+    small model's logits may lack the last tokens of the vocabulary, which `text` does not have.
     """
-    if penalty == 1:
+    if not (penalties := sampling.penalties):
         return logits
-    # All rows must list equally many ids. So a row lists an id of the text again in the place of
-    # each other drafted token. An id is penalised once, however often it is listed.
-    paths = [[draft.tokens[i] for i in path] for path in ([], *draft.paths())]
-    rows = [path + text[:1] * (len(draft.tokens) - len(path)) for path in paths]
-    known = torch.tensor(list(set(text))).expand(len(rows), -1)
-    ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
-    return RepetitionPenaltyLogitsProcessor(float(penalty))(ids.to(logits.device), logits)
+    scores = logits.clone()
+    biases = penalties.pop("logit_bias", ())
+    if biases := [entry for entry in biases if entry[0] < logits.shape[-1]]:
+        biased, more = zip(*biases, strict=True)
+        scores[:, list(biased)] += scores.new_tensor(more)
+    if penalties:
+        _penalise_repeated(scores, sampling, text, draft)
+    return scores
+
+
+def _penalise_repeated(scores: Tensor, sampling: Sampling, text: list[int], draft: Draft) -> None:
+    """Lower the scores [n + 1, V] of tokens that occurred, in place."""
+    factor, generated = sampling.repetition_penalty, text[sampling.prompt_length :]
+    ids = list(dict.fromkeys([*draft.tokens, *(generated if factor == 1 else text)]))
+    if not ids:
+        return
+    drafted = np.zeros((len(draft.tokens) + 1, len(ids)), int)  # how often on the path to a row
+    for row, path in enumerate(draft.paths(), 1):
+        for i in path:
+            drafted[row, ids.index(draft.tokens[i])] += 1
+    counted, is_known = Counter(generated), np.ones(len(ids), bool)
+    is_known[: len(draft.tokens)] = [i in text for i in ids[: len(draft.tokens)]]
+    counts = drafted + [counted.get(i, 0) for i in ids]
+    lowered = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
+    columns = torch.tensor(ids, device=scores.device)
+    before, occurs = scores[:, columns], torch.from_numpy(is_known | (drafted > 0))
+    repeated = torch.where(before < 0, before * factor, before / factor)
+    after = torch.where(occurs.to(before.device), repeated, before)
+    scores[:, columns] = after - torch.from_numpy(lowered).to(before)
 
 
 def survivors(
@@ -264,7 +296,7 @@ def ranked(
     Each comes with a chance. Greedy: the most likely tokens, with their probabilities. Sampled: the
     fastest tokens of the race, each with its share of the sum of weight / e.
     """
-    scores = penalise(logits[None], sampling.repetition_penalty, text, Draft())[0]
+    scores = penalise(logits[None], sampling, text, Draft())[0]
     if sampling.is_greedy:
         weights, ids, sum_of_all = _leaders(scores, (1.0, 0, 1.0, 0.0), count)
         return list(zip(ids.tolist(), (weights / sum_of_all).tolist(), strict=True))

@@ -39,7 +39,7 @@ class GrammarDrafter(Drafter):
 
     def guess(self, state: GrammarState, max_tokens: int) -> list[int]:
         """What `propose` would propose: the controller asks, to know what it would be worth."""
-        return state.matcher.forced(max_tokens)
+        return state.matcher.forced(max_tokens) if state.matcher else []
 
     def evidence(self, state: GrammarState) -> int:
         """How long the forced text is, in tokens: short ones are mostly cut into others."""

@@ -263,6 +263,8 @@ def show_advice(engine: Engine, options: Options, flags: Namespace) -> int:
     """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
     names, left_out = [], ["self_int8", "tree"]
     for name, drafter in engine.pool.drafters.items():
+        if name in engine.pool.special:  # requests bring what they draft from
+            continue
         if name in _SGLANG or (name not in NAMES and not drafter.needs_hidden):
             names.append(name)
         elif name not in left_out and not drafter.needs:  # no prompt here has what it needs

@@ -14,7 +14,8 @@ from drafters.pool import PLAIN
 from messages import Json, RequestError
 from models.loading import StartError
 from models.prompts import read_turns
-from serving.answers import body_of
+from models.tools import Tools
+from serving.answers import body_of, of_choices
 from serving.connection import CLIENT_BEHIND
 from serving.metrics import Figures
 from serving.options import Options
@@ -129,27 +130,33 @@ class Remote(Service):
         self.worker = Relay(engine.client, engine.model, options)
         self.name, self.max_length = engine.name, engine.max_length
         self.is_chat = engine.is_chat and not options.raw
+        self.call_form = None  # it is not bound to a grammar
 
     def begin(self, fields: Json) -> tuple[list[RemoteJob], bool, list[str]]:
         """Parse and queue a request. Returns its job, whether to stream, and warnings."""
         wanted, notes = parse(fields, self.engine, self.options)
         is_behind = request.environ.get(CLIENT_BEHIND, lambda: False)
-        (job,) = jobs = watched([self.worker.submit(wanted, is_behind)])
+        jobs = watched(self.worker.submit(wanted, is_behind))
         if wanted.is_streamed:
-            job.await_first()
+            jobs[0].await_first()
         return jobs, wanted.is_streamed, notes
 
-    def read_chat(self, messages: Any, fields: Json) -> None:
+    def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> bool:
         """Put a conversation into the fields, for the engine to write as a text."""
         fields |= {"prompt": read_turns(messages), "chat": True}
+        return False
 
     def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
-        """What /generate returns for a finished job."""
-        s = jobs[0].sequence
+        """What /generate returns for a finished job, or those of several choices."""
+        bodies = [self._answer(job, notes) for job in jobs]
+        return of_choices(bodies) if jobs[0].is_choice else bodies[0]
+
+    def _answer(self, job: RemoteJob, notes: list[str]) -> Json:
+        s = job.sequence
         names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
         usage = {n: s.usage.get(n) for n in names} | {"completion_tokens": s.num_tokens}
         ids = s.output if s.has_ids else None
-        return body_of(s, ids, notes, usage, rates(s.speculation), timings(jobs[0]))
+        return body_of(s, ids, notes, usage, rates(s.speculation), timings(job))
 
     def health(self) -> Json:
         """The body of GET /health. What the engine does not tell is null."""

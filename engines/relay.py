@@ -59,6 +59,7 @@ class Wanted(Request):
             "return_token_ids": True,
         }
         more = {"max_tokens": self.max_tokens, "stop": list(self.stop) or None, "seed": self.seed}
+        more |= sampling.penalties | {"logit_bias": dict(sampling.logit_bias) or None}
         fields |= {name: value for name, value in more.items() if value is not None}
         if self.logprobs is not None and self.is_chat:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
@@ -181,8 +182,13 @@ class RemoteJob(Job):
     sequence: Told  # type: ignore[assignment]
     is_behind: Callable[[], bool]  # whether its client has yet to read what it was sent
 
-    def __init__(self, wanted: Wanted, timeout_s: float, is_behind: Callable[[], bool]) -> None:
+    def __init__(
+        self, wanted: Wanted, timeout_s: float, is_behind: Callable[[], bool],
+        first: "RemoteJob | None" = None,
+    ) -> None:  # fmt: skip
+        """`first` is the job of the request's first choice, if this is another one."""
         super().__init__(wanted, timeout_s)
+        self._changed = first._changed if first else self._changed  # one thread waits for all
         self.sequence, self.is_behind = Told(wanted), is_behind
         self.heard = self.submitted  # when the engine last said something
         self._socket: socket.socket | None = None
@@ -240,13 +246,19 @@ class Relay(Admission):
         super().__init__(options)
         self.client, self.model = client, model
 
-    def submit(self, wanted: Wanted, is_behind: Callable[[], bool]) -> RemoteJob:
-        """Queue a request. Raises RequestError: 429 if the queue is full, 503 in the end."""
-        job = RemoteJob(wanted, self.options.request_timeout, is_behind)
+    def submit(self, wanted: Wanted, is_behind: Callable[[], bool]) -> list[RemoteJob]:
+        """Queue a request's choices. Raises RequestError: 429 if the queue is full, 503 in the end.
+
+        Each is a request to the engine.
+        """
+        jobs: list[RemoteJob] = []
+        for each in wanted.choices:
+            limit_s = self.options.request_timeout
+            jobs.append(RemoteJob(each, limit_s, is_behind, jobs[0] if jobs else None))
         with self._changed:
-            self._queue([job])
+            self._queue(jobs)
             self._admit()
-        return job
+        return jobs
 
     def _admit(self) -> None:
         """Begin what waits and has a place now. With the lock held."""

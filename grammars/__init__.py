@@ -35,18 +35,24 @@ _MOST_COMPILED = 64  # grammars that are stored
 # Reasoning may stand before the text, or is under way when the text begins.
 OPEN, POSSIBLE = "open", "possible"
 _REASONING = """start: {first} @body
-reasoning: "<think>" rest
-rest: thoughts /[ \\n]{{0,4}}/
-thoughts[suffix="</think>"]: /(.|\\n)*/
+reasoning: {begin} rest
+rest: {thoughts} /[ \\n]{{0,4}}/
+until[suffix="</think>"]: /(.|\\n)*/
 """
 _FIRST = {OPEN: "rest", POSSIBLE: "reasoning?"}
+# By whether the tags are tokens of the vocabulary, which are no text to llguidance.
+_TAGS = {
+    False: {"begin": '"<think>"', "thoughts": "until"},
+    True: {"begin": "<think>", "thoughts": r"/(.|\n)*/ </think>"},
+}
 
 
-def source_of(kind: str, value: Any, reasoning: str = "") -> str:
+def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = False) -> str:
     """A grammar as llguidance reads it. Raises ValueError for a value that is none of its kind.
 
     `value` is a schema, a regular expression, a text of rules (Lark's, or GBNF as llama.cpp has
-    them), or a list of texts. With `reasoning` the grammar begins behind the end of that.
+    them), or a list of texts. With `reasoning` the grammar begins behind the end of that;
+    `has_tokens` says that its tags are tokens of the vocabulary.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -59,7 +65,7 @@ def source_of(kind: str, value: Any, reasoning: str = "") -> str:
         return source
     is_list = source.startswith("{")
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
-    rules = _REASONING.format(first=_FIRST[reasoning])
+    rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tokens])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
 
 
@@ -130,7 +136,8 @@ class Matcher:
         row = forbidden[node + 1]
         row[:] = np.unpackbits(bits, count=len(row), bitorder="little") == 0
         for child in draft.children(node):
-            if not row[draft.tokens[child]]:
+            # Behind a whole text nothing is judged, and a rollback would go a token too far.
+            if not row[draft.tokens[child]] and not self._matcher.is_stopped():
                 self._matcher.consume_token(draft.tokens[child])
                 self._note_forbidden(forbidden, draft, child)
                 self._matcher.rollback(1)

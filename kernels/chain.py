@@ -45,7 +45,7 @@ def can_chain(
     samplings = [state.sampling for state in states]
     return (
         bool(texts)
-        and all(s.is_coupled and not s.needs_q and s.repetition_penalty == 1 for s in samplings)
+        and all(s.is_coupled and not s.needs_q and not s.penalties for s in samplings)
         and not cache.recurrent
         and sum(len(ids) for _, ids, _ in texts) <= MOST_ROWS
         and max(ends) <= cache.max_length

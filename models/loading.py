@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer as Backend
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_utils import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
@@ -19,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from messages import in_short
 
 from . import StartError, gguf_check, mimo  # noqa: F401  (transformers then knows MiMo)
+from .calls import TAGS
 from .catalogue import entry_of, likely, place_of
 from .files import outside, returned_pages, unmap_weights, why_not_loaded
 from .gguf_config import config_of
@@ -157,6 +159,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             unmap_weights(read.model)
     _bound_cache(read.tokenizer)
+    _show_tags(read.tokenizer)
     if getattr(read.tokenizer, "chat_template", None):
         renderer.start()  # by its first prompt it will be ready
     return _fit(read, name, options)
@@ -301,6 +304,17 @@ def _bound_cache(tokenizer: Tokenizer) -> None:
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if hasattr(model, "_resize_cache"):  # tokenizers of other kinds have none
         model._resize_cache(_WORDS_KEPT)
+
+
+def _show_tags(tokenizer: Tokenizer) -> None:
+    """Let tags of calls and of reasoning be text: some tokenizers leave them out as special."""
+    known = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    if not any(token.special and token.content in TAGS for token in known):
+        return
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] not in TAGS
+    tokenizer._tokenizer = Backend.from_str(json.dumps(content))
 
 
 def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:

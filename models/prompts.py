@@ -18,10 +18,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Model, RequestError
+from messages import Json, Model, RequestError
 
+from .calls import Form, form_of
 from .catalogue import ROOT
 from .template import renderer
+from .tools import Tools, check_results, read_calls, turns_for_template
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
 _MESSAGE_COST = 50  # characters that take as long as a message
@@ -152,8 +154,10 @@ def chat_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
         raise
 
 
-def chat_prompt(messages: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
-    """The ids of a conversation, by the tokenizer's chat template.
+def chat_prompt(
+    messages: Any, tokenizer: Tokenizer | None, max_length: int, tools: Tools | None = None
+) -> Any:
+    """The ids of a conversation with these tools, by the tokenizer's chat template.
 
     Raises RequestError for messages that are none, and where there is no template.
     """
@@ -162,35 +166,63 @@ def chat_prompt(messages: Any, tokenizer: Tokenizer | None, max_length: int) -> 
         return turns
     if not tokenizer.chat_template:
         raise _wrong("this model's tokenizer has no chat template: use /v1/completions")
-    count = sum(len(turn["role"]) + len(turn["content"]) for turn in turns)
+    count = sum(map(_num_characters, turns)) + len(tools.text if tools else "")
     check_characters(count, tokenizer, max_length)
     with long_texts.take(count + _MESSAGE_COST * len(turns)):
-        text = _render(turns, tokenizer)
+        text = _render(turns, tokenizer, tools)
     # The template has written the special tokens already.
     return Conversation(tokenize(text, tokenizer, max_length, add_special_tokens=False))
+
+
+@lru_cache(1)
+def call_form(tokenizer: Tokenizer) -> Form:
+    """How the tokenizer's model writes calls of tools; of several templates, the one with tools."""
+    if not tokenizer.chat_template:
+        return Form()
+    return form_of(tokenizer.get_chat_template(tools=[]), tokenizer.get_added_vocab())
+
+
+def _num_characters(turn: Json) -> int:
+    calls = [call["function"] for call in turn.get("tool_calls", ())]
+    texts = [turn["role"], turn["content"], *(text for call in calls for text in call.values())]
+    return sum(map(len, texts))
 
 
 def _wrong(what: str) -> RequestError:
     return RequestError(what, param="messages")
 
 
-def read_turns(messages: Any) -> list[dict[str, str]]:
-    """The messages of a conversation, each as {role, content}. Raises RequestError."""
+def read_turns(messages: Any) -> list[Json]:
+    """The messages of a conversation, checked, each as {role, content}. Raises RequestError.
+
+    One that calls tools has `tool_calls`, in OpenAI's shape, and a tool's result `tool_call_id`.
+    """
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages must be a non-empty list")
     if len(messages) > _MAX_MESSAGES:
         raise _wrong(f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read")
-    return [_turn(message, i) for i, message in enumerate(messages)]
+    turns = [_turn(message, i) for i, message in enumerate(messages)]
+    try:
+        check_results(turns)
+    except ValueError as error:
+        raise _wrong(str(error)) from None
+    return turns
 
 
-def _render(turns: list[dict[str, str]], tokenizer: Tokenizer) -> str:
+def _render(turns: list[Json], tokenizer: Tokenizer, tools: Tools | None = None) -> str:
     """The conversation as the chat template writes it.
 
     Raises RequestError where the template refuses, or takes too long or too much memory.
     """
     asked = {"conversations": [turns], "add_generation_prompt": True}
     try:
-        asked["chat_template"] = tokenizer.get_chat_template()
+        if tools or any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns):
+            form = tools.form if tools else call_form(tokenizer)
+            asked["conversations"] = [turns_for_template(turns, form, tools)]
+            asked["chat_template"] = tokenizer.get_chat_template(tools=[])
+            asked["tools"] = tools.tools if tools and form.in_template else None
+        else:
+            asked["chat_template"] = tokenizer.get_chat_template()
         text = renderer.render(_TEMPLATE_LIMIT_S, **asked, **tokenizer.special_tokens_map)
     except ValueError as error:
         raise _wrong(f"the chat template {error}") from error
@@ -199,13 +231,13 @@ def _render(turns: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     return text
 
 
-def _turn(message: Any, i: int) -> dict[str, str]:
+def _turn(message: Any, i: int) -> Json:
     where = f"messages[{i}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong(f"{where} must be an object with a role")
-    if message.get("tool_calls") or message.get("function_call"):
-        why = "which are not supported: this server answers with text alone"
-        raise _wrong(f"{where} calls tools, {why}")
+    if message.get("function_call"):
+        raise _wrong(f"{where} has a function_call, which is not supported: tool_calls are")
+    turn = {"role": message["role"], "content": ""} | _about_tools(message, where)
     content = message.get("content")
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]
@@ -213,13 +245,31 @@ def _turn(message: Any, i: int) -> dict[str, str]:
         if not (is_plain and all(isinstance(part, str) for part in parts)):
             raise _wrong(f"{where}: only parts of type text are supported")
         content = "".join(parts)
-    if not isinstance(content, str):
-        raise _wrong(f"{where} must have a content of text")
+    if content or "tool_calls" not in turn:
+        if not isinstance(content, str):
+            raise _wrong(f"{where} must have a content of text")
+        turn["content"] = content
     try:
-        (message["role"] + content).encode("utf-8")
+        json.dumps(turn, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise _wrong(f"{where} holds a lone surrogate") from None
-    return {"role": message["role"], "content": content}
+    return turn
+
+
+def _about_tools(message: Json, where: str) -> Json:
+    """The calls that a message has, or the id of the call whose result it is."""
+    if calls := message.get("tool_calls"):
+        if message["role"] != "assistant":
+            raise _wrong(f"{where} has tool_calls, and its role is not assistant")
+        try:
+            return {"tool_calls": read_calls(calls, f"{where}.tool_calls")}
+        except ValueError as error:
+            raise _wrong(str(error)) from None
+    if message["role"] != "tool":
+        return {}
+    if not isinstance(number := message.get("tool_call_id"), str):
+        raise _wrong(f"{where} has the role tool, and must have a tool_call_id")
+    return {"tool_call_id": number}
 
 
 def prediction_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> tuple[int, ...]:

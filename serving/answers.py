@@ -17,7 +17,7 @@ from models.catalogue import entry_of
 from .comparison import comparison
 from .options import Options
 from .parsing import model_id
-from .worker import Job, Worker, cancel
+from .worker import Job, Worker, cancel, read
 
 LOG = logging.getLogger("engine")
 PING = ": ping\n\n"  # a proxy might take silence for an end
@@ -29,9 +29,22 @@ _POOR_FIRST_ACCEPTANCE = 0.2
 def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
     """What /generate returns for a finished job of a target in `dtype`.
 
-    Where a comparison was asked for, every second job decodes the request plainly, with a trace.
+    Several jobs are choices. Where a comparison was asked for, every second one decodes the request
+    plainly, with a trace.
     """
     job, *others = jobs
+    if job.sequence.request.n > 1:
+        return of_choices([_answer(job, notes) for job in jobs])
+    body = _answer(job, notes)
+    if others:
+        sequences = [job.sequence for job in jobs]
+        runs = list(zip(sequences[::2], sequences[1::2], strict=True))
+        body["compare"] = comparison(runs, others[0].events, dtype)
+    return body
+
+
+def _answer(job: Job, notes: list[str]) -> Json:
+    """What /generate returns for one finished job."""
     sequence = job.sequence
     request, statistics = sequence.request, sequence.statistics
     prompt, completion = len(request.prompt), len(sequence.output)
@@ -55,11 +68,24 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
     )
     if request.trace:
         body["trace"] = list(map(public, job.events))
-    if others:
-        sequences = [job.sequence for job in jobs]
-        runs = list(zip(sequences[::2], sequences[1::2], strict=True))
-        body["compare"] = comparison(runs, others[0].events, dtype)
     return body
+
+
+def of_choices(bodies: list[Json]) -> Json:
+    """One answer from those of a request's choices: the first, and all of them in `choices`.
+
+    In `usage` the prompt is counted once, and `warnings` has those of all.
+    """
+    usage, of_all = dict(bodies[0]["usage"]), ("usage", "warnings")
+    usage["completion_tokens"] = sum(body["usage"]["completion_tokens"] for body in bodies)
+    if usage["prompt_tokens"] is not None:
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    choices = [
+        {"index": i} | {name: body[name] for name in body if name not in of_all}
+        for i, body in enumerate(bodies)
+    ]
+    warnings = list(dict.fromkeys(note for body in bodies for note in body["warnings"]))
+    return bodies[0] | {"usage": usage, "warnings": warnings, "choices": choices}
 
 
 def body_of(
@@ -96,15 +122,20 @@ def brief(event: Json) -> Json:
 class Shape:
     """How /generate writes an answer: whole, or as a stream of an event for each cycle.
 
-    The events of a comparison's plain decoding stand under "plain". It is measured several times,
-    and the first time is shown.
+    Of several choices an event has the `index`. The events of a comparison's plain decoding stand
+    under "plain". It is measured several times, and the first time is shown.
     """
 
     opening = ""  # what a stream begins with
 
     def __init__(self, fields: Json) -> None:
-        """`fields` are the request's."""
+        """`fields` are the request's, which may be wrong until a job has begun."""
         self._fields = fields
+
+    @property
+    def num_choices(self) -> int:
+        """How many texts the request wants."""
+        return self._fields.get("n") or 1
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once; `body` is the service's answer."""
@@ -112,15 +143,16 @@ class Shape:
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event of the request's job of this number; "" is nothing."""
-        if number > 1:
+        has_choices = self.num_choices > 1
+        if number > 1 and not has_choices:
             return ""
         text = {"text": "".join(text for text, _ in event["pieces"])}
-        if number == 1:
+        if number == 1 and not has_choices:
             return sse({"plain": brief(event) | text | {"ms": event["ms"]}})
         shown = public(event) if self._fields.get("trace") else brief(event)
         if "logprobs" in event:
             shown["logprobs"] = event["logprobs"]
-        return sse(shown | text)
+        return sse(({"index": number} if has_choices else {}) | shown | text)
 
     def last(self, body: Json) -> Iterable[str]:
         """What a stream ends with, when all is done."""
@@ -135,11 +167,10 @@ def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterato
     try:
         if shape.opening:
             yield shape.opening
-        for number, job in enumerate(jobs):
-            for events in job:
-                text = "".join(shape.shown(event, number) for event in events)
-                if text or not events:
-                    yield text or PING
+        for number, events in read(jobs):
+            text = "".join(shape.shown(event, number) for event in events)
+            if text or not events:
+                yield text or PING
         if not any(job.cancelled for job in jobs):
             yield from shape.last(answer())
     except RequestError as error:

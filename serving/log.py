@@ -130,7 +130,9 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_
         line |= {"finish": job.finish, "drafter": job.request.drafter}
         line["prompt_tokens"] = job.num_prompt_tokens
         if s:
-            line["tokens"], line["passes"] = len(s.output), s.statistics.passes
+            texts = [each.sequence for each in jobs[: job.request.n] if each.sequence]
+            line["tokens"] = sum(len(text.output) for text in texts)
+            line["passes"] = s.statistics.passes
             line["acceptance"] = s.statistics.draft_acceptance_rate
         for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
             line[name] = None if moment is None else _ms(moment - arrived)

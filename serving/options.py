@@ -189,6 +189,14 @@ class Options:
         SAMPLING, Sampling.repetition_penalty,
         "lower logits of tokens that occurred by this factor; 1 is off", metavar="X",
     )  # fmt: skip
+    presence_penalty: float = _option(
+        SAMPLING, Sampling.presence_penalty,
+        "lower logits of tokens that were written by this much; 0 is off", metavar="X",
+    )  # fmt: skip
+    frequency_penalty: float = _option(
+        SAMPLING, Sampling.frequency_penalty,
+        "the same, once for each time that the token was written; 0 is off", metavar="X",
+    )  # fmt: skip
     verification: str = _option(
         SAMPLING, Sampling.verification,
         "the rule that accepts drafts of sampled text: both keep its distribution, and coupled "
@@ -278,13 +286,14 @@ class Options:
     @property
     def sampling(self) -> Sampling:
         """The sampling of a request that sets none."""
-        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+        known = {field.name for field in fields(Sampling)}
+        return Sampling(**{n: value for n, value in vars(self).items() if n in known})
 
     @property
     def for_requests(self) -> Json:
         """Defaults for the fields that a request leaves out."""
         names = (*SAMPLING_FIELDS, "num_speculative_tokens")
-        defaults = {name: getattr(self, name) for name in names}
+        defaults = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return defaults | {"max_tokens": self.max_tokens or Request.max_tokens}
 
     def model_of(self, drafter: str) -> str | None:
@@ -472,7 +481,7 @@ def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         file = " or a file" if flags.plan else ""
         parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}{file}")
     try:
-        check_fields({name: getattr(flags, name) for name in SAMPLING_FIELDS})
+        check_fields({name: getattr(flags, name, None) for name in SAMPLING_FIELDS})
     except RequestError as error:
         name = str(error.param)
         parser.error(str(error).replace(name, _flag(name), 1))

@@ -5,6 +5,7 @@ ignored.
 """
 
 import json
+import re
 import reprlib
 import secrets
 from collections.abc import Callable, Collection
@@ -53,6 +54,7 @@ def parse_json(data: bytes) -> Json:
 
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
+MAX_BIASES, MAX_CHOICES = 300, 8
 _PREDICTION = "prediction"  # the name of the field, and of its drafter
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
@@ -73,11 +75,20 @@ def _are_stops(value: Any) -> bool:
     )
 
 
+def _are_biases(value: Any) -> bool:
+    is_number = _number(-100, 100)[0]
+    return (isinstance(value, dict) and len(value) <= MAX_BIASES) and all(
+        re.fullmatch("0|[1-9][0-9]{0,8}", token) and is_number(bias)
+        for token, bias in value.items()
+    )
+
+
 _integer = partial(_number, kind=int, name="an integer")
 _FLAGS = ("fixed_k", "speculative", "stream", "trace", "compare", "chat")
 _STOP = f"a non-empty string of at most {MAX_STOP_CHARACTERS} characters"
 _CHECKS: dict[str, Check] = {
     "max_tokens": _integer(1, MAX_TOKENS_LIMIT),
+    "n": _integer(1, MAX_CHOICES),
     "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "stop": (_are_stops, f"{_STOP}, or a list of at most 8 of them"),
@@ -86,6 +97,13 @@ _CHECKS: dict[str, Check] = {
     "top_p": _number(1e-9, 1),
     "min_p": _number(0, 1),
     "repetition_penalty": _number(1e-9, 100),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "logit_bias": (
+        _are_biases,
+        f"an object of at most {MAX_BIASES} token ids, written as texts, with numbers from -100 to "
+        "100",
+    ),
     "seed": _integer(-(1 << 63), (1 << 64) - 1),
     "verification": (lambda value: value in ("coupled", "rejection"), "coupled or rejection"),
     "logprobs": (
@@ -96,8 +114,8 @@ _CHECKS: dict[str, Check] = {
 _KNOWN = dict.fromkeys(
     [*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options", *formats.FIELDS]
 )
-_REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
-_SAMPLING = [field.name for field in fields(Sampling)]
+# The fields of Sampling that a request may set, with their defaults.
+_SAMPLING = {field.name: field.default for field in fields(Sampling) if field.name in _CHECKS}
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
 
 
@@ -143,6 +161,31 @@ def _read_prompt(
     return prompt
 
 
+def _read_sampling(fields: Json, vocab_size: int) -> Sampling:
+    """Take the fields of Sampling out of a request's checked fields.
+
+    Raises RequestError for a bias of a token that is not in the vocabulary.
+    """
+    values = {name: fields.pop(name, default) for name, default in _SAMPLING.items()}
+    for name, default in _SAMPLING.items():
+        if isinstance(default, float):  # JSON may write 1 or 1.0
+            values[name] = float(values[name])
+    biases = {int(token): float(bias) for token, bias in dict(values["logit_bias"]).items()}
+    if max(biases, default=0) >= vocab_size:
+        why = f"logit_bias has token id {max(biases)}: the largest one is {vocab_size - 1}"
+        raise RequestError(why, param="logit_bias")
+    return Sampling(**values | {"logit_bias": tuple(biases.items())})
+
+
+def _check_choices(num_choices: int, fields: Json) -> None:
+    """Raises RequestError for several choices together with fields that they do not go with."""
+    if fields["compare"] and num_choices > 1:
+        raise RequestError("n must be 1 with compare: one text is compared", param="n")
+    if fields["seed"] + num_choices > 1 << 64:
+        why = f"seed must be at most {(1 << 64) - num_choices} with n {num_choices}"
+        raise RequestError(f"{why}: choices have the seeds behind it", param="seed")
+
+
 def _expect(fields: Json, known: Json, tokenizer: Tokenizer | None, max_length: int) -> list[str]:
     """Put the prediction's ids into the fields, whose drafter is chosen; returns warnings."""
     value, drafter = known.get("prediction", ""), fields["drafter"]
@@ -177,8 +220,7 @@ def parse_fields(
             raise RequestError("stream_options must be an object", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}
     fields = flags | defaults | {name: known[name] for name in _CHECKS if name in known}
-    for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
-        fields[name] = float(fields[name])
+    fields["sampling"] = _read_sampling(fields, vocab_size)
     is_chat = fields.pop("chat", False)
     fields["prompt"] = _read_prompt(known.get("prompt"), is_chat, tokenizer, max_length, vocab_size)
     stop = known.get("stop", ())
@@ -195,10 +237,10 @@ def parse_fields(
         fields["drafter"] = None
     if fields.get("seed") is None:
         fields["seed"] = secrets.randbits(32)  # few enough bits for every JSON parser
+    _check_choices(fields.get("n", 1), fields)
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
-    fields["sampling"] = Sampling(**{name: fields.pop(name) for name in _SAMPLING})
     warnings = _expect(fields, known, tokenizer, max_length)
     unknown = islice((name for name in body if name not in _KNOWN), _MAX_NAMED)
     notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown]

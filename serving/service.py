@@ -10,14 +10,18 @@ from typing import Any
 
 from flask import Flask, Response, g, request
 
+from grammars import OPEN
 from messages import Engine, Json
-from models.prompts import chat_prompt, read_prompts
+from models.calls import Form
+from models.prompts import call_form, chat_prompt, read_prompts
+from models.tools import Tools
 from page import register_page
 
 from . import answers
 from .answers import Shape, stream
 from .comparison import runs_to_compare
 from .connection import WHEN_LEFT
+from .formats import reasoning_of
 from .http import base_app
 from .metrics import Figures, figures_of, register_metrics
 from .options import Options
@@ -48,6 +52,7 @@ class Service:
         self.engine, self.options, self.worker = engine, options, worker or Worker(engine, options)
         self.name, self.max_length = target.name, target.max_length
         self.is_chat = options.is_chat(target.tokenizer)
+        self.call_form: Form | None = call_form(target.tokenizer)
 
     def new_app(self) -> Flask:
         """An application with the page and GET /metrics, and what all routes have in common."""
@@ -69,6 +74,8 @@ class Service:
             return Response(events, mimetype="text/event-stream")
         try:
             for job in jobs:
+                job.pass_over()
+            for job in jobs:
                 job.wait()
             if any(job.cancelled for job in jobs):
                 return Response(status=499)  # the client has left: nobody reads it
@@ -83,19 +90,23 @@ class Service:
         """
         defaults = self.options.for_requests
         wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
-        runs = runs_to_compare(wanted) if compare else [wanted]
+        runs = runs_to_compare(wanted) if compare else wanted.choices
         return watched(self.worker.submit(*runs)), is_stream, notes
 
-    def read_chat(self, messages: Any, fields: Json) -> None:
-        """Put a conversation into the fields that `begin` gets. Raises RequestError.
+    def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> bool:
+        """Put a conversation with these tools into the fields that `begin` gets.
+
+        Returns whether the answer begins amid reasoning. Raises RequestError.
 
         Where neither the request nor the operator limits it, a chat goes on to the end of the
         context: its clients mostly name no limit, and want the whole answer.
         """
-        ids = chat_prompt(messages, self.engine.target.tokenizer, self.max_length)
+        tokenizer = self.engine.target.tokenizer
+        ids = chat_prompt(messages, tokenizer, self.max_length, tools)
         fields["prompt"] = ids
         if self.options.max_tokens is None and fields.get("max_tokens") is None:
             fields["max_tokens"] = max(1, self.max_length - len(ids))
+        return reasoning_of(tokenizer, ids) == OPEN
 
     def answer(self, jobs: list[Any], notes: list[str]) -> Json:
         """What /generate returns for finished jobs; `notes` are the request's warnings."""

@@ -70,8 +70,12 @@ class Job:
     """
 
     def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
-        self.request = request
-        self.after = after  # a job that must have ended before this one begins
+        """`after` is a job that must have ended before this one begins.
+
+        A choice begins as soon as the job before it has read the prompt, which is in the prefix
+        cache then.
+        """
+        self.request, self.after = request, after
         self.cancelled = self.ended = False
         self.failure: Exception | None = None
         # When it got its place in the batch, and its first token.
@@ -81,7 +85,8 @@ class Job:
         self.deadline = self.submitted + timeout_s
         self.sequence: TextSequence | None = None  # the engine's, once it runs
         self.events: list[Json] = []  # stored for a trace
-        self._changed = threading.Condition()
+        # Jobs of one request share it: one thread waits for all of them.
+        self._changed = after._changed if after else threading.Condition()
         self._news: list[Json] = []  # events that nobody has taken yet
         self._is_read = True  # by iteration
         self._rested = 0.0  # from when on an event wakes the iterating thread
@@ -97,9 +102,21 @@ class Job:
         return len(self.request.prompt)
 
     @property
+    def is_choice(self) -> bool:
+        """Whether it writes one of several texts that a request wants."""
+        return self.request.n > 1
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the job before it has come far enough."""
+        if self.after is None or self.after.ended:
+            return True
+        return self.is_choice and self.after.first_token is not None
+
+    @property
     def takes_place(self) -> bool:
-        """Whether it counts as waiting: it is not cancelled, and the job before it has ended."""
-        return not self.cancelled and (self.after is None or self.after.ended)
+        """Whether it counts as waiting: it is a choice or may begin, and is not cancelled."""
+        return not self.cancelled and (self.is_choice or self.may_begin)
 
     @property
     def wants_events(self) -> bool:
@@ -141,37 +158,28 @@ class Job:
         return (self.sequence and self.sequence.finish_reason) or "cancelled"
 
     def wait(self) -> None:
-        """Until it ends or is cancelled. Raises what __iter__ raises."""
+        """Until it ends or is cancelled. Raises what `read` raises."""
+        self.pass_over()
         with self._changed:
-            self._is_read, self._news = False, []  # what came before is not read either
             self._sleep(threading.TIMEOUT_MAX)
         self._check()
 
+    def pass_over(self) -> None:
+        """Nobody reads its events, those that have come neither."""
+        with self._changed:
+            self._is_read, self._news = False, []
+
     def __iter__(self) -> Iterator[list[Json]]:
-        """The engine's events as they come, and [] every 0.1 s without one; re-raises its error.
+        """The events as `read` has them."""
+        return (events for _, events in read([self]))
 
-        Ends at once when the job is cancelled. Raises RequestError 504 past the deadline, whether
-        the engine is busy with others, slow or stuck.
-        """
-        while True:
-            with self._changed:
-                self._sleep(max(POLL_S, self._rested - time.monotonic()))
-                (news, self._news), has_ended = (self._news, []), self.ended
-            if self.cancelled:
-                return
-            if news or not has_ended:
-                yield news
-            self._check()
-            if has_ended:
-                return
-            self._rested = time.monotonic() + _REST_S
-
-    def _sleep(self, limit_s: float) -> None:
-        """Wait until it is over, an event is due to be read, or the time is up."""
+    def _sleep(self, limit_s: float, *others: "Job") -> None:
+        """Wait until one of them is over, has an event that is due, or the time is up."""
+        jobs = (self, *others)
 
         def is_over() -> bool:
-            is_due = self._news and time.monotonic() >= self._rested
-            return self.ended or self.cancelled or bool(is_due)
+            now = time.monotonic()
+            return any(j.ended or j.cancelled or (j._news and now >= j._rested) for j in jobs)
 
         limit_s = min(limit_s, self.deadline - time.monotonic(), threading.TIMEOUT_MAX)
         if limit_s > 0:
@@ -184,6 +192,35 @@ class Job:
             self.cancel()
         if self.failure:
             raise self.failure
+
+
+def read(jobs: list[Job]) -> Iterator[tuple[int, list[Json]]]:
+    """The events of a request's jobs as they come, each time with the job's number.
+
+    Every 0.1 s without an event it gives []. Ends at once when the jobs are cancelled, and raises
+    the engine's error. Raises RequestError 504 past the deadline, whether the engine is busy with
+    others, slow or stuck.
+    """
+    going, rested = dict(enumerate(jobs)), 0.0
+    while going:
+        first, *others = going.values()
+        with first._changed:
+            first._sleep(max(POLL_S, rested - time.monotonic()), *others)
+            taken = [(i, job, job._news, job.ended) for i, job in going.items()]
+            for job in going.values():
+                job._news = []
+        if any(job.cancelled for job in going.values()):
+            return
+        news = [(i, events) for i, _, events, _ in taken if events]
+        has_nothing = not news and not any(has_ended for *_, has_ended in taken)
+        yield from [(min(going), [])] if has_nothing else news
+        for i, job, _, has_ended in taken:
+            job._check()
+            if has_ended:
+                del going[i]
+        rested = time.monotonic() + _REST_S
+        for job in going.values():
+            job._rested = rested
 
 
 def cancel(jobs: Iterable[Job]) -> None:
@@ -224,7 +261,7 @@ class Admission:
         return "failing" if self._failures_in_a_row >= _FAILURES_TO_TELL else "ok"
 
     def _queue(self, jobs: list[Job]) -> None:
-        """Let jobs wait that take one place together. With the lock held.
+        """Let the jobs of a request wait if there is a place for the first. With the lock held.
 
         Raises RequestError: 429 if the queue is full, 503 where nothing can be served.
         """
@@ -242,7 +279,7 @@ class Admission:
             if job.cancelled:
                 self._waiting.remove(job)
                 job.end()
-            elif len(self._running) < self.options.max_running and job.takes_place:
+            elif len(self._running) < self.options.max_running and job.may_begin:
                 self._waiting.remove(job)
                 self._running.append(job)
                 joining.append(job)
@@ -301,14 +338,16 @@ class Worker(Admission):
         return "stuck" if is_late and not self.draining else super().status
 
     def submit(self, *requests: Request) -> list[Job]:
-        """Queue requests that belong together; they take one place, and run one after the other.
+        """Queue requests that belong together: choices run at once, others one after the other.
 
-        Raises RequestError: 429 if the queue is full, 503 without an engine that works.
+        Each choice takes a place, and others one together. Raises RequestError: 429 if the queue is
+        full, 503 without an engine that works.
         """
         jobs: list[Job] = []
-        for request in requests:
-            timeout_s = self.options.request_timeout * (1 + len(jobs))  # one after the other
-            jobs.append(Job(request, timeout_s, after=jobs[-1] if jobs else None))
+        for i, request in enumerate(requests):
+            are_choices, timeout_s = request.n > 1, self.options.request_timeout
+            after = jobs[0 if are_choices else -1] if jobs else None
+            jobs.append(Job(request, timeout_s * (1 if are_choices else 1 + i), after))
         with self._changed:
             self._queue(jobs)
             self._changed.notify()

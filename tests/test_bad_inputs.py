@@ -108,6 +108,8 @@ def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(
 
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
            [5] * CONTEXT, [1, True], [[]], ["a", "b"], [[5], [6]]]  # fmt: skip
+BIASES = [[], {"5": 101}, {"5": "1"}, {"5": True}, {"05": 1}, {"-1": 1}, {"five": 1}, {"4096": 1},
+          {"9" * 400: 1}, {str(i): 1 for i in range(301)}]  # fmt: skip
 BAD = {  # out of range, right behind the limits, and of another kind
     "max_tokens": [0, -1, 1.5, True, "5", 1_000_001, 10**400],
     "num_speculative_tokens": [-1, 17, "4", 1.0],
@@ -124,11 +126,14 @@ BAD = {  # out of range, right behind the limits, and of another kind
     "top_k": [-2, 4.5, 2**31 + 1, False],
     "min_p": [-5e-324, nextafter(1.0, 2.0)],
     "repetition_penalty": [0, nextafter(1e-9, 0.0), nextafter(100.0, inf)],
+    "presence_penalty": [-2.1, nextafter(2.0, 3.0), "1", True],
+    "frequency_penalty": [nextafter(-2.0, -3.0), 2.1, [1]],
+    "logit_bias": BIASES,
+    "n": [0, 9, True, "1", 1.0],
     "seed": ["a", 2**64, -(2**63) - 1, 1.5, True],
 }
 UNSUPPORTED = {  # by /v1, where they would change the output
-    "n": [True, 2, "1"], "best_of": [3], "echo": [True], "suffix": ["x"],
-    "presence_penalty": [0.5], "frequency_penalty": [0.5], "logit_bias": [{"5": 1}],
+    "best_of": [3, True, "1"], "echo": [True], "suffix": ["x"],
     "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
     "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
     "response_format": [
@@ -211,6 +216,8 @@ TAKEN = {  # at the limits, and what is written otherwise
     "max_tokens": [1, 1_000_000], "num_speculative_tokens": [0, 16], "drafter": ["ngram", "none"],
     "temperature": [0, 5e-324, 100], "top_p": [1e-9, 1], "top_k": [-1, 2**31], "min_p": [0, 1],
     "repetition_penalty": [1e-9, 100], "seed": [-(2**63), 2**64 - 1], "logprobs": [0, 20, False],
+    "presence_penalty": [-2, 2.0], "frequency_penalty": [-2.0, 2],
+    "logit_bias": [{}, {"0": -100, "4095": 100.0}, {str(i): 0.5 for i in range(300)}],
     "stop": ["x" * 1000, ["x"] * 8, []], "prompt": [[5], [CONTEXT]], "verification": ["rejection"],
 }  # fmt: skip
 

@@ -279,7 +279,7 @@ def test_limits_are_ours_and_who_leaves_before_the_engine_answers_makes_room_for
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine = client.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
         places = relay.Relay(engine, "m", Options(max_running=1, max_queued=2))
-        first, second, third = (places.submit(relay.Wanted(), lambda: False) for _ in range(3))
+        first, second, third = (places.submit(relay.Wanted(), lambda: False)[0] for _ in range(3))
         with pytest.raises(RequestError, match="2 requests wait already"):
             places.submit(relay.Wanted(), lambda: False)
         second.cancel()

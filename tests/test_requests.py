@@ -230,7 +230,7 @@ def test_a_trace_says_what_decided_about_each_token(
         lists = (event[name] for name in ("target_top", "distributions", "tokens", "logprobs"))
         for i, (top, shown, token, logprob) in enumerate(zip(*lists, strict=True)):
             known, row = sequence.tokens[:place], logits[None, place - 1]
-            scores = core.penalise(row, sampling.repetition_penalty, known, core.Draft())
+            scores = core.penalise(row, sampling, known, core.Draft())
             assert event["target_argmax"][i] == int(scores.argmax())
             draft = (event["proposals"] + [None])[i]
             exponentials = partial(sequence.noise.exponentials, place)

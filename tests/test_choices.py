@@ -1,0 +1,241 @@
+"""`n` choices of one request: each is the text of a request of its own, with the next seed.
+
+    {"prompt": …, "n": 3, "seed": 5}  →  what the seeds 5, 6 and 7 give
+
+They run side by side, and the prompt is read once.
+"""
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import speculative_decoding as core
+from engine import replaying
+from server import COLOURS, ENDLESS, LIMIT_S, events_of, is_error, serving, until
+
+from engines import client, relay
+from messages import Request, RequestError
+from serving.options import Options
+from serving.worker import Job, Worker, read
+
+LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two blocks
+FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
+CHAT = [{"role": "user", "content": LONG}]
+NAMES = ("text", "token_ids", "finish_reason", "seed", "logprobs")
+PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def server(chat_folder):
+    with serving("--model", str(chat_folder("qwen3")), "--drafter", "ngram") as server:
+        yield server
+        server.end_well()
+
+
+@pytest.fixture(scope="module")
+def asked(server):
+    with server.openai() as client:
+        (model,) = client.models.list().data
+
+        def ask(is_chat, **fields):
+            given = FIELDS | fields | {"model": model.id}
+            prompt = given.pop("prompt")
+            if is_chat:
+                return client.chat.completions.create(messages=CHAT, **given)
+            return client.completions.create(prompt=prompt, **given)
+
+        yield ask
+
+
+def of_a_choice(body):
+    return {name: body[name] for name in NAMES}
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"drafter": "none"}], ids=str)
+def test_each_choice_is_the_text_of_its_seed_alone(server, fields):
+    fields = FIELDS | {"logprobs": 1} | fields
+    alone = [server.generate(**fields | {"seed": seed})[1] for seed in (5, 6, 7)]
+    status, body = server.generate(**fields, n=3)
+    assert status == 200 and [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert list(map(of_a_choice, body["choices"])) == list(map(of_a_choice, alone))
+    assert of_a_choice(body) == of_a_choice(alone[0])
+    assert ({each["text"] for each in alone} == {alone[0]["text"]}) == (fields["temperature"] == 0)
+    usage, lengths = body["usage"], [each["usage"]["completion_tokens"] for each in alone]
+    assert usage["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
+    assert usage["completion_tokens"] == sum(lengths)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert [c["timings"]["predicted_n"] for c in body["choices"]] == lengths
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_the_openai_client_gets_the_same_choices_whole_and_streamed(asked, server, is_chat):
+    prompt = {"prompt": CHAT, "chat": True} if is_chat else {}
+    expected = server.generate(**FIELDS | prompt, n=3)[1]
+    texts = [choice["text"] for choice in expected["choices"]]
+    result = asked(is_chat, n=3)
+    said = [c.message.content if is_chat else c.text for c in result.choices]
+    assert said == texts and [choice.index for choice in result.choices] == [0, 1, 2]
+    assert result.usage.completion_tokens == expected["usage"]["completion_tokens"]
+    *chunks, usage = asked(is_chat, n=3, stream=True, stream_options={"include_usage": True})
+    assert usage.usage.completion_tokens == result.usage.completion_tokens
+    listed = [chunk.choices[0] for chunk in chunks]
+    for i, text in enumerate(texts):
+        first, *_, last = mine = [choice for choice in listed if choice.index == i]
+        parts = [(c.delta.content if is_chat else c.text) or "" for c in mine]
+        assert "".join(parts) == text
+        assert not is_chat or first.delta.role == "assistant"
+        assert last.finish_reason == expected["choices"][i]["finish_reason"]
+        assert [c.finish_reason for c in mine[:-1]] == [None] * (len(mine) - 1)
+
+
+def test_log_probabilities_and_their_offsets_are_those_of_each_choice(asked):
+    whole = [choice.logprobs for choice in asked(False, n=2, logprobs=2).choices]
+    chunks = [chunk.choices[0] for chunk in asked(False, n=2, logprobs=2, stream=True)]
+    for i, expected in enumerate(whole):
+        assert expected.text_offset[0] == 0
+        parts = [c.logprobs for c in chunks if c.index == i and c.logprobs]
+        assert sum([part.tokens for part in parts], []) == expected.tokens
+        assert sum([part.text_offset for part in parts], []) == expected.text_offset
+    assert whole[0].tokens != whole[1].tokens
+    for choice in asked(True, n=2, logprobs=True, top_logprobs=1).choices:
+        assert all(len(entry.top_logprobs) == 1 for entry in choice.logprobs.content)
+
+
+def test_a_stream_of_generate_names_the_choice_of_each_event(server):
+    fields = FIELDS | {"n": 2, "stream": True, "trace": True}
+    *events, body = events_of(server.call("POST", "/generate", fields)[2])
+    for i, choice in enumerate(body["choices"]):
+        mine = [event for event in events if event["index"] == i]
+        assert [event["step"] for event in mine] == list(range(len(mine)))
+        assert "".join(event["text"] for event in mine) == choice["text"]
+        assert [{"index": i} | event for event in choice["trace"]] == [
+            {name: value for name, value in event.items() if name != "text"} for event in mine
+        ]
+    assert len(events) == sum(len(choice["trace"]) for choice in body["choices"])
+
+
+@pytest.mark.parametrize("megabytes", [64, 0])
+def test_choices_run_together_and_the_prompt_is_read_once(prompts, plain, monkeypatch, megabytes):
+    """Where there is no prefix cache each reads it; the text is the same."""
+    options = Options(model="embedded", drafter="mtp", prefix_cache_mb=megabytes, max_running=4)
+    engine, together = core.load_engine(options), []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda s, *rest: together.append(len(s)) or step(s, *rest))
+    prompt = (prompts["code_function"] * 3)[:150]
+    sampling = core.Sampling(temperature=0.9)
+    wanted = Request(prompt, 12, "mtp", sampling=sampling, seed=3, n=4)
+    worker = Worker(engine, options)
+    jobs = worker.submit(*wanted.choices)
+    for job in jobs:
+        job.wait()
+    worker.drain(LIMIT_S)
+    assert together[0] == 1 and max(together) > 1
+    for i, job in enumerate(jobs):
+        assert job.sequence.output == plain(prompt, 12, sampling=sampling, seed=3 + i)
+        assert job.sequence.drafting.num_cached == (128 if i and megabytes else 0)
+    limits = {round(job.deadline - job.submitted, 3) for job in jobs}
+    assert limits == {options.request_timeout}
+
+
+def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):
+    """By one thread; a choice that has ended is not waited for."""
+    monkeypatch.setattr("serving.worker.POLL_S", 3600)
+    monkeypatch.setattr("serving.worker._REST_S", 0)
+    wanted = Request([1], 9, n=3)
+    first = Job(wanted, 7200)
+    jobs = [first, Job(wanted, 7200, first), Job(wanted, 7200, first)]
+    seen = read(jobs)
+    for number, event in ((1, "a"), (0, "b"), (1, "c"), (2, "d")):
+        jobs[number].put(event)
+        assert next(seen) == (number, [event])
+    first.end()
+    jobs[2].put("e")
+    assert next(seen) == (2, ["e"])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, seen)  # and woken by any of them
+        jobs[1].put("f")
+        assert waiting.result(LIMIT_S) == (1, ["f"])
+    jobs[1].end(RequestError("it failed"))
+    with pytest.raises(RequestError, match="it failed"):
+        next(seen)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_all_choices_end_when_their_client_leaves(is_streamed):
+    with serving("--model", "embedded", "--max-running", "2") as server:
+        fields = ENDLESS | {"n": 4, "temperature": 1, "stream": is_streamed}
+        with server.connect("/generate", fields):
+            server.wait_until_running(2)
+            assert server.health()["num_requests_waiting"] == 2
+        server.wait_until_idle()
+
+
+def test_each_choice_takes_a_place_and_the_first_decides_whether_there_is_one():
+    """A request with more choices than there are places can be served, if nobody waits."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = client.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        places = relay.Relay(engine, "m", Options(max_running=1, max_queued=2))
+        jobs = places.submit(relay.Wanted(n=8), lambda: False)
+        assert (places.num_running, places.num_waiting) == (1, 7)
+        with pytest.raises(RequestError, match="7 requests wait already"):
+            places.submit(relay.Wanted(), lambda: False)
+        for job in jobs[1:]:
+            job.cancel()
+        (another,) = places.submit(relay.Wanted(), lambda: False)
+        assert places.num_waiting == 1
+        jobs[0].cancel()
+        another.cancel()
+        assert places.drain(LIMIT_S) == 0
+
+
+def test_a_choice_begins_when_the_prompt_is_read_and_counts_before():
+    wanted = Request([1], 9, n=2)
+    first = Job(wanted, 60)
+    second, run = Job(wanted, 60, first), Job(replace(wanted, n=1), 60, first)
+    assert second.takes_place and not (second.may_begin or run.takes_place or run.may_begin)
+    first.note_first(lambda _: None)
+    assert second.may_begin and not run.may_begin
+    first.end()
+    assert run.may_begin and run.takes_place
+
+
+def test_another_engine_is_asked_for_each_choice():
+    with replaying() as replay:
+        replay.is_lenient = True
+        with serving("--engine", replay.url) as server:
+            fields = {"prompt": COLOURS, "max_tokens": 12, "n": 2, "seed": 7}
+            status, body = server.generate(**fields)
+            assert status == 200 and [c["seed"] for c in body["choices"]] == [7, 8]
+            sent = [each for path, each, _ in replay.seen if path == "/v1/completions"]
+            assert sorted(each["seed"] for each in sent) == [7, 8]
+            counts = [choice["timings"]["predicted_n"] for choice in body["choices"]]
+            assert body["usage"]["completion_tokens"] == sum(counts) > 0
+            fields |= {"stream": True, "seed": None}  # the engine chooses
+            *events, _ = events_of(server.call("POST", "/generate", fields)[2])
+            assert {event["index"] for event in events} == {0, 1}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_does_not_go_with_choices_is_refused(server, path):
+    prompt = {"messages": CHAT} if "chat" in path else {"prompt": COLOURS}
+    wrong = [({"n": 2, "compare": True}, "n"), ({"n": 2, "seed": 2**64 - 1}, "seed")]
+    if path != "/generate":
+        wrong += [({"n": 2, "best_of": 3}, "best_of"), ({"n": 2, "best_of": 1}, "best_of")]
+    for fields, name in wrong:
+        status, _, data = server.call("POST", path, prompt | fields)
+        assert status == 400 and is_error(data, name), data
+    right = [{"n": 2, "seed": 2**64 - 2}, {"n": 1, "compare": True}]
+    right += [{"n": 2, "best_of": 2}, {"best_of": 1}] if path != "/generate" else []
+    for fields in right:
+        assert server.call("POST", path, prompt | {"max_tokens": 2} | fields)[0] == 200
+
+
+def test_the_log_counts_the_tokens_of_all_choices(server):
+    fields, marked = FIELDS | {"n": 3, "max_tokens": 7}, {"X-Request-Id": "three-choices"}
+    headers = {"Content-Type": "application/json"} | marked
+    body = json.loads(server.call("POST", "/generate", fields, headers)[2])
+    until(lambda: "three-choices" in server.log())
+    (line,) = [json.loads(t) for t in server.log().splitlines() if "three-choices" in t]
+    assert line["tokens"] == body["usage"]["completion_tokens"]

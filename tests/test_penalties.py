@@ -1,0 +1,201 @@
+"""Penalties and biases are OpenAI's formula, and no draft changes the text that they give.
+
+    logit[j] += logit_bias[j]
+    logit[j] -= count[j] * frequency_penalty + (count[j] > 0) * presence_penalty
+
+count[j] says how often token j was generated before; the prompt's tokens do not count. The formula
+is written here a second time, token by token.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import logits_of, probabilities, run, scripted_engine
+from server import COLOURS, serving
+
+from drafters.pool import AUTO, TREE
+from engines.relay import Wanted
+from kernels import can_chain
+from sampling import Noise, penalise, ranked
+from serving.options import parse_arguments
+
+COMMA, GREEN = 12, 1381  # tokens of COLOURS
+SETTINGS = {
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": 0.8},
+    "rewarded": {"presence_penalty": -2.0, "frequency_penalty": -0.5},
+    "bias": {"logit_bias": ((COMMA, -100.0), (GREEN, 2.0), (700, 3.5))},
+    "all": {
+        "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2,
+        "logit_bias": ((COMMA, -3.0), (GREEN, 1.5)),
+    },
+}  # fmt: skip
+WAYS = {"greedy": {}, "sampled": {"temperature": 0.9, "top_p": 0.95}}
+
+
+def scored(logits, sampling, prompt, generated):
+    """The logits [V] that OpenAI's formula gives; repetition_penalty after the bias, as we say."""
+    scores = logits.clone()
+    for token, bias in sampling.logit_bias:
+        scores[token] += bias
+    for token in {*prompt, *generated}:
+        factor = sampling.repetition_penalty
+        scores[token] *= factor if scores[token] < 0 else 1 / factor
+    for token, count in Counter(generated).items():
+        scores[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
+    return scores
+
+
+def written(target, prompt, max_tokens, sampling, seed):
+    """Plain decoding by the formula above."""
+    row, noise, generated = target.cache.open_row(), Noise(seed), []
+    fed = prompt
+    while len(generated) < max_tokens:
+        logits = target.forward([row], [fed], [1]).logits[0][0]
+        scores = scored(logits, sampling, prompt, generated)
+        fed = [core.choose(scores, sampling, noise, len(prompt) + len(generated))]
+        generated += fed
+    target.cache.close_row(row)
+    return generated
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_text_is_that_of_the_formula_whoever_drafts(demo_engine, prompts, name, way):
+    target, has_changed = demo_engine.target, False
+    sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
+    for prompt in map(prompts.get, ("repetitive_letters", "repetitive_colours", "hard_docs")):
+        expected = written(target, prompt, 20, sampling, seed=3)
+        without = core.plain_decode(target, prompt, 20, set(), core.Sampling(**WAYS[way]), 3)
+        has_changed |= expected != without
+        assert core.plain_decode(target, prompt, 20, set(), sampling, 3) == expected
+        ngram = demo_engine.pool.drafters["ngram"]
+        assert core.speculate(target, ngram, prompt, 20, set(), sampling, 3) == expected
+        for drafter in demo_engine.pool.choices:
+            fields = {"max_tokens": 20, "drafter": drafter, "sampling": sampling, "seed": 3}
+            assert run(demo_engine, prompt, **fields)[0].output == expected, drafter
+    assert has_changed
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_branch_of_a_tree_counts_its_own_tokens(name):
+    """The rows of a tree, where one token stands on two branches, and twice on one."""
+    torch.manual_seed(0)
+    prompt, generated = [5, GREEN, 5], [7, COMMA, 7]
+    sampling = core.Sampling(**SETTINGS[name]).behind(prompt)
+    draft = core.Draft([7, 9, 7, GREEN, 9], parents=[-1, -1, 0, 1, 3])
+    logits = torch.randn(6, 2000) * 3
+    rows = penalise(logits, sampling, prompt + generated, draft)
+    for i, path in enumerate([[], [7], [9], [7, 7], [9, GREEN], [9, GREEN, 9]]):
+        expected = scored(logits[i], sampling, prompt, generated + path)
+        torch.testing.assert_close(rows[i], expected, rtol=1e-6, atol=1e-6)
+    assert penalise(logits, core.Sampling(temperature=1.0), [5], draft) is logits
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_drafts_are_judged_by_rejection_against_the_changed_distribution(
+    demo_engine, prompts, monkeypatch, name
+):
+    judge, prompt, judged = core.verify_by_rejection, prompts["repetitive_colours"], []
+    sampling = core.Sampling(**SETTINGS[name], temperature=0.8, top_k=50, verification="rejection")
+    engine = scripted_engine(demo_engine, lambda text, limit: text[-4:][:limit])
+
+    def noted(draft, p, noise, position):
+        judged.append((draft, p, position))
+        return judge(draft, p, noise, position)
+
+    monkeypatch.setattr(core, "verify_by_rejection", noted)
+    fields = {"max_tokens": 16, "drafter": "scripted", "sampling": sampling, "seed": 1}
+    sequence, _ = run(engine, prompt, **fields)
+    for draft, p, position in judged:
+        text, begin = sequence.tokens[:position] + draft.tokens, len(prompt)
+        count = len(draft.tokens) + 1
+        logits = logits_of(engine.target, text)[-count:]
+        for i in range(count):
+            known = text[begin : position + i]
+            expected = probabilities(scored(logits[i], sampling, prompt, known)[None], sampling)
+            torch.testing.assert_close(p[i], expected[0], rtol=1e-4, atol=1e-6)
+    assert max(len(draft.tokens) for draft, _, _ in judged) == 4
+
+
+def test_model_drafters_draw_by_the_same_penalties(demo_engine, prompts):
+    """A bias of 100 leaves one token, so all that a model drafts is that token, and right."""
+    prompt, sampling = prompts["hard_prose"], core.Sampling(logit_bias=((GREEN, 100.0),))
+    for drafter in demo_engine.pool.choices.keys() - {"ngram", "suffix", "grammar"}:
+        fields = {"max_tokens": 12, "drafter": drafter, "sampling": sampling}
+        sequence, _ = run(demo_engine, prompt, **fields)
+        assert sequence.output == [GREEN] * 12
+        figures = sequence.statistics
+        assert figures.num_accepted_draft_tokens > 0, drafter
+        if drafter not in (AUTO, TREE):  # which also ask others, and whose branches differ
+            assert figures.draft_acceptance_rate == 1, drafter
+    leaders = ranked(torch.zeros(4096), prompt, sampling, Noise(0), 2)
+    assert leaders[0][0] == GREEN and leaders[0][1] > 0.99
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_chain_in_c_is_refused_where_logits_are_changed(demo_engine, name):
+    drafter = demo_engine.pool.drafters["draft_model"]
+    cache = demo_engine.draft_model.cache
+    for fields, expected in (({}, True), (SETTINGS[name], False)):
+        state = drafter.open([5, 6], core.Sampling(**fields), Noise(0))
+        assert can_chain(cache, [state], [[5, 6]], [3]) is expected
+        drafter.close(state)
+
+
+@pytest.fixture(scope="module")
+def server(chat_folder):
+    with serving("--model", str(chat_folder("qwen3")), "--drafter", "ngram") as server:
+        yield server
+        server.end_well()
+
+
+FIELDS = {"presence_penalty": 1, "frequency_penalty": 0.5, "logit_bias": {"12": -100, "7": 1.5}}
+
+
+def test_the_openai_client_sends_them_and_generate_takes_the_same(server):
+    common = {"max_tokens": 12, "seed": 1}
+    chat = [{"role": "user", "content": COLOURS}]
+    expected, chatted, without = (
+        server.generate(**common, **fields)[1]["text"]
+        for fields in (
+            FIELDS | {"prompt": COLOURS}, FIELDS | {"prompt": chat, "chat": True},
+            {"prompt": COLOURS},
+        )
+    )  # fmt: skip
+    assert expected != without
+    with server.openai() as client:
+        (model,) = client.models.list().data
+        common |= FIELDS | {"model": model.id, "temperature": 0}
+        result = client.completions.create(prompt=COLOURS, **common)
+        assert result.choices[0].text == expected and result.warnings == []
+        result = client.chat.completions.create(messages=chat, **common)
+        assert result.choices[0].message.content == chatted and result.warnings == []
+
+
+def test_an_id_outside_of_the_vocabulary_is_named(server):
+    fields = {"prompt": COLOURS, "logit_bias": {"3": 1, "4096": 1}}
+    status, _, data = server.call("POST", "/v1/completions", fields)
+    message = json.loads(data)["error"]["message"]
+    assert status == 400 and message == "logit_bias has token id 4096: the largest one is 4095"
+
+
+def test_another_engine_is_sent_what_is_switched_on():
+    for fields in ({}, SETTINGS["all"]):
+        sent = Wanted(prompt="x", sampling=core.Sampling(**fields)).body("model")[1]
+        for name, off in (("presence_penalty", 0), ("frequency_penalty", 0), ("logit_bias", {})):
+            value = sent.get(name, off)
+            assert value == (dict(fields[name]) if off == {} and fields else fields.get(name, off))
+
+
+def test_the_command_line_sets_defaults_and_knows_their_range(capsys):
+    words = ["--prompt", "x", "--presence-penalty", "1", "--frequency-penalty", "-0.5"]
+    options = parse_arguments(words)[1]
+    assert (options.sampling.presence_penalty, options.sampling.frequency_penalty) == (1, -0.5)
+    assert options.for_requests["presence_penalty"] == 1
+    with pytest.raises(SystemExit):
+        parse_arguments(["--prompt", "x", "--presence-penalty", "3"])
+    assert "--presence-penalty must be a number from -2 to 2" in capsys.readouterr().err

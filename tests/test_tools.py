@@ -1,0 +1,611 @@
+"""Tools: a call that the model has to make parses against its schema, and clients see it as such.
+
+The texts here are written by the test, so that nothing hangs on what a tiny model says; the last
+tests let one speak.
+"""
+
+import json
+import shutil
+import threading
+from functools import partial
+from itertools import product
+
+import llguidance
+import llguidance.hf
+import openai
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import TARGET, TEMPLATE
+from hypothesis import given
+from hypothesis import strategies as st
+from server import LIMIT_S, Client, serving
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+from werkzeug.serving import make_server
+
+from grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
+from messages import Draft, Request, RequestError
+from models.calls import Call, CallReader, Form, form_of
+from models.loading import load_pretrained
+from models.prompts import chat_prompt
+from models.tools import Tools, read_tools
+from serving.options import Options
+from serving.service import Service
+from serving.worker import Job
+
+WEATHER = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
+        "required": ["city"],
+        "$defs": {"days": {"type": "integer"}},
+    },
+}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, {"name": "time"})]
+ASK = [{"role": "user", "content": "Rome?"}]
+# In Hermes' form, as a template would show it.
+HERMES = (
+    "{% if tools %}{{ tools | tojson }} Answer with <tool_call>\n"
+    '{"name": <name>, "arguments": <object>}\n</tool_call>;{% endif %}'
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>"
+    "{% endfor %};{% endfor %}"
+)
+ROME, TIME = '{"city": "Rome", "days": 3}', "{}"
+TAGGED, GENERAL = Form(has_tags=True, in_template=True), Form()
+TAGS = "<tool_call>", "</tool_call>", "<think>", "</think>"
+
+
+def call_text(name, arguments, form):
+    """A call as the forms' descriptions have it."""
+    text = f'{{"name": "{name}", "arguments": {arguments}}}'
+    return f"<tool_call>\n{text}\n</tool_call>" if form.has_tags else text
+
+
+class Canned(Service):
+    """A service whose model says `text`, which comes in pieces of `size` characters."""
+
+    text, size, reason = "", 1000, "stop"
+
+    def begin(self, fields):
+        self.fields = fields
+        jobs = [self.job() for _ in range(fields.get("n") or 1)]
+        return jobs, fields.get("stream", False), []
+
+    def job(self):
+        job = Job(Request([1]), LIMIT_S)
+        for i in range(0, len(self.text), self.size):
+            job.put({"pieces": [(self.text[i : i + self.size], "bonus")]})
+        job.end()
+        return job
+
+    def answer(self, jobs, notes):
+        body = {"text": self.text, "finish_reason": self.reason, "usage": None}
+        return body | {"choices": [body] * len(jobs)}
+
+
+@pytest.fixture(scope="module")
+def service(chat_folder):
+    options = Options(model=str(chat_folder("llama")), drafter="ngram")
+    return Canned(core.load_engine(options), options)
+
+
+@pytest.fixture(scope="module")
+def create(service):
+    """The openai client's chat.completions.create with the canned service behind it."""
+    app = core.create_app(service)
+    server = make_server("127.0.0.1", 0, app)
+    threading.Thread(target=server.serve_forever).start()
+    with Client(server.server_port).openai() as client:
+        yield lambda **fields: client.chat.completions.create(
+            **{"model": service.name, "messages": ASK, "tools": TOOLS} | fields
+        )
+    server.shutdown()
+    app.extensions["worker"].drain(LIMIT_S)
+
+
+@pytest.fixture
+def says(service, monkeypatch):
+    def set_text(text, form=TAGGED, **more):
+        for name, value in {"text": text, "call_form": form, **more}.items():
+            monkeypatch.setattr(service, name, value)
+
+    return set_text
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("form", [TAGGED, GENERAL], ids=["tags", "general"])
+def test_calls_stand_beside_the_content_whole_or_streamed(create, says, form, size):
+    said = "" if form is GENERAL else "I ask.\n"
+    calls = [call_text(*call, form) for call in (("weather", ROME), ("time", TIME))]
+    says(said + "\n".join(calls), form, size=size)
+    (choice,) = create().choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == (said.rstrip() or None)
+    made = choice.message.tool_calls
+    assert [(c.type, c.function.name, c.function.arguments) for c in made] == [
+        ("function", "weather", ROME), ("function", "time", TIME),
+    ]  # fmt: skip
+    assert len({call.id for call in made}) == 2 and all(c.id.startswith("call_") for c in made)
+    *chunks, last = [chunk.choices[0] for chunk in create(stream=True)]
+    content = "".join(chunk.delta.content or "" for chunk in chunks)
+    assert content == said.rstrip() and chunks[0].delta.role == "assistant"
+    (first,), (second,) = (c.delta.tool_calls for c in chunks if c.delta.tool_calls)
+    assert (first.index, first.function.name, first.function.arguments) == (0, "weather", ROME)
+    assert (second.index, second.function.name, second.type) == (1, "time", "function")
+    assert last.finish_reason == "tool_calls" and not last.delta.model_dump(exclude_none=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (TAGGED, "2 < 3 <tool"),
+        (TAGGED, "ends with spaces \n"),
+        (TAGGED, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
+        (TAGGED, '<think>Shall I <tool_call>\n{"name": "time", "arguments": {}}</tool_call>'),
+        (GENERAL, 'No: {"name": "time", "arguments": {}}'),
+        (GENERAL, '{"names": 5}'),
+        (GENERAL, '{"name": "tim'),
+        (GENERAL, ""),
+    ],
+)
+def test_what_is_no_call_is_content(create, says, form, text):
+    for size in (1, 1000):
+        says(text, form, size=size)
+        (choice,) = create().choices
+        assert choice.message.content == text and choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+        chunks = [chunk.choices[0] for chunk in create(stream=True)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == text
+        assert chunks[-1].finish_reason == "stop"
+
+
+def test_reasoning_that_the_prompt_opens_is_content(create, service, says, monkeypatch):
+    call = call_text("time", TIME, TAGGED)
+    tokenizer = service.engine.target.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{# </think> #}<think>\n")
+    says(f"Shall I {call}?</think>\n{call}", size=4)
+    (choice,) = create().choices
+    assert choice.message.content == f"Shall I {call}?</think>"
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
+
+
+def test_a_stream_holds_back_no_more_than_may_become_a_call(create, says):
+    says("a <tool_cat b", size=9)  # at its first end a tag may begin
+    parts = [c.choices[0].delta.content for c in create(stream=True)]
+    assert [part for part in parts if part] == ["a", " <tool_cat b"]
+    says('{"named": 1}', GENERAL, size=9)
+    parts = [c.choices[0].delta.content for c in create(stream=True)]
+    assert [part for part in parts if part] == ['{"named":', " 1}"]
+
+
+def test_each_choice_has_calls_of_its_own(create, says):
+    """What is held back of one is no part of another."""
+    says("I ask.\n" + call_text("time", TIME, TAGGED), size=5)
+    choices = create(n=2).choices
+    assert [choice.index for choice in choices] == [0, 1]
+    ids = [call.id for choice in choices for call in choice.message.tool_calls]
+    assert len({*ids}) == 2 and {choice.message.content for choice in choices} == {"I ask."}
+    chunks = [chunk.choices[0] for chunk in create(n=2, stream=True)]
+    for index in (0, 1):
+        *deltas, last = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.delta.content or "" for chunk in deltas) == "I ask."
+        (call,) = [call for chunk in deltas for call in chunk.delta.tool_calls or ()]
+        assert (call.index, call.function.name) == (0, "time")
+        assert last.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("form", [TAGGED, GENERAL], ids=["tags", "general"])
+def test_a_call_that_max_tokens_cuts_says_so(create, says, form):
+    whole, cut = call_text("time", TIME, form), call_text("weather", ROME, form)
+    cut = cut[: cut.index("ome")]
+    for size in (1, 1000):
+        says(f"{whole}\n{cut}", form, reason="length", size=size)
+        (choice,) = create().choices
+        assert choice.finish_reason == "length"
+        made = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+        assert made == [("time", "{}"), ("weather", '{"city": "R')]
+        *chunks, last = [chunk.choices[0] for chunk in create(stream=True)]
+        streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert [(c.function.name, c.function.arguments) for c in streamed] == made
+        assert last.finish_reason == "length"
+    says(cut, form, reason="stop")  # by a stop string
+    assert create().choices[0].finish_reason == "stop"
+
+
+calls = [call_text("time", TIME, form) for form in (TAGGED, GENERAL)]
+texts = st.lists(st.sampled_from([*calls, *TAGS, *' \n{}"a<', ROME]), max_size=9).map("".join)
+
+
+@given(text=texts, cuts=st.lists(st.integers(0, 200)), form=st.sampled_from([TAGGED, GENERAL]))
+def test_an_answer_is_read_alike_however_it_is_cut(text, cuts, form):
+    def read(*pieces):
+        reader = CallReader(form, {"time"})
+        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        content = "".join(part for part in parts if isinstance(part, str))
+        return content, [part for part in parts if isinstance(part, Call)]
+
+    ends = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    assert read(*pieces) == read(text)
+    if "name" not in text:
+        assert read(text) == (text, [])
+
+
+# -------------------------------------------------------------------------------- the grammar
+@pytest.fixture(scope="module")
+def accepts():
+    """Whether a grammar allows a text and its end, with tags as texts or as tokens."""
+    plain, tagged = (AutoTokenizer.from_pretrained(TARGET) for _ in range(2))
+    tagged.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    both = [(each, llguidance.hf.from_tokenizer(each)) for each in (plain, tagged)]
+
+    def check(grammar, text, has_tokens):
+        tokenizer, known = both[has_tokens]
+        matcher = llguidance.LLMatcher(known, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return check
+
+
+ANSWER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ways = [way for way in product([False, True], repeat=6) if not way[2] or way[0] or way[1]]
+
+
+@pytest.mark.parametrize(("tags", "thinks", "tokens", "forced", "parallel", "has_answer"), ways)
+def test_a_grammar_allows_calls_that_parse_and_what_may_stand_beside_them(
+    accepts, tags, thinks, tokens, forced, parallel, has_answer
+):
+    form = Form(has_tags=tags, thinks=thinks, tokens=frozenset(TAGS if tokens else ()))
+    tools = Tools(TOOLS, form, is_forced=forced, is_parallel=parallel)
+    grammar = tools.grammar(ANSWER if has_answer else None)
+    is_free = not forced and not has_answer
+    rome, time = call_text("weather", ROME, form), call_text("time", TIME, form)
+    expected = {
+        rome: True,
+        f"{rome}\n{time}": parallel,
+        rome.replace("3", '"3"'): False,
+        rome.replace("city", "town"): False,
+        rome[:-1]: False,
+        time.replace("{}", '{"a": 1}'): False,
+        time.replace("time", "times"): False,
+        f"{time}x": False,
+        "Hi": is_free,
+        "": is_free,
+        "\n{": is_free and tags,
+        '{"a": 3}': not forced and (has_answer or tags),
+        '{"a": "3"}': is_free and tags,
+    }
+    if tags:
+        expected[f"I ask. {rome}"] = is_free
+        expected["I ask. <tool_call> it"] = False
+    if not tokens:  # reasoning stands before the grammar begins
+        expected["<think> a"] = is_free and not thinks
+    for text, allowed in expected.items():
+        assert accepts(grammar, text, tokens) == bool(allowed), (text, grammar)
+
+
+def test_a_named_tool_is_called_once_and_no_other_is(accepts):
+    grammar = Tools(TOOLS, GENERAL, named="time", is_forced=True).grammar()
+    rome, time = call_text("weather", ROME, GENERAL), call_text("time", TIME, GENERAL)
+    for text, allowed in ((time, True), (rome, False), (f"{time}\n{time}", False)):
+        assert accepts(grammar, text, False) == allowed
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "allowed"),
+    [
+        ({"properties": {"a": {}}}, '{"b": 1}', False),
+        ({"properties": {"a": {}}, "additionalProperties": True}, '{"b": 1}', True),
+        ({"additionalProperties": {"type": "integer"}}, '{"b": 1}', True),
+        ({"type": "object"}, '{"b": 1}', True),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {}}}}}, '{"b": 1}', True),
+        ({}, "{}", True),
+        ({}, "[]", False),
+    ],
+)
+def test_arguments_have_no_property_that_a_schema_does_not_speak_of(
+    accepts, schema, given, allowed
+):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammar = Tools([tool], GENERAL, is_forced=True).grammar()
+    assert accepts(grammar, call_text("f", given, GENERAL), False) == allowed
+
+
+def test_tags_that_a_tokenizer_calls_special_are_text(tiny_folder, tmp_path):
+    """Else nobody would see where a call begins."""
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    special = [AddedToken(tag, special=True, normalized=False) for tag in (*TAGS, "<other>")]
+    tokenizer.add_tokens(special, special_tokens=True)
+    ids = tokenizer("a<tool_call>b<other></think>")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    tokenizer.save_pretrained(folder)
+    read = load_pretrained(str(folder), Options(model=str(folder))).tokenizer
+    assert read("a<tool_call>b<other></think>")["input_ids"] == ids
+    assert read.decode(ids, skip_special_tokens=True) == "a<tool_call>b</think>"
+
+
+# -------------------------------------------------------------------------------- the prompt
+class Letters:
+    """A tokenizer whose ids are a text's characters, with a chat template."""
+
+    special_tokens_map = {}
+
+    def __init__(self, template):
+        self.chat_template = template
+
+    def get_chat_template(self, tools=None):
+        return self.chat_template
+
+    def get_added_vocab(self):
+        return {}
+
+    def get_vocab(self):
+        return {"a": 0}
+
+    def __call__(self, text, **options):
+        return {"input_ids": list(text)}
+
+
+ASSISTANT = {"role": "assistant", "content": None}
+CALLED = ASSISTANT | {
+    "tool_calls": [
+        {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": given}}
+        for i, (name, given) in enumerate((("weather", ROME), ("time", "{broken")))
+    ]
+}
+HISTORY = [
+    *ASK,
+    CALLED,
+    *({"role": "tool", "tool_call_id": f"c{i}", "content": "ok"} for i in (0, 1)),
+]
+
+
+def prompt(template, messages, tools=None):
+    return "".join(chat_prompt(messages, Letters(template), 10_000, tools))
+
+
+def test_a_template_that_knows_tools_gets_them_with_arguments_as_objects():
+    tools = Tools(TOOLS, form_of(HERMES))
+    listed, *turns = prompt(HERMES, HISTORY, tools).removesuffix(";").split(";")
+    assert ";".join(turns) + ";" == prompt(HERMES, HISTORY)
+    listed, _ = listed.split("\n", 1)
+    assert json.loads(listed.removesuffix(" Answer with <tool_call>")) == TOOLS
+    assert turns == [
+        "user: Rome?",
+        f'assistant: <tool_call>weather {ROME}</tool_call><tool_call>time "{{broken"</tool_call>',
+        "tool: ok",
+        "tool: ok",
+    ]
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+
+
+def test_a_template_without_tools_gets_them_in_a_system_text_and_results_as_the_users():
+    tools, listed = Tools(TOOLS, GENERAL), "\n".join(map(json.dumps, TOOLS))
+    said = prompt(PLAIN, HISTORY, tools)
+    system, begin, turns = said.partition("[user")
+    assert said.startswith(f"[system: You can call these tools:\n{listed}\n")
+    assert system.endswith('{"name": "NAME", "arguments": {ARGUMENTS}}]')
+    turns = f"{begin}{turns}"
+    assert turns == prompt(PLAIN, HISTORY)
+    assert turns == (
+        f'[user: Rome?][assistant: {{"name": "weather", "arguments": {ROME}}}\n'
+        '{"name": "time", "arguments": {broken}]'
+        "[user: weather returned:\nok\ntime returned:\nok]"
+    )
+    first = {"role": "system", "content": "Be brief."}
+    assert prompt(PLAIN, [first, *ASK], tools).startswith("[system: Be brief.\n\nYou can call")
+    assert prompt(PLAIN, ASK) == "[user: Rome?]"
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (PLAIN, Form()),
+        (HERMES, TAGGED),
+        (HERMES + "<think></think>", TAGGED._replace(thinks=True)),
+        (HERMES.replace("\n", "\\n").replace('"', '\\"'), TAGGED),
+        (PLAIN + "{{ tools }}<tool_call><function=f>", Form()),
+        (
+            PLAIN + '{{ tools }}{"name": name, "parameters": object}',
+            Form(key="parameters", in_template=True),
+        ),
+    ],
+)
+def test_a_template_shows_its_form(template, form):
+    assert form_of(template) == form
+    assert form_of(template, {"<tool_call>", "<other>"}).tokens == {"<tool_call>"}
+
+
+# ------------------------------------------------------------------------------- what is sent
+def test_none_leaves_the_tools_out_of_the_prompt_and_binds_nothing(create, service, says):
+    says("Hi", GENERAL)
+    assert create(tool_choice="none").choices[0].message.content == "Hi"
+    without, fields = service.fields["prompt"], service.fields
+    assert "grammar" not in fields
+    create(tools=openai.NOT_GIVEN)
+    assert service.fields["prompt"] == without and "grammar" not in service.fields
+    for choice in ("auto", "required", openai.NOT_GIVEN):
+        create(tool_choice=choice)
+        assert len(service.fields["prompt"]) != len(without)
+        assert service.fields["grammar"].startswith("start: ")
+
+
+def test_an_answers_format_goes_with_tools(create, service, says):
+    says("Hi")
+    schema = {"name": "a", "schema": ANSWER}
+    create(response_format={"type": "json_schema", "json_schema": schema})
+    expected = Tools(TOOLS, TAGGED).grammar(ANSWER)
+    assert service.fields["grammar"] == expected
+    assert "response_format" not in service.fields
+    with pytest.raises(openai.BadRequestError, match="regex does not go with tools"):
+        create(extra_body={"regex": "a"})
+
+
+def tool(**function):
+    return [{"type": "function", "function": {"name": "f"} | function}]
+
+
+CALL = CALLED["tool_calls"][0]
+BAD = [  # field, values
+    ("tools", {}), ("tools", [None]), ("tools", [{}]), ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("tools", tool() * 129),
+    *(("tools", tool(name=name)) for name in (None, "", "a b", "é", "a" * 65, 5)),
+    ("tools", tool() * 2), ("tools", tool(description=5)), ("tools", tool(strict="yes")),
+    ("tools", tool(parameters=[])), ("tools", tool(parameters={"type": "string"})),
+    *(("tool_choice", choice) for choice in (
+        "any", 5, {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}},
+        {"type": "function", "function": "f"}, {"type": "allowed_tools"}, [],
+    )),
+    ("parallel_tool_calls", "yes"), ("functions", [{"name": "f"}]),
+    *(("messages", [*ASK, message]) for message in (
+        ASSISTANT, ASSISTANT | {"tool_calls": {}}, ASSISTANT | {"tool_calls": [5]},
+        {"role": "user", "content": "a", "tool_calls": [CALL]},
+        ASSISTANT | {"tool_calls": [CALL | {"type": "custom"}]},
+        ASSISTANT | {"tool_calls": [{"function": CALL["function"]}]},
+        ASSISTANT | {"tool_calls": [CALL | {"function": {"name": "f"}}]},
+        ASSISTANT | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]},
+        ASSISTANT | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": "\ud800"}}]},
+        ASSISTANT | {"tool_calls": [CALL], "content": 5},
+        ASSISTANT | {"function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "tool", "content": "a"}, {"role": "tool", "content": "a", "tool_call_id": "c9"},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=range(len(BAD)))
+def test_a_mistake_is_a_400_that_names_the_field(service, name, value):
+    client = core.create_app(service).test_client()
+    body = {"messages": ASK, "tools": tool()} | {name: value}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and answer.json["error"]["param"] == name, answer.json
+
+
+def test_what_needs_tools_or_chat_is_refused_without():
+    for choice in ("required", "auto", {"type": "function", "function": {"name": "f"}}):
+        with pytest.raises(RequestError, match="tool_choice goes with tools"):
+            read_tools({"tool_choice": choice, "tools": []}, GENERAL)
+    assert read_tools({"tool_choice": "none", "parallel_tool_calls": True}, GENERAL) is None
+    with pytest.raises(RequestError, match="not supported with --engine"):
+        read_tools({"tools": TOOLS}, None)
+    assert read_tools({"tools": TOOLS, "tool_choice": "none"}, None) is None
+
+
+# ------------------------------------------------------------------------ grammars under drafts
+def test_a_draft_behind_a_whole_text_changes_nothing(demo_engine):
+    target = demo_engine.target
+    vocabulary = Vocabulary(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
+    source = source_of(LARK, Tools(TOOLS, GENERAL, named="time", is_forced=True).grammar())
+    *ids, last = target.tokenizer(call_text("time", TIME, GENERAL))["input_ids"]
+    matcher = Grammar(source, vocabulary).matcher()
+    assert not any(map(matcher.consume, ids))
+    (eos, *_) = target.eos_ids
+    for _ in range(2):
+        draft = Draft([last, eos, eos])
+        allowed = matcher.mask(torch.zeros(4, target.vocab_size), draft).isfinite()
+        assert allowed[0, last] and not allowed[0, eos] and allowed[1, eos]
+    assert matcher.consume(last)
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["texts", "tokens"])
+def test_a_grammar_begins_behind_reasoning_whatever_its_tags_are(accepts, has_tokens):
+    """Tags that are tokens are those that models were trained on."""
+    call = call_text("time", TIME, TAGGED)
+    form = Form(has_tags=True, thinks=True, tokens=frozenset(TAGS if has_tokens else ()))
+    for forced in (False, True):
+        grammar = Tools(TOOLS, form, is_forced=forced).grammar()
+        for reasoning, texts in {
+            POSSIBLE: {
+                call: True,
+                f"<think>a b</think>\n\n{call}": True,
+                f"a</think>{call}": False,
+            },
+            OPEN: {call: False, f"a b</think>\n{call}": True},
+        }.items():
+            source = source_of(LARK, grammar, reasoning, has_tokens)
+            for text, allowed in texts.items():
+                is_text = not forced and reasoning == POSSIBLE and text[0] == "a" and not has_tokens
+                assert accepts(source, text, has_tokens) == (allowed or is_text), (text, source)
+
+
+# ---------------------------------------------------------------------------------- a model
+KINDS = {"kind": {"enum": ["sun", "rain"]}, "sure": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": KINDS, "required": [*KINDS]}
+SHORT = tool(name="report", parameters=SCHEMA) + tool(name="stop", parameters={})
+
+
+@pytest.fixture(scope="module", params=["tags", "general"])
+def ask(request, chat_folder, tmp_path_factory):
+    """Chat with a tiny random model, whose template has Hermes' form or knows no tools."""
+    folder = chat_folder("qwen3")
+    if request.param == "tags":
+        folder = shutil.copytree(folder, tmp_path_factory.mktemp("tags") / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = HERMES
+        tokenizer.save_pretrained(folder)
+    with serving("--model", str(folder), "--drafter", "auto") as server, server.openai() as client:
+        (model,) = client.models.list().data
+        yield partial(
+            client.chat.completions.create, model=model.id, messages=ASK, tools=SHORT, max_tokens=60
+        )
+        server.end_well()
+
+
+def check_call(call):
+    """A call of SHORT; llguidance has no part in this."""
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "stop":
+        assert arguments == {}
+        return
+    assert call.function.name == "report" and arguments.keys() == KINDS.keys()
+    assert arguments["kind"] in KINDS["kind"]["enum"] and isinstance(arguments["sure"], bool)
+
+
+WAYS = [{"temperature": 0}, *({"temperature": 1.5, "seed": seed} for seed in range(5))]
+
+
+def test_a_tool_loop_calls_hears_the_result_and_answers(ask):
+    for way in WAYS:
+        (choice,) = ask(tool_choice="required", parallel_tool_calls=False, **way).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        check_call(call)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
+        turns = [*ASK, choice.message, result]
+        (answer,) = ask(messages=turns, tool_choice="none", max_tokens=5).choices
+        assert answer.message.content and answer.message.tool_calls is None
+
+
+def test_a_named_tool_is_called_whole_and_streamed(ask):
+    named = {"type": "function", "function": {"name": "report"}}
+    for way in WAYS:
+        (call,) = ask(tool_choice=named, **way).choices[0].message.tool_calls
+        check_call(call)
+        chunks = [chunk.choices[0] for chunk in ask(tool_choice=named, stream=True, **way)]
+        (streamed,) = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+        assert streamed.function.model_dump() == call.function.model_dump()
+        assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_a_call_is_that_of_plain_decoding_whoever_drafts(ask):
+    for choice in ("required", "auto"):
+        for way in WAYS:
+            texts = []
+            for fields in ({"speculative": False}, {}, {"drafter": "ngram", "fixed_k": True}):
+                asked = ask(tool_choice=choice, logprobs=True, extra_body=fields, **way)
+                texts.append([entry.token for entry in asked.choices[0].logprobs.content])
+            assert texts[1:] == texts[:1] * 2, (choice, way)
+
+
+def test_a_schema_that_cannot_be_enforced_names_the_tools(ask):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(tools=tool(parameters={"properties": {"a": {"type": "strin"}}}))
+    assert caught.value.param == "tools" and caught.value.message.count("tools cannot be used")
