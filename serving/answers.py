@@ -78,6 +78,9 @@ def of_choices(bodies: list[Json]) -> Json:
     """
     usage, of_all = dict(bodies[0]["usage"]), ("usage", "warnings")
     usage["completion_tokens"] = sum(body["usage"]["completion_tokens"] for body in bodies)
+    if "completion_tokens_details" in usage:
+        every = [body["usage"]["completion_tokens_details"] for body in bodies]
+        usage["completion_tokens_details"] = {n: sum(one[n] for one in every) for n in every[0]}
     if usage["prompt_tokens"] is not None:
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
     choices = [

@@ -124,7 +124,7 @@ def test_drafts_are_judged_by_rejection_against_the_changed_distribution(
 def test_model_drafters_draw_by_the_same_penalties(demo_engine, prompts):
     """A bias of 100 leaves one token, so all that a model drafts is that token, and right."""
     prompt, sampling = prompts["hard_prose"], core.Sampling(logit_bias=((GREEN, 100.0),))
-    for drafter in demo_engine.pool.choices.keys() - {"ngram", "suffix", "grammar"}:
+    for drafter in demo_engine.pool.choices.keys() - {"ngram", "suffix", "grammar", "prediction"}:
         fields = {"max_tokens": 12, "drafter": drafter, "sampling": sampling}
         sequence, _ = run(demo_engine, prompt, **fields)
         assert sequence.output == [GREEN] * 12

@@ -319,6 +319,14 @@ def test_usage_tells_what_became_of_a_prediction(client, route, drafter):
     assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens_details"] == details
 
 
+def test_usage_counts_the_predictions_of_all_choices(client):
+    text = text_of(CHAT, post(client, CHAT, drafter="none").json)
+    one, two = (post(client, CHAT, prediction=text, fixed_k=True, n=n).json for n in (1, 2))
+    once, twice = (each["usage"]["completion_tokens_details"] for each in (one, two))
+    assert len(two["choices"]) == 2 and twice == {name: 2 * n for name, n in once.items()}
+    assert once["accepted_prediction_tokens"] > 0
+
+
 def test_a_prediction_is_drafted_at_the_largest_k_unless_the_request_says_another(client):
     for fields, k in (({"prediction": "y"}, 16), ({}, 7)):
         body = post(client, GENERATE, **fields).json
