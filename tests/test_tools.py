@@ -268,7 +268,7 @@ def test_a_grammar_allows_calls_that_parse_and_what_may_stand_beside_them(
     rome, time = call_text("weather", ROME, form), call_text("time", TIME, form)
     expected = {
         rome: True,
-        f"{rome}\n{time}": parallel,
+        f"{rome}\n{time}": parallel and tags,
         rome.replace("3", '"3"'): False,
         rome.replace("city", "town"): False,
         rome[:-1]: False,
@@ -291,8 +291,8 @@ def test_a_grammar_allows_calls_that_parse_and_what_may_stand_beside_them(
 
 
 def test_a_named_tool_is_called_once_and_no_other_is(accepts):
-    grammar = Tools(TOOLS, GENERAL, named="time", is_forced=True).grammar()
-    rome, time = call_text("weather", ROME, GENERAL), call_text("time", TIME, GENERAL)
+    grammar = Tools(TOOLS, TAGGED, named="time", is_forced=True).grammar()
+    rome, time = call_text("weather", ROME, TAGGED), call_text("time", TIME, TAGGED)
     for text, allowed in ((time, True), (rome, False), (f"{time}\n{time}", False)):
         assert accepts(grammar, text, False) == allowed
 
