@@ -90,19 +90,42 @@ def test_an_exact_prediction_is_drafted_at_full_length(demo_engine, prompts, pla
     assert (s.drafting.accepted, s.drafting.rejected) == ({"prediction": 48}, {"prediction": 0})
 
 
-def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
-    """Costs are as expected before any is measured: no clock has a say."""
+def unclocked(engine):
+    """Costs stay as they are expected before any is measured: no clock has a say."""
     costs, rest = engine.controller.costs, Rest()
     costs.observe_pass = costs.observe_draft = rest.see = rest.see_plain = lambda *_: None
     engine.controller.rest = lambda *_: rest
+    return engine
+
+
+def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
     prompt, length = prompts["hard_prose"], 100
     fields = {"drafter": "auto", "num_speculative_tokens": 16, "max_tokens": length}
     text = plain(prompt, length)
     for prediction, least in ((text, 0.85), (edited(text, random.Random(3)), 0.5)):
-        s, events = run(engine, prompt, prediction=(*prediction,), is_alone=True, **fields)
+        given = {"prediction": (*prediction,), "is_alone": True} | fields
+        s, events = run(unclocked(engine), prompt, **given)
         assert s.output == text and s.drafting.accepted["prediction"] >= least * len(text)
         if prediction == text:
             assert max(len(event["proposals"]) for event in events) == 16
+
+
+def test_nobody_else_is_asked_while_the_text_is_as_predicted(engine, prompts, plain):
+    """A model would have to read the text before, even for a probe."""
+    prompt, asked, decide = prompts["code_class"], [], unclocked(engine).controller.decide
+
+    def decided(candidates, *rest):
+        asked.extend({*each.able} for each in candidates)
+        return decide(candidates, *rest)
+
+    engine.controller.decide = decided
+    text = plain(prompt, LENGTH)
+    fields = {"drafter": "auto", "max_tokens": LENGTH, "num_speculative_tokens": 4}
+    for prediction, is_alone in ((text, True), (text[::-1], False)):
+        run(engine, prompt, prediction=(*prediction,), **fields)
+        assert (asked[-1] == {"prediction"}) == is_alone
+        assert ({"draft_model", "mtp"} <= asked[-1]) != is_alone
+    assert {"draft_model", "mtp", "prediction"} <= asked[0]
 
 
 def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
