@@ -16,6 +16,7 @@ from sampling import log_probabilities
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
+_FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
 
 
 def event(s: TextSequence, cycle: Cycle) -> Json:
@@ -82,8 +83,10 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     asked["target_argmax"] = scores.argmax(-1).tolist()
     asked["target_top"] = _leaders(s, event, scores[: cycle.num_kept])
     asked["distributions"] = _distributions(s, cycle, scores[: cycle.num_kept])
+    asked["grammar"] = _grammar(cycle) if s.matcher else None
     ids = {*cycle.draft.tokens, *asked["target_argmax"]}
-    shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"])
+    forbidden = (place["forbidden"] for place in asked["grammar"] or ())
+    shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"], *forbidden)
     ids |= {token["id"] for token in shown}
     asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
     asked["ms"] = dict(zip(("draft", "verify", "other"), cycle.spans_ms, strict=True))
@@ -150,6 +153,25 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
             for entry, e in zip(entries, times, strict=True):
                 entry["noise"] = _short(-np.log(e))
         result.append(entries)
+    return result
+
+
+def _grammar(cycle: Cycle) -> list[Json]:
+    """What the grammar said where each new token was chosen.
+
+    `allowed` is the number of tokens that might come there, of `vocabulary`; where it is one,
+    `forced` is true. `forbidden` are the likeliest of the others, as {id, p}, by falling p; p is
+    the probability by the target's logits alone. `overruled`: the likeliest token is among them.
+    """
+    result, scores = [], cycle.along(cycle.scores)
+    for logits, row in zip(cycle.along(cycle.logits), scores[: cycle.num_kept], strict=False):
+        p = logits.softmax(-1)
+        is_forbidden = row == -inf
+        allowed = len(row) - int(is_forbidden.sum())
+        best = _likeliest(p.where(is_forbidden, 0), min(_FORBIDDEN, len(row) - allowed))
+        place = {"allowed": allowed, "vocabulary": len(row), "forced": allowed == 1}
+        place["forbidden"] = [{"id": i, "p": _short(p[i])} for i in best]
+        result.append(place | {"overruled": bool(is_forbidden[logits.argmax()])})
     return result
 
 
