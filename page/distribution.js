@@ -89,8 +89,9 @@ export class Distribution {
   /** The entries at another temperature and top-p. */
   #recomputed({ heat, nucleus }) {
     const { entries, temperature, hasQ } = this.#about;
-    const best = Math.max(...entries.map(({ score }) => score));
-    const p = withTopP(entries.map(({ score }) => Math.exp((score - best) / heat)), nucleus);
+    const scores = entries.map(({ score }) => score ?? -Infinity); // a grammar forbids it
+    const best = Math.max(...scores);
+    const p = withTopP(scores.map((score) => Math.exp((score - best) / heat)), nucleus);
     const q = hasQ ? withTopP(entries.map((entry) => entry.q ** (temperature / heat)), nucleus) : null;
     return entries.map((entry, i) => ({ ...entry, p: p[i], q: q ? q[i] : entry.q }));
   }

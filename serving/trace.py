@@ -4,7 +4,7 @@ docs/api.md says what each field means.
 """
 
 from itertools import chain
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -127,7 +127,7 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
-    `score` is the penalised logit. `p` is the probability by the request's transforms; at
+    `score` is the penalised logit, None for a token that a grammar forbids. `p` is the probability by the request's transforms; at
     temperature 0, where nothing is drawn, that of temperature 1. Where the drafter drew from
     probabilities there is `q`, and under the coupled rule `noise`, which is added to log p and to
     log q.
@@ -138,7 +138,8 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     result = []
     for row, token in enumerate(cycle.tokens):
         q = probs[row] if probs is not None and row < len(probs) else None
-        ids = {token.id, *cycle.proposals[row : row + 1], *_likeliest(p[row], _BY_P)}
+        able = [i for i in _likeliest(p[row], _BY_P) if scores[row, i] > -inf]
+        ids = {token.id, *cycle.proposals[row : row + 1], *able}
         ids |= set() if q is None else set(_likeliest(q, _BY_Q))
         ranked = sorted(ids, key=lambda i: -float(p[row, i]))
         entries = [
@@ -179,9 +180,9 @@ def _likeliest(weights: Tensor, count: int) -> list[int]:
     return weights.topk(min(count, len(weights))).indices.tolist()
 
 
-def _short(value: Tensor | float) -> float:
-    """To six digits, as nobody sees more of a bar."""
-    return float(f"{float(value):.6g}")
+def _short(value: Tensor | float) -> float | None:
+    """To six digits, as nobody sees more of a bar; None for an infinite number."""
+    return float(f"{float(value):.6g}") if isfinite(value) else None
 
 
 def _finite(value: Tensor) -> float | None:

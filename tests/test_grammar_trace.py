@@ -4,6 +4,7 @@ The reference replays the answer's tokens in llguidance itself, and takes the li
 the answer's log-probabilities, which are those before every transform.
 """
 
+import json
 import math
 
 import pytest
@@ -68,6 +69,17 @@ def test_what_the_grammar_said_does_not_depend_on_drafts(server, drafter):
     short = [[{**p, "forbidden": [f["id"] for f in p["forbidden"]]} for p in places(a)]
              for a in (plain, drafted)]  # fmt: skip
     assert short[0] == short[1]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_a_trace_has_no_number_that_json_does_not_know(server, verification):
+    """A browser refuses -Infinity, which is the score of a forbidden token."""
+    fields = PLAIN | {"drafter": "draft_model", "temperature": 0.8, "seed": 1, "trace": True}
+    data = server.call("POST", "/generate", fields | {"verification": verification})[2]
+    trace = json.loads(data, parse_constant=pytest.fail)["trace"]
+    entries = [one for cycle in trace for place in cycle["distributions"] for one in place]
+    assert any(one["p"] == 0 for one in entries if one["score"] is None)
+    assert all(one["p"] == 0 for one in entries if one["score"] is None)
 
 
 def test_a_text_without_a_grammar_has_none_in_its_trace(server):
