@@ -127,10 +127,10 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
-    `score` is the penalised logit, None for a token that a grammar forbids. `p` is the probability by the request's transforms; at
-    temperature 0, where nothing is drawn, that of temperature 1. Where the drafter drew from
-    probabilities there is `q`, and under the coupled rule `noise`, which is added to log p and to
-    log q.
+    `score` is the penalised logit, None for a token that a grammar forbids. `p` is the probability
+    by the request's transforms; at temperature 0, where nothing is drawn, that of temperature 1.
+    Where the drafter drew from probabilities there is `q`, and under the coupled rule `noise`,
+    which is added to log p and to log q.
     """
     sampling, count = s.request.sampling, cycle.num_kept
     probs = None if cycle.draft.probs is None else cycle.along(cycle.draft.probs)
