@@ -8,9 +8,9 @@ A family of models has a form. In Hermes' and Qwen's, calls stand between tags, 
     {"name": "weather", "arguments": {"city": "Rome"}}
     </tool_call>
 
-In the general form the answer is nothing but JSON objects like that, one on each line, or else it
-is a text. Llama says "parameters" in place of "arguments". A chat template shows which form its
-model was trained on. Where it shows none, the general form is explained in a system text.
+In the general form the answer is one JSON object like that, or a text. Llama says "parameters" in
+place of "arguments". A chat template shows which form its model was trained on. Where it shows
+none, the general form is explained in a system text.
 
 Lark's dialect is that of llguidance: docs/syntax.md in guidance-ai/llguidance.
 """
@@ -47,7 +47,6 @@ class Form(NamedTuple):
     key: str = "arguments"  # under which a call has them
     in_template: bool = False  # whether the chat template explains it
     tokens: frozenset[str] = frozenset()  # the tags that are tokens of the vocabulary
-    is_single: bool = False  # whether the template knows one call in an answer at most
     thinks: bool = False  # whether <think> … </think> may stand before all else
 
 
@@ -64,8 +63,7 @@ def form_of(template: str, added: Collection[str] = ()) -> Form:
     if re.search(OPEN + r'\s*\{"name": .{1,40}"arguments": ', source):
         return form._replace(has_tags=True, in_template=True)
     if re.search(r'\{"name": .{1,40}"parameters": ', source) and OPEN not in source:
-        is_single = "single tool-calls" in source
-        return form._replace(key="parameters", in_template=True, is_single=is_single)
+        return form._replace(key="parameters", in_template=True)
     return form
 
 
@@ -76,8 +74,9 @@ def tools_grammar(
     """The Lark text of an answer with calls of these functions ({name, parameters}).
 
     `is_forced` asks for at least one call, and for nothing else. Otherwise a text is free up to
-    where a call begins, or it is JSON of the schema `answer`. `is_parallel` allows several calls.
-    Reasoning, which may stand before all that, is no part of it.
+    where a call begins, or it is JSON of the schema `answer`. `is_parallel` allows several calls
+    where they have tags: without, a small model calls and calls. Reasoning, which may stand before
+    all that, is no part of it.
     """
     names = [f"call{i}" for i in range(len(functions))]
     call, opening = f"({' | '.join(names)})", ""
@@ -89,7 +88,9 @@ def tools_grammar(
         begin = "{", '"name"', ": ", f'"{function["name"]}"', ", ", f'"{form.key}"', ": "
         rules.append(f'{name}: {" ".join(map(json.dumps, begin))} {name}_arguments "}}"')
         rules.append(f"{name}_arguments: {_json(_closed(function.get('parameters')))}")
-    calls = f'one ("\\n" {opening} one){{0,{_MOST_CALLS - 1}}}' if is_parallel else "one"
+    calls = "one"
+    if is_parallel and form.has_tags:
+        calls += f' ("\\n" {opening} one){{0,{_MOST_CALLS - 1}}}'
     if is_forced:
         start = f"{opening} {calls}"
     elif answer is not None:

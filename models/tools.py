@@ -39,7 +39,7 @@ class Tools:
 
     def grammar(self, answer: Json | None = None) -> str:
         """What the answer has to be, in Lark; `answer` is the schema of one without calls."""
-        is_parallel = self.is_parallel and not (self.named or self.form.is_single)
+        is_parallel = self.is_parallel and not self.named
         return tools_grammar(self.functions, self.form, self.is_forced, is_parallel, answer)
 
     def reader(self, is_reasoning: bool = False) -> CallReader:

@@ -10,7 +10,7 @@
 import { bar, row } from "./charts.js";
 import { byId, element, explained, slider, write } from "./elements.js";
 import { numAccepted, ruleOf } from "./trace.js";
-import { chance, quoted, visible } from "./words.js";
+import { chance, grammarWords, quoted, visible } from "./words.js";
 
 const SHOWN = 8; // bars
 const DEEPEST = 9; // below the best score with noise: lower ones are drawn there
@@ -56,8 +56,11 @@ export class Distribution {
       }[id];
       knobs.append(slider(id, words, value, range));
     }
+    const words = grammarWords(cycle, i);
+    const grammar = element("p.says", { id: "grammar", hidden: !words }, words);
     const place = drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen);
-    this.#box.replaceChildren(element("h3", `Why: ${place}`), this.#says, knobs, this.#chart, this.#note);
+    this.#box.replaceChildren(element("h3", `Why: ${place}`), this.#says, grammar, knobs,
+      this.#chart, this.#note);
     this.draw();
   }
   draw() {
@@ -86,8 +89,9 @@ export class Distribution {
   /** The entries at another temperature and top-p. */
   #recomputed({ heat, nucleus }) {
     const { entries, temperature, hasQ } = this.#about;
-    const best = Math.max(...entries.map(({ score }) => score));
-    const p = withTopP(entries.map(({ score }) => Math.exp((score - best) / heat)), nucleus);
+    const scores = entries.map(({ score }) => score ?? -Infinity); // a grammar forbids it
+    const best = Math.max(...scores);
+    const p = withTopP(scores.map((score) => Math.exp((score - best) / heat)), nucleus);
     const q = hasQ ? withTopP(entries.map((entry) => entry.q ** (temperature / heat)), nucleus) : null;
     return entries.map((entry, i) => ({ ...entry, p: p[i], q: q ? q[i] : entry.q }));
   }

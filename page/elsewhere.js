@@ -5,7 +5,7 @@ import { byId, write } from "./elements.js";
 
 const NEED_A_TRACE = ["back", "step", "race", "slow", "cycle-number", "cycle-count", "story-try",
   "tab-try", "tab-race", "tab-whatif"];
-const CHOSEN_BY_THE_ENGINE = ["drafter", "num_speculative_tokens", "verification"];
+const CHOSEN_BY_THE_ENGINE = ["drafter", "num_speculative_tokens", "verification", "json_schema"];
 
 /** What the engine keeps to itself, in a sentence. */
 const silence = ({ name, version }) => `${name} ${version ?? ""} runs this model. It does not tell p, q, u `

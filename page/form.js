@@ -6,7 +6,7 @@ import { ServerError } from "./stream.js";
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
 const CHOICES = ["drafter", "verification"];
-const FIELDS = ["prompt", ...CHOICES, ...NUMBERS];
+const FIELDS = ["prompt", "json_schema", ...CHOICES, ...NUMBERS];
 const NUMBER = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i;
 const FIRST_PROMPT = "code_function";
 
@@ -70,6 +70,8 @@ export class RequestForm {
     if (messages || (!byId("chat-field").hidden && byId("chat").checked)) body.chat = true;
     const choices = this.#isElsewhere ? [] : CHOICES;
     for (const name of choices) if (byId(name).value) body[name] = byId(name).value;
+    const schema = byId("json_schema").value.trim();
+    if (schema && !this.#isElsewhere) body.json_schema = schema;
     if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
     for (const name of NUMBERS) {
       const text = byId(name).value.trim().replace(",", ".");

@@ -290,7 +290,7 @@ function writeLink() {
 function followLink() {
   const { at, ...fields } = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   if (!("prompt" in fields) || mode !== "idle") return;
-  form.fill({ verification: "", seed: "", ...fields, chat: fields.chat === "true" });
+  form.fill({ verification: "", seed: "", json_schema: "", ...fields, chat: fields.chat === "true" });
   select("text");
   const place = Number(at) || 0;
   const ended = (session) => session && showCycle(Math.min(place, session.cycles.length - 1), null, true);

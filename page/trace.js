@@ -17,6 +17,7 @@ export function readCycle(event, previous) {
     tokens: event.tokens.map(named),
     rejected: event.rejected && named(event.rejected),
     distributions: (event.distributions ?? []).map((entries) => entries.map(named)),
+    grammar: event.grammar?.map((at) => ({ ...at, forbidden: at.forbidden.map(named) })) ?? null,
     cached: event.cached,
     recurrent: event.recurrent ?? null, // how far the states of recurrent layers go back
     controller: event.controller ?? null,

@@ -65,8 +65,25 @@ export const pace = ({ tokens, passes, tokensPerPass }) => (
   `${counted(tokens, "token")}, ${tokens - 1} after the first in ${counted(passes, "pass", "passes")}: `
     + `${short(tokensPerPass)} tokens per pass`);
 
-/** Why a token stands in the text: a sentence on `token` of `cycle`. */
-export function why(token, { step, proposals, rejected }) {
+/** What the grammar said at place `i` of a cycle, in sentences; "" without one. */
+export function grammarWords({ grammar }, i) {
+  const at = grammar?.[i];
+  if (!at) return "";
+  const [allowed, all] = [at.allowed, at.vocabulary].map((count) => count.toLocaleString("en"));
+  const says = at.forced ? "The grammar forces this token: it allows no other of "
+    : `The grammar allows ${allowed} of `;
+  const [first] = at.forbidden;
+  const forbade = !first ? "" : ` It forbade ${quoted(first)} (p ${chance(first.p)})`
+    + `${at.overruled ? ", which the model liked best" : ""}.`;
+  return `${says}${all} tokens${at.forced ? "" : " here"}.${forbade}`;
+}
+
+/** Why a token stands in the text: sentences on `token` of `cycle`. */
+export function why(token, cycle) {
+  return [whyKept(token, cycle), grammarWords(cycle, cycle.tokens.indexOf(token))].join(" ").trim();
+}
+
+function whyKept(token, { step, proposals, rejected }) {
   const isCoupled = token.u === undefined;
   const reason = comparison(token);
   if (token.kind === "accepted") {

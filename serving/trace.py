@@ -4,7 +4,7 @@ docs/api.md says what each field means.
 """
 
 from itertools import chain
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from sampling import log_probabilities
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
+_FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
 
 
 def event(s: TextSequence, cycle: Cycle) -> Json:
@@ -82,8 +83,10 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     asked["target_argmax"] = scores.argmax(-1).tolist()
     asked["target_top"] = _leaders(s, event, scores[: cycle.num_kept])
     asked["distributions"] = _distributions(s, cycle, scores[: cycle.num_kept])
+    asked["grammar"] = _grammar(cycle) if s.matcher else None
     ids = {*cycle.draft.tokens, *asked["target_argmax"]}
-    shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"])
+    forbidden = (place["forbidden"] for place in asked["grammar"] or ())
+    shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"], *forbidden)
     ids |= {token["id"] for token in shown}
     asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
     asked["ms"] = dict(zip(("draft", "verify", "other"), cycle.spans_ms, strict=True))
@@ -124,10 +127,10 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
-    `score` is the penalised logit. `p` is the probability by the request's transforms; at
-    temperature 0, where nothing is drawn, that of temperature 1. Where the drafter drew from
-    probabilities there is `q`, and under the coupled rule `noise`, which is added to log p and to
-    log q.
+    `score` is the penalised logit, None for a token that a grammar forbids. `p` is the probability
+    by the request's transforms; at temperature 0, where nothing is drawn, that of temperature 1.
+    Where the drafter drew from probabilities there is `q`, and under the coupled rule `noise`,
+    which is added to log p and to log q.
     """
     sampling, count = s.request.sampling, cycle.num_kept
     probs = None if cycle.draft.probs is None else cycle.along(cycle.draft.probs)
@@ -135,7 +138,8 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     result = []
     for row, token in enumerate(cycle.tokens):
         q = probs[row] if probs is not None and row < len(probs) else None
-        ids = {token.id, *cycle.proposals[row : row + 1], *_likeliest(p[row], _BY_P)}
+        able = [i for i in _likeliest(p[row], _BY_P) if scores[row, i] > -inf]
+        ids = {token.id, *cycle.proposals[row : row + 1], *able}
         ids |= set() if q is None else set(_likeliest(q, _BY_Q))
         ranked = sorted(ids, key=lambda i: -float(p[row, i]))
         entries = [
@@ -153,13 +157,32 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     return result
 
 
+def _grammar(cycle: Cycle) -> list[Json]:
+    """What the grammar said where each new token was chosen.
+
+    `allowed` is the number of tokens that might come there, of `vocabulary`; where it is one,
+    `forced` is true. `forbidden` are the likeliest of the others, as {id, p}, by falling p; p is
+    the probability by the target's logits alone. `overruled`: the likeliest token is among them.
+    """
+    result, scores = [], cycle.along(cycle.scores)
+    for logits, row in zip(cycle.along(cycle.logits), scores[: cycle.num_kept], strict=False):
+        p = logits.softmax(-1)
+        is_forbidden = row == -inf
+        allowed = len(row) - int(is_forbidden.sum())
+        best = _likeliest(p.where(is_forbidden, 0), min(_FORBIDDEN, len(row) - allowed))
+        place = {"allowed": allowed, "vocabulary": len(row), "forced": allowed == 1}
+        place["forbidden"] = [{"id": i, "p": _short(p[i])} for i in best]
+        result.append(place | {"overruled": bool(is_forbidden[logits.argmax()])})
+    return result
+
+
 def _likeliest(weights: Tensor, count: int) -> list[int]:
     return weights.topk(min(count, len(weights))).indices.tolist()
 
 
-def _short(value: Tensor | float) -> float:
-    """To six digits, as nobody sees more of a bar."""
-    return float(f"{float(value):.6g}")
+def _short(value: Tensor | float) -> float | None:
+    """To six digits, as nobody sees more of a bar; None for an infinite number."""
+    return float(f"{float(value):.6g}") if isfinite(value) else None
 
 
 def _finite(value: Tensor) -> float | None:

@@ -6,6 +6,7 @@ that the server answers with is described.
 
 import inspect
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -69,7 +70,7 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
     """With and without cache, drafts, truncation; sampled with and without; alone and together."""
     monkeypatch.chdir(ROOT)
     steps = blocks(read("docs/lesson.md"), "python")
-    assert len(steps) == 9 and len(re.findall(r"^.+$", steps[0], re.MULTILINE)) == 15
+    assert len(steps) == 10 and len(re.findall(r"^.+$", steps[0], re.MULTILINE)) == 15
     names = {}
     for step in steps:
         exec(step, names)  # noqa: S102
@@ -81,11 +82,20 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
     assert names["result_7"][0] == text
     said = capsys.readouterr().out
     passes = {int(step): int(count) for step, count in re.findall(r"^(\d): (\d+) pas", said, re.M)}
-    assert passes[1] == passes[2] == 48 and said.count("same text: True") == 4
+    assert passes[1] == passes[2] == 48 and said.count("same text: True") == 5
     assert passes[4] == passes[5] < 30 and passes[6] < 40  # the same drafts, with cache or without
     assert "the same texts: True" in said
     assert len(re.findall(r"\d positions \d", said)) == 4  # how long they take is the machine's
-    assert said.endswith("9: 16777216 16777218\n")
+    assert "\n9: 16777216 16777218\n" in said
+    constrained = names["result_10"]
+    assert constrained == names["undrafted_10"]
+    told = json.loads(names["tokenizer"].decode(constrained))
+    assert [*told] == ["colour", "size"] and told["colour"] in ("red", "blue")
+    assert type(told["size"]) is int and 0 <= told["size"] <= 99
+    for draft in ([token] * 3 for token in {*constrained}):  # mostly forbidden, or rejected
+        assert names["constrained"](prompt, lambda _: draft)[0] == constrained  # noqa: B023
+    fewer, more = re.search(r"^10: (\d+) passes, (\d+) without", said, re.M).groups()
+    assert int(fewer) < int(more) / 2 and int(more) == len(constrained)
     loses = names["hard_text"], names["slow_drafter"], names["large_batch"]
     assert max(loses) < 1 and f"{names['pays']:.2f}" in read("docs/lesson.md")
 

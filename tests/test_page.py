@@ -378,6 +378,43 @@ def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
     see(again, {"#error": "“hot” is not a number"})
 
 
+SCHEMA = """{"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"], "additionalProperties": false}"""
+
+
+def test_a_json_schema_is_sent_and_the_reasons_tell_what_the_grammar_forbade_and_forced(
+    open_page, page, server
+):
+    fields = FEW | {"json_schema": SCHEMA.replace("\n", "")}
+    sent = posted(page)
+    run(page, **fields)
+    assert sent[-1]["json_schema"] == fields["json_schema"]
+    answer = traced(server, fields)
+    assert page.text_content("#text .tokens") == answer["text"]
+    told = [place for cycle in answer["trace"] for place in cycle["grammar"]]
+    texts = {i: text for cycle in answer["trace"] for i, text in cycle["texts"].items()}
+    kinds = [(place["forced"], place["overruled"]) for place in told]
+    assert {forced for forced, _ in kinds} == {over for _, over in kinds} == {False, True}
+    for kind in set(kinds):
+        at = kinds.index(kind)
+        place, (first, *_) = told[at], told[at]["forbidden"]
+        count = "forces this token" if kind[0] else f"allows {place['allowed']} of 4,096 tokens"
+        best = ", which the model liked best." if kind[1] else ")."
+        text = texts[str(first["id"])].replace(" ", "␣").replace("\n", "↵")
+        words = f"The grammar {count}", f"It forbade “{text}” (p ", best
+        act(
+            page,
+            ("hover", f"{TOKENS} >> nth={at}", {"#popup": words}),
+            ("click", f"{TOKENS} >> nth={at}", {"#grammar": words}),
+        )
+    again = open_page(address=page.evaluate("location.hash"))
+    see(again, {"#status": "Finished"})
+    assert again.text_content("#text .tokens") == answer["text"]
+    run(page, **FEW, json_schema="")
+    assert "json_schema" not in sent[-1]
+    act(page, ("click", f"{TOKENS} >> nth=1", {"#grammar:visible": 0, "#verdict": "target"}))
+
+
 # ---------------------------------------------------------------- what decided about each token
 
 
@@ -810,7 +847,8 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
 WRONG = [("temperature", "abc", "“abc” is not a number"), ("seed", "9" * 20, "53 bits"),
          ("num_speculative_tokens", "0x", "“0x” is not a number"),
          ("prompt", "", "Write a prompt first"),  # and what is sent, in the server's words:
-         ("num_speculative_tokens", "99", "K must be an integer from 0 to 16")]  # fmt: skip
+         ("num_speculative_tokens", "99", "K must be an integer from 0 to 16"),
+         ("json_schema", "{", "json_schema must be a JSON schema")]  # fmt: skip
 
 
 def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_page, complaints):
@@ -822,11 +860,11 @@ def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_pag
         fill(page, **{name: value})
         marked = {f"#{name}[aria-invalid=true]:visible": 1}
         act(page, ("click", "#run", {"#error[role=alert]": words} | marked))
-        assert bool(sent) == (value == "99")
+        assert bool(sent) == (value in ("99", "{"))
         fill(page, **{name: "1"})
         see(page, {"#error p": 0, "[aria-invalid=true]": 0})  # as soon as it is right
     expect_failed_load(complaints, "400")
-    run(page)
+    run(page, json_schema="")
 
 
 FAILED = {"error": {"message": "the engine failed: out of memory"}}

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server import LIMIT_S, Client, serving
 from tokenizers import AddedToken
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from werkzeug.serving import make_server
 
 from grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
@@ -268,7 +268,7 @@ def test_a_grammar_allows_calls_that_parse_and_what_may_stand_beside_them(
     rome, time = call_text("weather", ROME, form), call_text("time", TIME, form)
     expected = {
         rome: True,
-        f"{rome}\n{time}": parallel,
+        f"{rome}\n{time}": parallel and tags,
         rome.replace("3", '"3"'): False,
         rome.replace("city", "town"): False,
         rome[:-1]: False,
@@ -291,8 +291,8 @@ def test_a_grammar_allows_calls_that_parse_and_what_may_stand_beside_them(
 
 
 def test_a_named_tool_is_called_once_and_no_other_is(accepts):
-    grammar = Tools(TOOLS, GENERAL, named="time", is_forced=True).grammar()
-    rome, time = call_text("weather", ROME, GENERAL), call_text("time", TIME, GENERAL)
+    grammar = Tools(TOOLS, TAGGED, named="time", is_forced=True).grammar()
+    rome, time = call_text("weather", ROME, TAGGED), call_text("time", TIME, TAGGED)
     for text, allowed in ((time, True), (rome, False), (f"{time}\n{time}", False)):
         assert accepts(grammar, text, False) == allowed
 
@@ -542,14 +542,20 @@ SCHEMA = {"type": "object", "properties": KINDS, "required": [*KINDS]}
 SHORT = tool(name="report", parameters=SCHEMA) + tool(name="stop", parameters={})
 
 
-@pytest.fixture(scope="module", params=["tags", "general"])
+@pytest.fixture(scope="module", params=["tags", "tokens", "general"])
 def ask(request, chat_folder, tmp_path_factory):
     """Chat with a tiny random model, whose template has Hermes' form or knows no tools."""
     folder = chat_folder("qwen3")
-    if request.param == "tags":
+    if request.param != "general":
         folder = shutil.copytree(folder, tmp_path_factory.mktemp("tags") / "model")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.chat_template = HERMES
+        if request.param == "tokens":
+            tags = [AddedToken(tag, special=True, normalized=False) for tag in TAGS]
+            tokenizer.add_tokens(tags, special_tokens=True)
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     with serving("--model", str(folder), "--drafter", "auto") as server, server.openai() as client:
         (model,) = client.models.list().data
