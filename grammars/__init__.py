@@ -15,6 +15,8 @@ llguidance computes the masks, in some ten microseconds each: github.com/guidanc
 """
 
 import json
+import threading
+from dataclasses import replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
@@ -25,13 +27,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Draft, one_line
+from messages import Draft
 
-from .probe import Probe
+from .probe import Probe, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 64  # grammars that are stored
+_MOST_RESTARTS = 8  # of a text's matcher
 # Reasoning may stand before the text, or is under way when the text begins.
 OPEN, POSSIBLE = "open", "possible"
 _REASONING = """start: {first} @body
@@ -85,7 +88,13 @@ class Vocabulary:
         return Grammar(source, self)
 
 
-vocabulary_of = lru_cache(2)(Vocabulary)
+_vocabulary_of, _building = lru_cache(2)(Vocabulary), threading.Lock()
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int, eos_ids: frozenset[int]) -> Vocabulary:
+    """The tokens of a model, built once: first requests may come at the same time."""
+    with _building:
+        return _vocabulary_of(tokenizer, size, eos_ids)
 
 
 class Grammar:
@@ -93,25 +102,35 @@ class Grammar:
 
     def __init__(self, source: str, vocabulary: Vocabulary) -> None:
         """Raises ValueError for a grammar that llguidance refuses."""
-        from llguidance import LLMatcher
-
-        self.vocabulary = vocabulary
-        self._first = LLMatcher(vocabulary.tokenizer, source, log_level=0)
+        self.source, self.vocabulary = source, vocabulary
+        self.build()
         self._first.compute_bitmask()  # the first mask takes longest
         if self._first.is_error():
-            raise ValueError(self._first.get_error())
+            raise ValueError(reason_of(self._first))
+
+    def build(self) -> None:
+        """Begin anew: copies of one matcher together may build so many states and no more."""
+        from llguidance import LLMatcher
+
+        self._first = LLMatcher(self.vocabulary.tokenizer, self.source, log_level=0)
+
+    def copy(self) -> Any:
+        """A matcher of llguidance's for a new text."""
+        return self._first.deep_copy()
 
     def matcher(self) -> "Matcher":
         """A matcher for a new text."""
-        return Matcher(self._first.deep_copy(), self.vocabulary)
+        return Matcher(self)
 
 
 class Matcher:
     """Where a text stands in its grammar: which tokens may come next, and which must."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        """`matcher` is llguidance's, for a text that has not begun."""
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
+        self._tokens: list[int] = []  # of the text
+        self._num_restarts = 0
+        self._seen: tuple[Draft, np.ndarray] | None = None  # a draft, and what is forbidden
 
     def mask(self, scores: Tensor, draft: Draft) -> Tensor:
         """Scores [n + 1, V] with −inf for what is forbidden after the pending and drafted tokens.
@@ -119,29 +138,63 @@ class Matcher:
         Rows behind a forbidden token stay as they are. Raises ValueError where the grammar cannot
         go on: a state of it may be too large.
         """
-        forbidden = np.zeros(scores.shape, bool)
-        self._note_forbidden(forbidden, draft, -1)
+        seen, forbidden = self._seen or (None, None)
+        if draft is not seen:
+            _, forbidden = self._explore(draft)
         return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -inf)
 
-    def _note_forbidden(self, forbidden: np.ndarray, draft: Draft, node: int) -> None:
-        """Fill the rows of a drafted token and of all behind it; -1 is the pending token."""
+    def _explore(self, draft: Draft) -> tuple[set[int], np.ndarray]:
+        """The drafted tokens that the text may go on with, and what is forbidden [n + 1, V].
+
+        Raises ValueError where the grammar cannot go on behind the pending token.
+        """
+        kept, shape = set[int](), (len(draft.tokens) + 1, self._vocabulary.size)
+        forbidden = np.zeros(shape, bool)
+        try:
+            self._walk(draft, -1, kept, forbidden)
+        except ValueError:  # drafts, and other texts, may have used up what llguidance allows
+            self._restart([])
+            self._walk(draft, -1, kept, forbidden)
+        return kept, forbidden
+
+    def _walk(self, draft: Draft, node: int, kept: set[int], forbidden: np.ndarray) -> None:
+        """Explore a drafted token and all behind it; -1 is the pending token."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         row = forbidden[node + 1]
         row[:] = np.unpackbits(bits, count=len(row), bitorder="little") == 0
         for child in draft.children(node):
-            if not row[draft.tokens[child]]:
-                self._matcher.consume_token(draft.tokens[child])
-                self._note_forbidden(forbidden, draft, child)
+            if row[draft.tokens[child]]:
+                continue
+            self._matcher.consume_token(draft.tokens[child])
+            try:
+                self._walk(draft, child, kept, forbidden)
+            except ValueError:  # the text may never come there: go on from here
+                forbidden[child + 1] = True
+                self._restart([draft.tokens[i] for i in draft.paths()[node]] if node >= 0 else [])
+            else:
+                kept.add(child)
                 self._matcher.rollback(1)
+
+    def _restart(self, more: list[int]) -> None:
+        """Begin again with the text and these tokens: an error of llguidance's matcher stays."""
+        self._num_restarts += 1
+        if self._num_restarts <= _MOST_RESTARTS:
+            self._grammar.build()
+            self._matcher = self._grammar.copy()
+            self._matcher.consume_tokens([*self._tokens, *more])
 
     def consume(self, token: int) -> bool:
         """Go on with a token of the text. Returns whether the text is whole: nothing may follow.
 
         Raises ValueError for a forbidden token.
         """
+        self._seen = None
         self._matcher.consume_token(token)
-        self._check()
+        if self._matcher.is_error():
+            self._restart([token])
+            self._check()
+        self._tokens.append(token)
         return self._matcher.is_stopped()
 
     def cut(self, draft: Draft, is_drawn: bool = False) -> Draft:
@@ -150,20 +203,21 @@ class Matcher:
         `is_drawn`: it is judged by rejection and was drawn from q. To drop a token because of what
         was drawn would change the distribution, so the first forbidden one stays, to be rejected.
         """
-        if draft.parents is None:
-            count = self._matcher.validate_tokens(draft.tokens) + is_drawn
-            return draft if count >= len(draft.tokens) else draft.chain(range(count))
+        if self._num_restarts:  # states are many: no draft shall add to them
+            return Draft()
+        try:
+            kept, forbidden = self._explore(draft)
+        except ValueError:  # `mask` will raise it
+            return Draft()
         paths = draft.paths()
-        allowed = [path for path in paths if self._allows([draft.tokens[i] for i in path])]
-        if len(allowed) == len(paths):
-            return draft
-        places = {-1: -1} | {path[-1]: i for i, path in enumerate(allowed)}
-        sure = draft.confidence and [draft.confidence[i] for i in places if i >= 0]
-        parents = [places[draft.parents[path[-1]]] for path in allowed]
-        return Draft([draft.tokens[path[-1]] for path in allowed], None, parents, sure)
-
-    def _allows(self, tokens: list[int]) -> bool:
-        return self._matcher.validate_tokens(tokens) == len(tokens)
+        if is_drawn:
+            kept |= {i for i, path in enumerate(paths) if kept.issuperset(path[:-1])}
+        places = sorted(kept)
+        if len(places) < len(paths):
+            forbidden = forbidden[[0, *(i + 1 for i in places)]]
+            draft = _part(draft, places)
+        self._seen = draft, forbidden
+        return draft
 
     def forced(self, most: int) -> list[int]:
         """At most `most` tokens of the text that must follow, as the tokenizer would write it.
@@ -181,4 +235,13 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {one_line(self._matcher.get_error())}")
+            raise ValueError(f"the grammar cannot go on: {reason_of(self._matcher)}")
+
+
+def _part(draft: Draft, places: list[int]) -> Draft:
+    """The drafted tokens at these rising indexes, each with all of its path among them."""
+    part = draft.chain(places)
+    if draft.parents is None:
+        return part
+    index = {-1: -1} | {old: new for new, old in enumerate(places)}
+    return replace(part, parents=[index[draft.parents[i]] for i in places])

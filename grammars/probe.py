@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # then Python looks for modules beside no file of ours
     sys.path.append(str(Path(__file__).parents[1]))
@@ -15,6 +16,11 @@ if __name__ == "__main__":  # then Python looks for modules beside no file of ou
 from models.child import Child, bound_memory, serve
 
 BUILD_S = 0.3  # of a processor; the server needs as long again
+
+
+def reason_of(matcher: Any) -> str:
+    """Why llguidance's matcher cannot go on, without the state that it dumps behind it."""
+    return matcher.get_error().partition("<state>")[0].strip()
 
 
 class Probe(Child):
@@ -25,7 +31,8 @@ class Probe(Child):
         try:
             why = self.ask(grammar)
         except TimeoutError:
-            self.start()  # to be ready by the next grammar
+            with self._lock:
+                self.start()  # to be ready by the next grammar
             raise ValueError(f"takes longer than {BUILD_S:g} s to build") from None
         except EOFError:
             raise ValueError("takes too much memory to build") from None
@@ -47,7 +54,7 @@ def _main() -> None:
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        return matcher.get_error()
+        return reason_of(matcher)
 
     os.nice(5)  # requests that run come first
     bound_memory()

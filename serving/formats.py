@@ -99,7 +99,8 @@ def constraint_of(body: Json) -> tuple[str, str, Any] | None:
             constraints.append(_checked(name, _NAMES[name], value))
     if len(constraints) > 1:
         first, second = (name for name, *_ in constraints[:2])
-        raise RequestError(f"{second} cannot go with {first}: a text obeys one", param=second)
+        message = f"{second} cannot go with {first}: a text obeys one"
+        raise RequestError(message, param=second.partition(".")[0])
     return constraints[0] if constraints else None
 
 

@@ -5,17 +5,14 @@ cuts is said to be cut. Behind reasoning the format begins where that ends.
 """
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
-import llguidance.hf
 import pytest
 import speculative_decoding as core
-from conftest import application, load
-from llguidance import LLMatcher
-from server import end_of, is_error
-from transformers import AutoTokenizer
+from conftest import application
+from server import end_of, events_of, is_error
 
-import grammars
 from grammars import probe
 from serving.options import Options
 
@@ -67,3 +64,192 @@ PATTERNS = {
     "schema": r'\{"unit":"[CF]","days":[1-9]\}', "regex": REGULAR, "choice": "red|green|blue",
     "object": r"\{.*",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(chat_folder):
+    """Of a tiny model that all three routes can serve."""
+    options = Options(model=str(chat_folder("llama")), drafter="ngram", max_tokens=40)
+    with application(core.load_engine(options), options) as client:
+        yield client
+
+
+def asked(client, route, prompt="x = 1", **fields):
+    """(status, body) of a request."""
+    first = {"messages": [{"role": "user", "content": prompt}]} if route == CHAT else {}
+    answer = client.post(route, json=(first or {"prompt": prompt}) | fields)
+    return answer.status_code, answer.get_json()
+
+
+def text_of(body):
+    if "choices" not in body:
+        return body["text"]
+    (choice,) = body["choices"]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "auto"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_format_has_many_names_and_one_text(client, kind, route, drafter):
+    """On each route, and whoever drafts."""
+    way = {"temperature": 1.0, "seed": 3, "drafter": drafter}
+    bodies = [asked(client, route, **way, **fields) for fields in NAMES[kind]]
+    assert {status for status, _ in bodies} == {200}
+    (text,) = {text_of(body) for _, body in bodies}
+    assert re.fullmatch(PATTERNS[kind], text, re.DOTALL), text
+    assert all(body["warnings"] == bodies[0][1]["warnings"] for _, body in bodies)
+    assert kind == "object" or bodies[0][1]["warnings"] == []
+
+
+def test_an_answer_says_that_it_was_cut(client):
+    """By max_tokens, or by a stop string; what ends by itself is whole."""
+    fields = {"json_schema": SCHEMA, "temperature": 0}
+    status, whole = asked(client, GENERATE, **fields)
+    assert status == 200 and whole["finish_reason"] == "stop" and whole["warnings"] == []
+    _, short = asked(client, GENERATE, **fields, max_tokens=3)
+    assert short["finish_reason"] == "length" and len(short["token_ids"]) == 3
+    what = "cut the text, so it is not a whole one of its grammar"
+    assert short["warnings"] == [f"max_tokens {what}"]
+    _, stopped = asked(client, GENERATE, **fields, stop="days")
+    assert stopped["finish_reason"] == "stop" and stopped["warnings"] == [f"a stop string {what}"]
+    _, exact = asked(client, GENERATE, **fields, max_tokens=len(whole["token_ids"]))
+    assert exact["text"] == whole["text"] and exact["warnings"] == []
+
+
+DEEP = {"type": "integer"}
+for _ in range(60):
+    DEEP = {"type": "array", "items": DEEP}
+WRONG = [  # fields, the one that the answer names, and what it says
+    ({"regex": "a", "choice": ["a"]}, "choice", "choice cannot go with regex"),
+    ({"guided_json": {}, "json_schema": {}}, "guided_json", "cannot go with"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "cannot go with"),
+    ({"response_format": wrapped({}), "grammar": LARK}, "grammar", "cannot go with"),
+    ({"response_format": "json_object"}, "response_format", "must be an object of type"),
+    ({"response_format": {"type": "xml"}}, "response_format", "must be an object of type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
+    ({"response_format": wrapped([])}, "response_format", "must be a JSON schema"),
+    ({"response_format": {"type": "json_object", "schema": 1}}, "response_format", "JSON schema"),
+    ({"structured_outputs": []}, "structured_outputs", "must be an object"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs", "'xml', which is not supported"),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "must be a list of texts"),
+    ({"json_schema": "{"}, "json_schema", "must be a JSON schema"),
+    ({"json_schema": "[" * 9999}, "json_schema", "must be a JSON schema"),
+    ({"json_schema": 5}, "json_schema", "must be a JSON schema"),
+    ({"json_schema": {"type": "thing"}}, "json_schema", "cannot be used: "),
+    ({"json_schema": {"type": "object", "patternProperties": 1}}, "json_schema", "cannot be used"),
+    ({"json_schema": {"not": {"type": "null"}}}, "json_schema", "cannot be used"),
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema", "cannot be used"),
+    ({"json_schema": {"$ref": "https://example.com/x"}}, "json_schema", "cannot be used"),
+    ({"json_schema": False}, "json_schema", "cannot be used"),
+    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "json_schema", "cannot be"),
+    ({"regex": ""}, "regex", "must be a regular expression"),
+    ({"regex": ["a"]}, "regex", "must be a regular expression"),
+    ({"regex": "(a"}, "regex", "cannot be used"),
+    ({"regex": "(?=a)b"}, "regex", "cannot be used"),
+    ({"guided_regex": r"(a)\1"}, "guided_regex", "cannot be used"),
+    ({"grammar": "start: thing"}, "grammar", "cannot be used"),
+    ({"grammar": 7}, "grammar", "must be a grammar"),
+    ({"ebnf": "root ::= thing"}, "ebnf", "cannot be used"),
+    ({"choice": []}, "choice", "must be a list of texts"),
+    ({"choice": ["a", 1]}, "choice", "must be a list of texts"),
+    ({"guided_choice": "a"}, "guided_choice", "must be a list of texts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT])
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_what_cannot_be_a_format_is_a_400_that_names_the_field(client, case, route):
+    fields, name, what = WRONG[case]
+    status, body = asked(client, route, **fields)
+    assert status == 400 and is_error(body, name), body
+    assert what in body["error"]["message"] and "<state>" not in body["error"]["message"]
+
+
+def test_no_format_and_any_text_are_free_text(client):
+    free = asked(client, GENERATE)[1]["token_ids"]
+    for fields in (
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"regex": None},
+    ):
+        assert asked(client, GENERATE, **fields)[1]["token_ids"] == free
+
+
+BOMBS = {
+    "nested repeats": {"regex": "((a{1,99}){1,99}){1,99}"},
+    "a choice of many states": {"regex": "(a|b)*a(a|b){28}"},
+    "a long expression": {"regex": "a" * 200_000},
+    "rules of any reading": {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | /a+/'},
+    "an expression without others": {
+        "grammar": r"start: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/"
+    },
+    "forty patterns": {
+        "json_schema": {
+            "allOf": [
+                {"type": "string", "pattern": f"^.*{chr(97 + i % 26)}.{{{i}}}x.*$"}
+                for i in range(40)
+            ]
+        }
+    },
+    "a huge enum": {"json_schema": {"enum": [f"value {i} of many" for i in range(20_000)]}},
+    "5,000 properties": {
+        "json_schema": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}
+    },
+    "a large multiple": {"json_schema": {"type": "integer", "multipleOf": 1_000_003}},
+    "deep": {"json_schema": DEEP},
+    "its own reference": {"json_schema": {"$ref": "#"}},
+    "twice twice": {
+        "json_schema": {
+            "$ref": "#/$defs/d0",
+            "$defs": {
+                f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)
+            }
+            | {"d40": {"type": "string"}},
+        }
+    },
+}  # fmt: skip
+REASONS = "takes longer than 0.3 s|has more than 262144|cannot go on|cannot be used: "
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_explodes_is_served_or_refused_and_others_go_on(client, name):
+    """The child that tries a grammar has so many seconds; llguidance bounds states."""
+    (field,) = BOMBS[name]
+    status, body = asked(client, GENERATE, **BOMBS[name], temperature=1.0, seed=1, max_tokens=64)
+    assert status in (200, 400, 500)
+    if status != 200:
+        assert is_error(body, field if status == 400 else None)
+        assert re.search(REASONS, body["error"]["message"])
+    assert asked(client, GENERATE, json_schema=SCHEMA | {"title": name})[0] == 200
+
+
+def test_a_build_that_takes_too_long_is_given_up_and_the_next_one_waits_for_none(client):
+    """Beside it others are served."""
+    hard = {"type": "integer", "multipleOf": 1_000_033}
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(asked, client, GENERATE, json_schema=hard) for _ in range(2)]
+        free = pool.submit(asked, client, GENERATE)
+        assert free.result()[0] == 200
+        for status, body in (each.result() for each in asking):
+            assert status == 400 and f"longer than {probe.BUILD_S:g} s" in body["error"]["message"]
+    assert asked(client, GENERATE, json_schema=SCHEMA)[0] == 200
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_with_an_error_event(client):
+    """Those beside it go on."""
+    fields = {"regex": "((a{1,99}){1,99}){1,99}z", "temperature": 1.0, "seed": 1, "max_tokens": 200}
+    alone = asked(client, GENERATE, json_schema=SCHEMA, seed=1)[1]["text"]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [
+            pool.submit(client.post, route, json={"prompt": "x = a a a", "stream": True} | fields)
+            for route in (GENERATE, COMPLETIONS)
+        ]
+        beside = [pool.submit(asked, client, GENERATE, json_schema=SCHEMA, seed=1) for _ in "ab"]
+        answers = [each.result() for each in calls]
+        assert [each.result()[1]["text"] for each in beside] == [alone] * 2
+    for answer in answers:
+        status, last = end_of((answer.status_code, answer.headers, answer.data))
+        assert status == 200 and is_error(last)
+        assert "the grammar cannot go on" in last["error"]["message"]
+        assert len(events_of(answer.data)) > 5
