@@ -16,7 +16,7 @@ from grammars import CHOICE, JSON, LARK, OPEN, POSSIBLE, REGEX, Grammar, source_
 from messages import Engine, Json, RequestError, one_line
 from models.prompts import Conversation, Tokenizer, is_text
 
-_TAIL = 32  # tokens of a prompt, in which reasoning may have begun
+_TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
 _MOST_CHARACTERS = 1 << 18
 _ANY_OBJECT = {"type": "object"}
 _KINDS = {"json": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
@@ -107,11 +107,10 @@ def constraint_of(body: Json) -> tuple[str, str, Any] | None:
 def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
     """Whether reasoning between <think> tags may stand before the text, or is under way."""
     template = tokenizer.chat_template if isinstance(prompt, Conversation) else None
-    if not (isinstance(template, str) and "</think>" in template):
+    if not (isinstance(template, str) and "think>" in template):
         return ""
-    tail = tokenizer.decode(prompt[-_TAIL:])
-    begin, end = tail.rfind("<think>"), tail.rfind("</think>")
-    return OPEN if begin > end else POSSIBLE if end < 0 else ""
+    tail = tokenizer.decode(prompt[-_TAIL:]).rstrip()  # earlier tags may be a user's words
+    return OPEN if tail.endswith("<think>") else "" if tail.endswith("</think>") else POSSIBLE
 
 
 def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:

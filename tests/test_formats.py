@@ -6,14 +6,20 @@ cuts is said to be cut. Behind reasoning the format begins where that ends.
 
 import json
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import speculative_decoding as core
-from conftest import application
-from server import end_of, events_of, is_error
+import torch
+from conftest import TEMPLATE, application, load
+from server import events_of, is_error
 
-from grammars import probe
+from grammars import POSSIBLE, Matcher, probe
+from messages import Draft
+from models.prompts import chat_prompt
+from serving.formats import reasoning_of
 from serving.options import Options
 
 GENERATE, COMPLETIONS, CHAT = ROUTES = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -236,20 +242,97 @@ def test_a_build_that_takes_too_long_is_given_up_and_the_next_one_waits_for_none
     assert asked(client, GENERATE, json_schema=SCHEMA)[0] == 200
 
 
-def test_a_grammar_that_cannot_go_on_ends_its_request_with_an_error_event(client):
+def test_a_grammar_that_cannot_go_on_ends_its_request_with_an_error_event(client, monkeypatch):
     """Those beside it go on."""
-    fields = {"regex": "((a{1,99}){1,99}){1,99}z", "temperature": 1.0, "seed": 1, "max_tokens": 200}
+    fields = {"regex": "a{99}", "prompt": "x = 1", "stream": True}
     alone = asked(client, GENERATE, json_schema=SCHEMA, seed=1)[1]["text"]
+    mask, calls = Matcher.mask, Counter()
+
+    def failing(self, scores, draft):
+        calls[self] += "a{99}" in self._grammar.source
+        if calls[self] > 3:
+            raise ValueError("the grammar cannot go on: too many states")
+        return mask(self, scores, draft)
+
+    monkeypatch.setattr(Matcher, "mask", failing)
     with ThreadPoolExecutor(4) as pool:
-        calls = [
-            pool.submit(client.post, route, json={"prompt": "x = a a a", "stream": True} | fields)
-            for route in (GENERATE, COMPLETIONS)
-        ]
+        failed = [pool.submit(client.post, route, json=fields) for route in (GENERATE, COMPLETIONS)]
         beside = [pool.submit(asked, client, GENERATE, json_schema=SCHEMA, seed=1) for _ in "ab"]
-        answers = [each.result() for each in calls]
-        assert [each.result()[1]["text"] for each in beside] == [alone] * 2
+        answers = [each.result() for each in failed]
+        texts = [each.result()[1].get("text") for each in beside]
     for answer in answers:
-        status, last = end_of((answer.status_code, answer.headers, answer.data))
-        assert status == 200 and is_error(last)
+        *events, last = events_of(answer.data)
+        assert answer.status_code == 200 and is_error(last) and events
         assert "the grammar cannot go on" in last["error"]["message"]
-        assert len(events_of(answer.data)) > 5
+    assert texts == [alone] * 2
+
+
+# ------------------------------------------------------------------- behind reasoning
+
+THOUGHT = "so it is </think>\n"
+TEMPLATES = {  # what a template writes last, and what the model then writes by itself
+    "the prompt opens it": (TEMPLATE + "<think>\n", THOUGHT),
+    "the model opens it": (TEMPLATE + "{# </think> #}", "<think>" + THOUGHT),
+}
+LIKELY = '{"unit":"F","days":7}'
+
+
+def lead(target, prompt, text, monkeypatch):
+    """From now on the model begins with this text behind a prompt of so many tokens."""
+    forward, script = target.forward, target.tokenizer(text)["input_ids"]
+
+    @torch.inference_mode()
+    def led(rows, tokens, num_logits, layers=(), parents=None):
+        pairs = zip(rows, tokens, strict=True)
+        ends = [target.cache.lengths[row] + len(fed) for row, fed in pairs]
+        output = forward(rows, tokens, num_logits, layers, parents)
+        for b, (end, count) in enumerate(zip(ends, num_logits, strict=True)):
+            draft = Draft([0] * (count - 1), None, parents and parents[b])
+            for i in range(count):
+                place = end - (count - 1) + draft.depth(i - 1) - prompt
+                if 0 <= place < len(script):
+                    output.logits[b][i, script[place]] += 60
+        return output
+
+    monkeypatch.setattr(target, "forward", led)
+
+
+@pytest.mark.parametrize("way", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}], ids=str)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_behind_reasoning_a_format_begins_where_that_ends(tiny_folder, name, way, monkeypatch):
+    """Drafts cross that border, and each of their tokens is judged by the rule of its side."""
+    template, begin = TEMPLATES[name]
+    engine = load(tiny_folder("llama:7"), drafter="auto", suffix_cache=0)
+    engine.target.tokenizer.chat_template = template
+    said = f"{begin}{LIKELY} " * 2
+    fields = {"response_format": wrapped(SCHEMA), "max_tokens": 64, "trace": True} | way
+    with application(engine, Options(model=engine.target.name)) as client:
+        _, free = asked(client, CHAT, said, max_tokens=1)
+        lead(engine.target, free["usage"]["prompt_tokens"], begin + LIKELY[:8], monkeypatch)
+        _, plain = asked(client, CHAT, said, **fields, drafter="none")
+        thought, tag, answer = text_of(plain).rpartition("</think>")
+        assert thought + tag == begin.strip() and plain["choices"][0]["finish_reason"] == "stop"
+        assert re.fullmatch(PATTERNS["schema"], answer.strip(" \n")), answer
+        crossed = 0
+        for drafter, k in product(engine.pool.choices, (5, 6, 8)):
+            more = {"drafter": drafter, "num_speculative_tokens": k}
+            status, body = asked(client, CHAT, said, **fields, **more)
+            assert status == 200 and text_of(body) == text_of(plain) and not body["warnings"]
+            for event in body["trace"]:
+                ids = [token["id"] for token in event["tokens"]]
+                crossed += bool(re.search(">\\s*{", engine.target.tokenizer.decode(ids)))
+        assert crossed > 0
+
+
+@pytest.mark.parametrize("said", ["", " What does <think> mean?", " And </think>?"])
+def test_what_a_user_says_opens_and_closes_no_reasoning(client, tiny_folder, said):
+    """Nor does a prompt that is continued as it stands, or a template that has closed it."""
+    for route in (GENERATE, CHAT):
+        body = asked(client, route, f"x = 1{said}", json_schema=SCHEMA)[1]
+        assert re.fullmatch(PATTERNS["schema"], text_of(body))
+    engine = load(tiny_folder("llama:7"))
+    for template, can_think in ((TEMPLATES["the model opens it"][0], True), ("</think>\n", False)):
+        engine.target.tokenizer.chat_template = template if can_think else TEMPLATE + template
+        turns = [{"role": "user", "content": said or "x"}]
+        prompt = chat_prompt(turns, engine.target.tokenizer, 256)
+        assert reasoning_of(engine.target.tokenizer, prompt) == (POSSIBLE if can_think else "")
