@@ -37,19 +37,22 @@ _MOST_COMPILED = 64  # grammars that are stored
 _MOST_RESTARTS = 8  # of a text's matcher
 # Reasoning may stand before the text, or is under way when the text begins.
 OPEN, POSSIBLE = "open", "possible"
-_REASONING = """start: {first} @body
-reasoning: "<think>" rest
-rest: thoughts /[ \\n]{{0,4}}/
-thoughts[suffix="</think>"]: /(.|\\n)*/
-"""
+_REASONING = (
+    "start: {first} @body\nreasoning: {begin} rest\nrest: thoughts /[ \\n]{{0,4}}/\n{thoughts}"
+)
+_TAGS = {  # whether its tags are tokens: llguidance takes those for special ones, of no text
+    False: {"begin": '"<think>"', "thoughts": 'thoughts[suffix="</think>"]: /(.|\\n)*/'},
+    True: {"begin": "<think>", "thoughts": "thoughts: /(.|\\n)*/ </think>"},
+}
 _FIRST = {OPEN: "rest", POSSIBLE: "reasoning?"}
 
 
-def source_of(kind: str, value: Any, reasoning: str = "") -> str:
+def source_of(kind: str, value: Any, reasoning: str = "", has_tags: bool = False) -> str:
     """A grammar as llguidance reads it. Raises ValueError for a value that is none of its kind.
 
     `value` is a schema, a regular expression, a text of rules (Lark's, or GBNF as llama.cpp has
-    them), or a list of texts. With `reasoning` the grammar begins behind the end of that.
+    them), or a list of texts. With `reasoning` the grammar begins behind the end of that;
+    `has_tags` says that its tags are tokens.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -62,7 +65,7 @@ def source_of(kind: str, value: Any, reasoning: str = "") -> str:
         return source
     is_list = source.startswith("{")
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
-    rules = _REASONING.format(first=_FIRST[reasoning])
+    rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tags])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
 
 

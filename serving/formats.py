@@ -124,7 +124,8 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     target = engine.target
     try:
         reasoning = reasoning_of(target.tokenizer, prompt)
-        source = source_of(kind, value, reasoning)
+        has_tags = "</think>" in target.tokenizer.added_tokens_encoder
+        source = source_of(kind, value, reasoning, has_tags)
         if len(source) > _MOST_CHARACTERS:
             raise ValueError(f"has more than {_MOST_CHARACTERS} characters")
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)

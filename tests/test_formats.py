@@ -13,8 +13,9 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TEMPLATE, application, load
+from conftest import FAMILIES, TARGET, TEMPLATE, application, load
 from server import events_of, is_error
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grammars import POSSIBLE, Matcher, probe
 from messages import Draft
@@ -297,12 +298,31 @@ def lead(target, prompt, text, monkeypatch):
     monkeypatch.setattr(target, "forward", led)
 
 
+@pytest.fixture(scope="module", params=["text", "tokens", "special tokens"])
+def thinking(request, tmp_path_factory):
+    """A tiny model whose tags of reasoning are text, or tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("thinking"), AutoTokenizer.from_pretrained(TARGET)
+    if request.param != "text":
+        is_special = request.param == "special tokens"
+        tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(7)
+    config = AutoConfig.for_model("llama", **FAMILIES["llama"] | {"vocab_size": 4100})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return load(folder, drafter="auto", suffix_cache=0)
+
+
+def said_in(engine, events):
+    """The text of events, in which special tokens stand, too."""
+    ids = [token["id"] for event in events for token in event["tokens"]]
+    return engine.target.tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("way", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}], ids=str)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_behind_reasoning_a_format_begins_where_that_ends(tiny_folder, name, way, monkeypatch):
+def test_behind_reasoning_a_format_begins_where_that_ends(thinking, name, way, monkeypatch):
     """Drafts cross that border, and each of their tokens is judged by the rule of its side."""
-    template, begin = TEMPLATES[name]
-    engine = load(tiny_folder("llama:7"), drafter="auto", suffix_cache=0)
+    (template, begin), engine = TEMPLATES[name], thinking
     engine.target.tokenizer.chat_template = template
     said = f"{begin}{LIKELY} " * 2
     fields = {"response_format": wrapped(SCHEMA), "max_tokens": 64, "trace": True} | way
@@ -310,7 +330,7 @@ def test_behind_reasoning_a_format_begins_where_that_ends(tiny_folder, name, way
         _, free = asked(client, CHAT, said, max_tokens=1)
         lead(engine.target, free["usage"]["prompt_tokens"], begin + LIKELY[:8], monkeypatch)
         _, plain = asked(client, CHAT, said, **fields, drafter="none")
-        thought, tag, answer = text_of(plain).rpartition("</think>")
+        thought, tag, answer = said_in(engine, plain["trace"]).rpartition("</think>")
         assert thought + tag == begin.strip() and plain["choices"][0]["finish_reason"] == "stop"
         assert re.fullmatch(PATTERNS["schema"], answer.strip(" \n")), answer
         crossed = 0
@@ -318,9 +338,7 @@ def test_behind_reasoning_a_format_begins_where_that_ends(tiny_folder, name, way
             more = {"drafter": drafter, "num_speculative_tokens": k}
             status, body = asked(client, CHAT, said, **fields, **more)
             assert status == 200 and text_of(body) == text_of(plain) and not body["warnings"]
-            for event in body["trace"]:
-                ids = [token["id"] for token in event["tokens"]]
-                crossed += bool(re.search(">\\s*{", engine.target.tokenizer.decode(ids)))
+            crossed += any(re.search(">\\s*{", said_in(engine, [e])) for e in body["trace"])
         assert crossed > 0
 
 
