@@ -35,6 +35,7 @@ JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of gramma
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 64  # grammars that are stored
 _MOST_RESTARTS = 8  # of a text's matcher
+_LONG_TOKEN = 32  # bytes
 # Reasoning may stand before the text, or is under way when the text begins.
 OPEN, POSSIBLE = "open", "possible"
 _REASONING = (
@@ -108,8 +109,8 @@ class Grammar:
         self.source, self.vocabulary = source, vocabulary
         self.build()
         self._first.compute_bitmask()  # the first mask takes longest
-        if self._first.is_error():
-            raise ValueError(reason_of(self._first))
+        if why := reason_of(self._first):
+            raise ValueError(why)
 
     def build(self) -> None:
         """Begin anew: copies of one matcher together may build so many states and no more."""
@@ -162,6 +163,7 @@ class Matcher:
 
     def _walk(self, draft: Draft, node: int, kept: set[int], forbidden: np.ndarray) -> None:
         """Explore a drafted token and all behind it; -1 is the pending token."""
+        self._check()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         row = forbidden[node + 1]
@@ -227,7 +229,7 @@ class Matcher:
 
         The text is certain, its tokens are not: the target may cut it into others.
         """
-        text = self._matcher.compute_ff_bytes()
+        text = self._matcher.compute_ff_bytes()[: _LONG_TOKEN * most]
         tokens = self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []
         return tokens[: self._matcher.validate_tokens(tokens)]
 
@@ -237,8 +239,8 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {reason_of(self._matcher)}")
+        if why := reason_of(self._matcher):
+            raise ValueError(f"the grammar cannot go on: {why}")
 
 
 def _part(draft: Draft, places: list[int]) -> Draft:

@@ -187,6 +187,8 @@ BOMBS = {
     "nested repeats": {"regex": "((a{1,99}){1,99}){1,99}"},
     "a choice of many states": {"regex": "(a|b)*a(a|b){28}"},
     "a long expression": {"regex": "a" * 200_000},
+    "a long text": {"regex": "a{100000}"},
+    "a long text behind a choice": {"json_schema": {"enum": [1, "ab" * 50_000]}},
     "rules of any reading": {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | /a+/'},
     "an expression without others": {
         "grammar": r"start: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/"
@@ -216,7 +218,9 @@ BOMBS = {
         }
     },
 }  # fmt: skip
-REASONS = "takes longer than 0.3 s|has more than 262144|cannot go on|cannot be used: "
+REASONS = "takes longer|bytes must follow|more than 262144|cannot go on|cannot be used: "
+    "takes longer than 0.3 s|bytes must follow|has more than 262144|cannot go on|cannot be used: "
+)
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -340,7 +340,7 @@ def test_a_text_of_any_schema_validates_whoever_drafts(demo_engine, prompt, coun
 def test_a_text_of_a_schema_from_practice_validates(demo_engine, prompt, way):
     """OpenAPI's parts, package.json, GeoJSON, arguments of tools, invoices and others."""
     assert len(SCHEMAS) == 40
-    names = [*SCHEMAS] if way == "greedy" else [*SCHEMAS][::2]
+    names = [*SCHEMAS] if way == "greedy" else [*SCHEMAS][::4]
     texts = [all_obey(demo_engine, prompt, SCHEMAS[name], 5, 48, WAYS[way]) for name in names]
     assert sum(texts) > len(texts) / 2
 
