@@ -215,12 +215,12 @@ def test_texts_of_any_grammars_run_beside_free_ones(demo_engine, prompts, expect
     engine = core.Engine(
         demo_engine.target, demo_engine.pool.drafters, prefixes=known, prefill_chunk=24
     )
-    for _ in range(1 + (k == 5)):  # then all are in the cache
+    for _ in range(2 if k == 5 else 1):  # then all are in the cache
         names, requests = zip(*mixed(engine, some, k, way), strict=True)
         for name, s in zip(names, together(engine, [*requests]), strict=True):
             assert s.output == expected(s.request.prompt, name, s.request.max_tokens, way)
             assert not s.warnings and s.failure is None
-    assert known.as_dict()["hit_tokens"] >= 200 * (k == 5)
+    assert k != 5 or known.as_dict()["hit_tokens"] > 200
 
 
 @pytest.mark.parametrize("way", WAYS)
