@@ -323,7 +323,7 @@ def all_obey(engine, prompt, schema, k, max_tokens, way):
 SLOW = pytest.param(400, 120, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("count", "max_tokens"), [(80, 24), SLOW])
+@pytest.mark.parametrize(("count", "max_tokens"), [(60, 24), SLOW])
 def test_a_text_of_any_schema_validates_whoever_drafts(demo_engine, prompt, count, max_tokens):
     whole = []
 
