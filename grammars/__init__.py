@@ -15,6 +15,8 @@ llguidance computes the masks, in some ten microseconds each: github.com/guidanc
 """
 
 import json
+import threading
+from dataclasses import replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
@@ -25,34 +27,33 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Draft, one_line
+from messages import Draft
 
-from .probe import Probe, error_of
+from .probe import Probe, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 64  # grammars that are stored
+_MOST_RESTARTS = 8  # of a text's matcher
+_LONG_TOKEN = 32  # bytes
 # Reasoning may stand before the text, or is under way when the text begins.
 OPEN, POSSIBLE = "open", "possible"
-_REASONING = """start: {first} @body
-reasoning: {begin} rest
-rest: {thoughts} /[ \\n]{{0,4}}/
-until[suffix="</think>"]: /(.|\\n)*/
-"""
-_FIRST = {OPEN: "rest", POSSIBLE: "reasoning?"}
-# By whether the tags are tokens of the vocabulary, which are no text to llguidance.
-_TAGS = {
-    False: {"begin": '"<think>"', "thoughts": "until"},
-    True: {"begin": "<think>", "thoughts": r"/(.|\n)*/ </think>"},
+_REASONING = (
+    "start: {first} @body\nreasoning: {begin} rest\nrest: thoughts /[ \\n]{{0,4}}/\n{thoughts}"
+)
+_TAGS = {  # whether its tags are tokens: llguidance takes those for special ones, of no text
+    False: {"begin": '"<think>"', "thoughts": 'thoughts[suffix="</think>"]: /(.|\\n)*/'},
+    True: {"begin": "<think>", "thoughts": "thoughts: /(.|\\n)*/ </think>"},
 }
+_FIRST = {OPEN: "rest", POSSIBLE: "reasoning?"}
 
 
-def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = False) -> str:
+def source_of(kind: str, value: Any, reasoning: str = "", has_tags: bool = False) -> str:
     """A grammar as llguidance reads it. Raises ValueError for a value that is none of its kind.
 
     `value` is a schema, a regular expression, a text of rules (Lark's, or GBNF as llama.cpp has
     them), or a list of texts. With `reasoning` the grammar begins behind the end of that;
-    `has_tokens` says that its tags are tokens of the vocabulary.
+    `has_tags` says that its tags are tokens.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -65,7 +66,7 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
         return source
     is_list = source.startswith("{")
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
-    rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tokens])
+    rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tags])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
 
 
@@ -91,7 +92,13 @@ class Vocabulary:
         return Grammar(source, self)
 
 
-vocabulary_of = lru_cache(2)(Vocabulary)
+_vocabulary_of, _building = lru_cache(2)(Vocabulary), threading.Lock()
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int, eos_ids: frozenset[int]) -> Vocabulary:
+    """The tokens of a model, built once: first requests may come at the same time."""
+    with _building:
+        return _vocabulary_of(tokenizer, size, eos_ids)
 
 
 class Grammar:
@@ -99,25 +106,35 @@ class Grammar:
 
     def __init__(self, source: str, vocabulary: Vocabulary) -> None:
         """Raises ValueError for a grammar that llguidance refuses."""
+        self.source, self.vocabulary = source, vocabulary
+        self.build()
+        self._first.compute_bitmask()  # the first mask takes longest
+        if why := reason_of(self._first):
+            raise ValueError(why)
+
+    def build(self) -> None:
+        """Begin anew: copies of one matcher together may build so many states and no more."""
         from llguidance import LLMatcher
 
-        self.vocabulary = vocabulary
-        self._first = LLMatcher(vocabulary.tokenizer, source, log_level=0)
-        self._first.compute_bitmask()  # the first mask takes longest
-        if self._first.is_error():
-            raise ValueError(error_of(self._first))
+        self._first = LLMatcher(self.vocabulary.tokenizer, self.source, log_level=0)
+
+    def copy(self) -> Any:
+        """A matcher of llguidance's for a new text."""
+        return self._first.deep_copy()
 
     def matcher(self) -> "Matcher":
         """A matcher for a new text."""
-        return Matcher(self._first.deep_copy(), self.vocabulary)
+        return Matcher(self)
 
 
 class Matcher:
     """Where a text stands in its grammar: which tokens may come next, and which must."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        """`matcher` is llguidance's, for a text that has not begun."""
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
+        self._tokens: list[int] = []  # of the text
+        self._num_restarts = 0
+        self._seen: tuple[Draft, np.ndarray] | None = None  # a draft, and what is forbidden
 
     def mask(self, scores: Tensor, draft: Draft) -> Tensor:
         """Scores [n + 1, V] with −inf for what is forbidden after the pending and drafted tokens.
@@ -125,30 +142,65 @@ class Matcher:
         Rows behind a forbidden token stay as they are. Raises ValueError where the grammar cannot
         go on: a state of it may be too large.
         """
-        forbidden = np.zeros(scores.shape, bool)
-        self._note_forbidden(forbidden, draft, -1)
+        seen, forbidden = self._seen or (None, None)
+        if draft is not seen:
+            _, forbidden = self._explore(draft)
         return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -inf)
 
-    def _note_forbidden(self, forbidden: np.ndarray, draft: Draft, node: int) -> None:
-        """Fill the rows of a drafted token and of all behind it; -1 is the pending token."""
+    def _explore(self, draft: Draft) -> tuple[set[int], np.ndarray]:
+        """The drafted tokens that the text may go on with, and what is forbidden [n + 1, V].
+
+        Raises ValueError where the grammar cannot go on behind the pending token.
+        """
+        kept, shape = set[int](), (len(draft.tokens) + 1, self._vocabulary.size)
+        forbidden = np.zeros(shape, bool)
+        try:
+            self._walk(draft, -1, kept, forbidden)
+        except ValueError:  # drafts, and other texts, may have used up what llguidance allows
+            self._restart([])
+            self._walk(draft, -1, kept, forbidden)
+        return kept, forbidden
+
+    def _walk(self, draft: Draft, node: int, kept: set[int], forbidden: np.ndarray) -> None:
+        """Explore a drafted token and all behind it; -1 is the pending token."""
+        self._check()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         row = forbidden[node + 1]
         row[:] = np.unpackbits(bits, count=len(row), bitorder="little") == 0
         for child in draft.children(node):
             # Behind a whole text nothing is judged, and a rollback would go a token too far.
-            if not row[draft.tokens[child]] and not self._matcher.is_stopped():
-                self._matcher.consume_token(draft.tokens[child])
-                self._note_forbidden(forbidden, draft, child)
+            if row[draft.tokens[child]] or self._matcher.is_stopped():
+                continue
+            self._matcher.consume_token(draft.tokens[child])
+            try:
+                self._walk(draft, child, kept, forbidden)
+            except ValueError:  # the text may never come there: go on from here
+                forbidden[child + 1] = True
+                self._restart([draft.tokens[i] for i in draft.paths()[node]] if node >= 0 else [])
+            else:
+                kept.add(child)
                 self._matcher.rollback(1)
+
+    def _restart(self, more: list[int]) -> None:
+        """Begin again with the text and these tokens: an error of llguidance's matcher stays."""
+        self._num_restarts += 1
+        if self._num_restarts <= _MOST_RESTARTS:
+            self._grammar.build()
+            self._matcher = self._grammar.copy()
+            self._matcher.consume_tokens([*self._tokens, *more])
 
     def consume(self, token: int) -> bool:
         """Go on with a token of the text. Returns whether the text is whole: nothing may follow.
 
         Raises ValueError for a forbidden token.
         """
+        self._seen = None
         self._matcher.consume_token(token)
-        self._check()
+        if self._matcher.is_error():
+            self._restart([token])
+            self._check()
+        self._tokens.append(token)
         return self._matcher.is_stopped()
 
     def cut(self, draft: Draft, is_drawn: bool = False) -> Draft:
@@ -157,27 +209,28 @@ class Matcher:
         `is_drawn`: it is judged by rejection and was drawn from q. To drop a token because of what
         was drawn would change the distribution, so the first forbidden one stays, to be rejected.
         """
-        if draft.parents is None:
-            count = self._matcher.validate_tokens(draft.tokens) + is_drawn
-            return draft if count >= len(draft.tokens) else draft.chain(range(count))
+        if self._num_restarts:  # states are many: no draft shall add to them
+            return Draft()
+        try:
+            kept, forbidden = self._explore(draft)
+        except ValueError:  # `mask` will raise it
+            return Draft()
         paths = draft.paths()
-        allowed = [path for path in paths if self._allows([draft.tokens[i] for i in path])]
-        if len(allowed) == len(paths):
-            return draft
-        places = {-1: -1} | {path[-1]: i for i, path in enumerate(allowed)}
-        sure = draft.confidence and [draft.confidence[i] for i in places if i >= 0]
-        parents = [places[draft.parents[path[-1]]] for path in allowed]
-        return Draft([draft.tokens[path[-1]] for path in allowed], None, parents, sure)
-
-    def _allows(self, tokens: list[int]) -> bool:
-        return self._matcher.validate_tokens(tokens) == len(tokens)
+        if is_drawn:
+            kept |= {i for i, path in enumerate(paths) if kept.issuperset(path[:-1])}
+        places = sorted(kept)
+        if len(places) < len(paths):
+            forbidden = forbidden[[0, *(i + 1 for i in places)]]
+            draft = _part(draft, places)
+        self._seen = draft, forbidden
+        return draft
 
     def forced(self, most: int) -> list[int]:
         """At most `most` tokens of the text that must follow, as the tokenizer would write it.
 
         The text is certain, its tokens are not: the target may cut it into others.
         """
-        text = self._matcher.compute_ff_bytes()
+        text = self._matcher.compute_ff_bytes()[: _LONG_TOKEN * most]
         tokens = self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []
         return tokens[: self._matcher.validate_tokens(tokens)]
 
@@ -187,5 +240,14 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {one_line(error_of(self._matcher))}")
+        if why := reason_of(self._matcher):
+            raise ValueError(f"the grammar cannot go on: {why}")
+
+
+def _part(draft: Draft, places: list[int]) -> Draft:
+    """The drafted tokens at these rising indexes, each with all of its path among them."""
+    part = draft.chain(places)
+    if draft.parents is None:
+        return part
+    index = {-1: -1} | {old: new for new, old in enumerate(places)}
+    return replace(part, parents=[index[draft.parents[i]] for i in places])

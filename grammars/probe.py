@@ -19,6 +19,19 @@ BUILD_S = 0.2  # of a processor; the server needs as long again
 _TOO_LONG = f"takes longer than {BUILD_S:g} s to build"
 _TOO_LARGE = "takes too much memory to build"
 _MOST_BYTES = 4096  # of a message
+MOST_FORCED = 1 << 14
+
+
+def reason_of(matcher: Any) -> str:
+    """Why llguidance's matcher cannot go on, without the state that it dumps; "" if it can.
+
+    Before each mask the library tokenises all text that must follow: 4 ms for so many bytes.
+    """
+    if matcher.is_error():
+        error = matcher.get_error().partition("<state>")[0].strip()
+        return "no text obeys it" if error.startswith("NoExtension") else error
+    is_long = len(matcher.compute_ff_bytes()) > MOST_FORCED
+    return f"more than {MOST_FORCED} bytes must follow at once" if is_long else ""
 
 
 class Probe(Child):
@@ -47,9 +60,11 @@ def _main() -> None:
         """In a process that may be ended within any operation: write what is wrong."""
         signal.setitimer(signal.ITIMER_PROF, BUILD_S)
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
+        why = reason_of(matcher)
+        if not why:
             matcher.compute_bitmask()
-        os.write(answer, error_of(matcher).encode()[:_MOST_BYTES])
+            why = reason_of(matcher)
+        os.write(answer, why.encode()[:_MOST_BYTES])
         os._exit(0)
 
     def check(grammar: str) -> str:
@@ -68,12 +83,6 @@ def _main() -> None:
     bound_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     serve(check, lambda: None)
-
-
-def error_of(matcher: Any) -> str:
-    """What is wrong with llguidance's matcher, without its state; empty if nothing is."""
-    error = matcher.get_error().partition("\n<state>")[0]
-    return "no text obeys it" if error.startswith("NoExtension") else error
 
 
 if __name__ == "__main__":

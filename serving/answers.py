@@ -62,6 +62,9 @@ def _answer(job: Job, notes: list[str]) -> Json:
         }
     counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
     notes = notes + sequence.warnings
+    if sequence.matcher and not sequence.matcher.may_end:
+        limit = "max_tokens" if sequence.finish_reason == "length" else "a stop string"
+        notes.append(f"{limit} cut the text, so it is not a whole one of its grammar")
     body = body_of(sequence, sequence.output, notes, usage, counters, statistics.timings())
     body["metrics"]["controller"] = (
         sequence.drafting.task.decision and sequence.drafting.task.decision.as_dict()

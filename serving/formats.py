@@ -16,7 +16,7 @@ from grammars import CHOICE, JSON, LARK, OPEN, POSSIBLE, REGEX, Grammar, source_
 from messages import Engine, Json, RequestError, one_line
 from models.prompts import Conversation, Tokenizer, is_text
 
-_TAIL = 32  # tokens of a prompt, in which reasoning may have begun
+_TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
 _MOST_CHARACTERS = 1 << 18
 _ANY_OBJECT = {"type": "object"}
 _KINDS = {"json": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
@@ -99,18 +99,18 @@ def constraint_of(body: Json) -> tuple[str, str, Any] | None:
             constraints.append(_checked(name, _NAMES[name], value))
     if len(constraints) > 1:
         first, second = (name for name, *_ in constraints[:2])
-        raise RequestError(f"{second} cannot go with {first}: a text obeys one", param=second)
+        message = f"{second} cannot go with {first}: a text obeys one"
+        raise RequestError(message, param=second.partition(".")[0])
     return constraints[0] if constraints else None
 
 
 def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
     """Whether reasoning between <think> tags may stand before the text, or is under way."""
     template = tokenizer.chat_template if isinstance(prompt, Conversation) else None
-    if not (isinstance(template, str) and "</think>" in template):
+    if not (isinstance(template, str) and "think>" in template):
         return ""
-    tail = tokenizer.decode(prompt[-_TAIL:])
-    begin, end = tail.rfind("<think>"), tail.rfind("</think>")
-    return OPEN if begin > end else POSSIBLE if end < 0 else ""
+    tail = tokenizer.decode(prompt[-_TAIL:]).rstrip()  # earlier tags may be a user's words
+    return OPEN if tail.endswith("<think>") else "" if tail.endswith("</think>") else POSSIBLE
 
 
 def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
@@ -124,8 +124,8 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     target = engine.target
     try:
         reasoning = reasoning_of(target.tokenizer, prompt)
-        has_tokens = bool(reasoning) and "</think>" in target.tokenizer.get_added_vocab()
-        source = source_of(kind, value, reasoning, has_tokens)
+        has_tags = "</think>" in target.tokenizer.added_tokens_encoder
+        source = source_of(kind, value, reasoning, has_tags)
         if len(source) > _MOST_CHARACTERS:
             raise ValueError(f"has more than {_MOST_CHARACTERS} characters")
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)

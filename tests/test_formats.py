@@ -1,0 +1,358 @@
+"""Clients ask for one format by many names, and get the same text on each route.
+
+What cannot be used is a 400 that names the field, however a schema explodes. A text that max_tokens
+cuts is said to be cut. Behind reasoning the format begins where that ends.
+"""
+
+import json
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import FAMILIES, TARGET, TEMPLATE, application, load
+from server import events_of, is_error
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from grammars import POSSIBLE, Matcher, probe
+from messages import Draft
+from models.prompts import chat_prompt
+from serving.formats import reasoning_of
+from serving.options import Options
+
+GENERATE, COMPLETIONS, CHAT = ROUTES = "/generate", "/v1/completions", "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+}
+SCHEMA["properties"]["days"]["minimum"] = 1
+REGULAR, CHOICES = "(red|green), [0-9]{2}", ["red", "green", "blue"]
+LARK = 'start: ("red" | "green") ", " /[0-9]{2}/'
+GBNF = 'root ::= ("red" | "green") ", " [0-9] [0-9]'
+
+
+def wrapped(schema):
+    """OpenAI's."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+
+
+NAMES = {  # the fields that ask for the same
+    "schema": [
+        {"response_format": wrapped(SCHEMA)},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},  # llama.cpp's
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
+        {"json_schema": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+        {"guided_json": SCHEMA},
+    ],
+    "regex": [
+        {"regex": REGULAR}, {"guided_regex": REGULAR}, {"structured_outputs": {"regex": REGULAR}},
+        {"grammar": LARK}, {"ebnf": LARK}, {"guided_grammar": LARK}, {"grammar": GBNF},
+        {"ebnf": GBNF}, {"structured_outputs": {"grammar": GBNF}},
+    ],
+    "choice": [
+        {"choice": CHOICES}, {"guided_choice": CHOICES},
+        {"structured_outputs": {"choice": CHOICES}},
+    ],
+    "object": [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+        {"json_schema": {"type": "object"}},
+    ],
+}  # fmt: skip
+PATTERNS = {
+    "schema": r'\{"unit":"[CF]","days":[1-9]\}', "regex": REGULAR, "choice": "red|green|blue",
+    "object": r"\{.*",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(chat_folder):
+    """Of a tiny model that all three routes can serve."""
+    options = Options(model=str(chat_folder("llama")), drafter="ngram", max_tokens=40)
+    with application(core.load_engine(options), options) as client:
+        yield client
+
+
+def asked(client, route, prompt="x = 1", **fields):
+    """(status, body) of a request."""
+    first = {"messages": [{"role": "user", "content": prompt}]} if route == CHAT else {}
+    answer = client.post(route, json=(first or {"prompt": prompt}) | fields)
+    return answer.status_code, answer.get_json()
+
+
+def text_of(body):
+    if "choices" not in body:
+        return body["text"]
+    (choice,) = body["choices"]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "auto"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_format_has_many_names_and_one_text(client, kind, route, drafter):
+    """On each route, and whoever drafts."""
+    way = {"temperature": 1.0, "seed": 3, "drafter": drafter}
+    bodies = [asked(client, route, **way, **fields) for fields in NAMES[kind]]
+    assert {status for status, _ in bodies} == {200}
+    (text,) = {text_of(body) for _, body in bodies}
+    assert re.fullmatch(PATTERNS[kind], text, re.DOTALL), text
+    assert all(body["warnings"] == bodies[0][1]["warnings"] for _, body in bodies)
+    assert kind == "object" or bodies[0][1]["warnings"] == []
+
+
+def test_an_answer_says_that_it_was_cut(client):
+    """By max_tokens, or by a stop string; what ends by itself is whole."""
+    fields = {"json_schema": SCHEMA, "temperature": 0}
+    status, whole = asked(client, GENERATE, **fields)
+    assert status == 200 and whole["finish_reason"] == "stop" and whole["warnings"] == []
+    _, short = asked(client, GENERATE, **fields, max_tokens=3)
+    assert short["finish_reason"] == "length" and len(short["token_ids"]) == 3
+    what = "cut the text, so it is not a whole one of its grammar"
+    assert short["warnings"] == [f"max_tokens {what}"]
+    _, stopped = asked(client, GENERATE, **fields, stop="days")
+    assert stopped["finish_reason"] == "stop" and stopped["warnings"] == [f"a stop string {what}"]
+    _, exact = asked(client, GENERATE, **fields, max_tokens=len(whole["token_ids"]))
+    assert exact["text"] == whole["text"] and exact["warnings"] == []
+
+
+DEEP = {"type": "integer"}
+for _ in range(60):
+    DEEP = {"type": "array", "items": DEEP}
+WRONG = [  # fields, the one that the answer names, and what it says
+    ({"regex": "a", "choice": ["a"]}, "choice", "choice cannot go with regex"),
+    ({"guided_json": {}, "json_schema": {}}, "guided_json", "cannot go with"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "cannot go with"),
+    ({"response_format": wrapped({}), "grammar": LARK}, "grammar", "cannot go with"),
+    ({"response_format": "json_object"}, "response_format", "must be an object of type"),
+    ({"response_format": {"type": "xml"}}, "response_format", "must be an object of type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
+    ({"response_format": wrapped([])}, "response_format", "must be a JSON schema"),
+    ({"response_format": {"type": "json_object", "schema": 1}}, "response_format", "JSON schema"),
+    ({"structured_outputs": []}, "structured_outputs", "must be an object"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs", "'xml', which is not supported"),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "must be a list of texts"),
+    ({"json_schema": "{"}, "json_schema", "must be a JSON schema"),
+    ({"json_schema": "[" * 9999}, "json_schema", "must be a JSON schema"),
+    ({"json_schema": 5}, "json_schema", "must be a JSON schema"),
+    ({"json_schema": {"type": "thing"}}, "json_schema", "cannot be used: "),
+    ({"json_schema": {"type": "object", "patternProperties": 1}}, "json_schema", "cannot be used"),
+    ({"json_schema": {"not": {"type": "null"}}}, "json_schema", "cannot be used"),
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema", "cannot be used"),
+    ({"json_schema": {"$ref": "https://example.com/x"}}, "json_schema", "cannot be used"),
+    ({"json_schema": False}, "json_schema", "cannot be used"),
+    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "json_schema", "cannot be"),
+    ({"regex": ""}, "regex", "must be a regular expression"),
+    ({"regex": ["a"]}, "regex", "must be a regular expression"),
+    ({"regex": "(a"}, "regex", "cannot be used"),
+    ({"regex": "(?=a)b"}, "regex", "cannot be used"),
+    ({"guided_regex": r"(a)\1"}, "guided_regex", "cannot be used"),
+    ({"grammar": "start: thing"}, "grammar", "cannot be used"),
+    ({"grammar": 7}, "grammar", "must be a grammar"),
+    ({"ebnf": "root ::= thing"}, "ebnf", "cannot be used"),
+    ({"choice": []}, "choice", "must be a list of texts"),
+    ({"choice": ["a", 1]}, "choice", "must be a list of texts"),
+    ({"guided_choice": "a"}, "guided_choice", "must be a list of texts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT])
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_what_cannot_be_a_format_is_a_400_that_names_the_field(client, case, route):
+    fields, name, what = WRONG[case]
+    status, body = asked(client, route, **fields)
+    assert status == 400 and is_error(body, name), body
+    assert what in body["error"]["message"] and "<state>" not in body["error"]["message"]
+
+
+def test_no_format_and_any_text_are_free_text(client):
+    free = asked(client, GENERATE)[1]["token_ids"]
+    for fields in (
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"regex": None},
+    ):
+        assert asked(client, GENERATE, **fields)[1]["token_ids"] == free
+
+
+BOMBS = {
+    "nested repeats": {"regex": "((a{1,99}){1,99}){1,99}"},
+    "a choice of many states": {"regex": "(a|b)*a(a|b){28}"},
+    "a long expression": {"regex": "a" * 200_000},
+    "a long text": {"regex": "a{100000}"},
+    "a long text behind a choice": {"json_schema": {"enum": [1, "ab" * 50_000]}},
+    "rules of any reading": {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | /a+/'},
+    "an expression without others": {
+        "grammar": r"start: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/"
+    },
+    "forty patterns": {
+        "json_schema": {
+            "allOf": [
+                {"type": "string", "pattern": f"^.*{chr(97 + i % 26)}.{{{i}}}x.*$"}
+                for i in range(40)
+            ]
+        }
+    },
+    "a huge enum": {"json_schema": {"enum": [f"value {i} of many" for i in range(20_000)]}},
+    "5,000 properties": {
+        "json_schema": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}
+    },
+    "a large multiple": {"json_schema": {"type": "integer", "multipleOf": 1_000_003}},
+    "deep": {"json_schema": DEEP},
+    "its own reference": {"json_schema": {"$ref": "#"}},
+    "twice twice": {
+        "json_schema": {
+            "$ref": "#/$defs/d0",
+            "$defs": {
+                f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)
+            }
+            | {"d40": {"type": "string"}},
+        }
+    },
+}  # fmt: skip
+REASONS = "takes longer|bytes must follow|more than 262144|cannot go on|cannot be used: "
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_explodes_is_served_or_refused_and_others_go_on(client, name):
+    """The child that tries a grammar has so many seconds; llguidance bounds states."""
+    (field,) = BOMBS[name]
+    status, body = asked(client, GENERATE, **BOMBS[name], temperature=1.0, seed=1, max_tokens=64)
+    assert status in (200, 400, 500)
+    if status != 200:
+        assert is_error(body, field if status == 400 else None)
+        assert re.search(REASONS, body["error"]["message"])
+    assert asked(client, GENERATE, json_schema=SCHEMA | {"title": name})[0] == 200
+
+
+def test_a_build_that_takes_too_long_is_given_up_and_the_next_one_waits_for_none(client):
+    """Beside it others are served."""
+    hard = {"type": "integer", "multipleOf": 1_000_033}
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(asked, client, GENERATE, json_schema=hard) for _ in range(2)]
+        free = pool.submit(asked, client, GENERATE)
+        assert free.result()[0] == 200
+        for status, body in (each.result() for each in asking):
+            assert status == 400 and f"longer than {probe.BUILD_S:g} s" in body["error"]["message"]
+    assert asked(client, GENERATE, json_schema=SCHEMA)[0] == 200
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_with_an_error_event(client, monkeypatch):
+    """Those beside it go on."""
+    fields = {"regex": "a{99}", "prompt": "x = 1", "stream": True}
+    alone = asked(client, GENERATE, json_schema=SCHEMA, seed=1)[1]["text"]
+    mask, calls = Matcher.mask, Counter()
+
+    def failing(self, scores, draft):
+        calls[self] += "a{99}" in self._grammar.source
+        if calls[self] > 3:
+            raise ValueError("the grammar cannot go on: too many states")
+        return mask(self, scores, draft)
+
+    monkeypatch.setattr(Matcher, "mask", failing)
+    with ThreadPoolExecutor(4) as pool:
+        failed = [pool.submit(client.post, route, json=fields) for route in (GENERATE, COMPLETIONS)]
+        beside = [pool.submit(asked, client, GENERATE, json_schema=SCHEMA, seed=1) for _ in "ab"]
+        answers = [each.result() for each in failed]
+        texts = [each.result()[1].get("text") for each in beside]
+    for answer in answers:
+        *events, last = events_of(answer.data)
+        assert answer.status_code == 200 and is_error(last) and events
+        assert "the grammar cannot go on" in last["error"]["message"]
+    assert texts == [alone] * 2
+
+
+# ------------------------------------------------------------------- behind reasoning
+
+THOUGHT = "so it is </think>\n"
+TEMPLATES = {  # what a template writes last, and what the model then writes by itself
+    "the prompt opens it": (TEMPLATE + "<think>\n", THOUGHT),
+    "the model opens it": (TEMPLATE + "{# </think> #}", "<think>" + THOUGHT),
+}
+LIKELY = '{"unit":"F","days":7}'
+
+
+def lead(target, prompt, text, monkeypatch):
+    """From now on the model begins with this text behind a prompt of so many tokens."""
+    forward, script = target.forward, target.tokenizer(text)["input_ids"]
+
+    @torch.inference_mode()
+    def led(rows, tokens, num_logits, layers=(), parents=None):
+        pairs = zip(rows, tokens, strict=True)
+        ends = [target.cache.lengths[row] + len(fed) for row, fed in pairs]
+        output = forward(rows, tokens, num_logits, layers, parents)
+        for b, (end, count) in enumerate(zip(ends, num_logits, strict=True)):
+            draft = Draft([0] * (count - 1), None, parents and parents[b])
+            for i in range(count):
+                place = end - (count - 1) + draft.depth(i - 1) - prompt
+                if 0 <= place < len(script):
+                    output.logits[b][i, script[place]] += 60
+        return output
+
+    monkeypatch.setattr(target, "forward", led)
+
+
+@pytest.fixture(scope="module", params=["text", "tokens", "special tokens"])
+def thinking(request, tmp_path_factory):
+    """A tiny model whose tags of reasoning are text, or tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("thinking"), AutoTokenizer.from_pretrained(TARGET)
+    if request.param != "text":
+        is_special = request.param == "special tokens"
+        tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(7)
+    config = AutoConfig.for_model("llama", **FAMILIES["llama"] | {"vocab_size": 4100})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return load(folder, drafter="auto", suffix_cache=0)
+
+
+def said_in(engine, events):
+    """The text of events, in which special tokens stand, too."""
+    ids = [token["id"] for event in events for token in event["tokens"]]
+    return engine.target.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("way", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}], ids=str)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_behind_reasoning_a_format_begins_where_that_ends(thinking, name, way, monkeypatch):
+    """Drafts cross that border, and each of their tokens is judged by the rule of its side."""
+    (template, begin), engine = TEMPLATES[name], thinking
+    engine.target.tokenizer.chat_template = template
+    said = f"{begin}{LIKELY} " * 2
+    fields = {"response_format": wrapped(SCHEMA), "max_tokens": 64, "trace": True} | way
+    with application(engine, Options(model=engine.target.name)) as client:
+        _, free = asked(client, CHAT, said, max_tokens=1)
+        lead(engine.target, free["usage"]["prompt_tokens"], begin + LIKELY[:8], monkeypatch)
+        _, plain = asked(client, CHAT, said, **fields, drafter="none")
+        thought, tag, answer = said_in(engine, plain["trace"]).rpartition("</think>")
+        assert thought + tag == begin.strip() and plain["choices"][0]["finish_reason"] == "stop"
+        assert re.fullmatch(PATTERNS["schema"], answer.strip(" \n")), answer
+        crossed = 0
+        for drafter, k in product(engine.pool.choices, (5, 6, 8)):
+            more = {"drafter": drafter, "num_speculative_tokens": k}
+            status, body = asked(client, CHAT, said, **fields, **more)
+            assert status == 200 and text_of(body) == text_of(plain) and not body["warnings"]
+            crossed += any(re.search(">\\s*{", said_in(engine, [e])) for e in body["trace"])
+        assert crossed > 0
+
+
+@pytest.mark.parametrize("said", ["", " What does <think> mean?", " And </think>?"])
+def test_what_a_user_says_opens_and_closes_no_reasoning(client, tiny_folder, said):
+    """Nor does a prompt that is continued as it stands, or a template that has closed it."""
+    for route in (GENERATE, CHAT):
+        body = asked(client, route, f"x = 1{said}", json_schema=SCHEMA)[1]
+        assert re.fullmatch(PATTERNS["schema"], text_of(body))
+    engine = load(tiny_folder("llama:7"))
+    for template, can_think in ((TEMPLATES["the model opens it"][0], True), ("</think>\n", False)):
+        engine.target.tokenizer.chat_template = template if can_think else TEMPLATE + template
+        turns = [{"role": "user", "content": said or "x"}]
+        prompt = chat_prompt(turns, engine.target.tokenizer, 256)
+        assert reasoning_of(engine.target.tokenizer, prompt) == (POSSIBLE if can_think else "")

@@ -1,0 +1,563 @@
+"""Constrained text is that of constrained plain decoding, token for token, whoever drafts for it.
+
+Plain decoding is written here: one forward a token, a matcher of llguidance's that is told each
+token, and a choice among what it allows. So a text parses and validates, unless it is cut. What a
+grammar forbids is cut from drafts, and what it forces is a draft. Requests over HTTP are in
+test_formats.py.
+"""
+
+import json
+import os
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import llguidance.hf
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import (
+    GREEDY,
+    ROOT,
+    WAYS,
+    ScriptedDrafter,
+    finish,
+    fresh_state,
+    load,
+    propose_and_close,
+    run,
+    scripted_engine,
+    together,
+)
+from hypothesis import HealthCheck, configuration, given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from benchmarks.lossless import BATCH, compare, first_tokens
+from cache.prefix import PrefixCache
+from grammars import CHOICE, JSON, LARK, REGEX, source_of, vocabulary_of
+from messages import Draft, Request
+from sampling import Noise
+
+configuration.set_hypothesis_home_dir(os.devnull)
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
+DRAFTERS = ("ngram", "suffix", "grammar", "draft_model", "mtp", "auto", "tree")
+PERSON, COUNT = SCHEMAS["person"], 64
+LIST = 'start: item (", " item)*\nitem: /[a-z]{1,6}/ | NUMBER\nNUMBER: /[0-9]{1,3}/'
+CONSTRAINTS = {  # which a text may obey, of each kind
+    "schema": (JSON, PERSON),
+    "regex": (REGEX, r"( (red|green|blue),){3,6} and [a-z]+\."),
+    "rules": (LARK, LIST),
+    "choice": (CHOICE, ["red, green, blue", "red, green, yellow", "nothing at all", "{}"]),
+}
+SOURCES = {
+    JSON: lambda value: LLMatcher.grammar_from_json_schema(value, {"whitespace_flexible": False}),
+    REGEX: LLMatcher.grammar_from_regex,
+    LARK: LLMatcher.grammar_from_lark,
+    CHOICE: lambda texts: LLMatcher.grammar_from_regex("|".join(map(re.escape, texts))),
+}
+ODDS = 1e-6  # of a false alarm, of a test of chance
+
+
+@cache
+def words_of(target):
+    """The target's tokens, as llguidance reads them from a tokenizer by itself."""
+    eos_ids = sorted(target.eos_ids)
+    return llguidance.hf.from_tokenizer(target.tokenizer, target.vocab_size, eos_ids)
+
+
+def decode(target, prompt, max_tokens, constraint, sampling=GREEDY, seed=0):
+    """Constrained plain decoding: the tokens, up to an end of text or where nothing may follow."""
+    kind, value = constraint
+    matcher, noise = LLMatcher(words_of(target), SOURCES[kind](value)), Noise(seed)
+    row, fed, tokens = target.cache.open_row(), prompt, []
+    try:
+        while len(tokens) < max_tokens:
+            logits = target.forward([row], [fed], [1]).logits[0][0]
+            allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+            scores = torch.where(allowed > 0, logits, -torch.inf)
+            position = len(prompt) + len(tokens)
+            greedy = int(scores.argmax())
+            token = greedy if sampling.is_greedy else core.choose(scores, sampling, noise, position)
+            assert matcher.consume_token(token)
+            tokens.append(token)
+            if token in target.eos_ids or matcher.is_stopped():
+                break
+            fed = [token]
+        return tokens
+    finally:
+        target.cache.close_row(row)
+
+
+def grammar_of(engine, kind, value):
+    """The grammar as the server builds it."""
+    target = engine.target
+    words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
+    return vocabulary_of(*words).compiled(source_of(kind, value))
+
+
+def ids_of(engine, text):
+    return engine.target.tokenizer(text)["input_ids"]
+
+
+_TYPES = {
+    "object": dict, "array": list, "string": str, "integer": int, "number": int | float,
+    "boolean": bool, "null": type(None),
+}  # fmt: skip
+
+
+def is_of(kind, value):
+    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def obeys(schema, value, root):
+    """Whether a value is of a schema, as far as the schemas of these tests go."""
+    if isinstance(schema, bool):
+        return schema
+    if ref := schema.get("$ref"):
+        return obeys(root if ref == "#" else root["$defs"][ref.rpartition("/")[2]], value, root)
+    kinds = schema.get("type", [*_TYPES])
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [value])
+    facts = [
+        any(is_of(kind, value) for kind in ([kinds] if isinstance(kinds, str) else kinds)),
+        json.dumps(value) in map(json.dumps, choices),
+        any(obeys(part, value, root) for part in schema.get("anyOf", schema.get("oneOf", [True]))),
+        all(obeys(part, value, root) for part in schema.get("allOf", [])),
+    ]
+    if is_of("number", value):
+        facts.append(schema.get("minimum", value) <= value <= schema.get("maximum", value))
+    elif isinstance(value, str):
+        facts.append(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 999))
+        facts.append(re.search(schema.get("pattern", ""), value) is not None)
+    elif isinstance(value, list):
+        facts.append(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", 999))
+        first = schema.get("prefixItems", [])
+        parts = first + [schema.get("items", True)] * (len(value) - len(first))
+        facts += [obeys(*pair, root) for pair in zip(parts, value, strict=False)]
+    elif isinstance(value, dict):
+        known, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        facts.append(value.keys() >= {*schema.get("required", ())})
+        facts += [obeys(known.get(name, more), part, root) for name, part in value.items()]
+    return all(facts)
+
+
+def is_checked(s, schema):
+    """Whether a text is whole: then it parses, and is of the schema. max_tokens alone may cut it.
+
+    Cut, it may still go on to a whole text: llguidance has allowed each of its tokens.
+    """
+    if s.finish_reason == "length" and not s.matcher.may_end:
+        return False
+    assert obeys(schema, json.loads(s.text.text), schema), (schema, s.text.text)
+    return True
+
+
+def requests_of(engine, prompt, constraint, k=5, max_tokens=COUNT, **way):
+    """A request for each drafter."""
+    grammar = grammar_of(engine, *constraint)
+    names = [name for name in DRAFTERS if name in engine.pool.choices]
+    return [Request(prompt, max_tokens, name, k, grammar=grammar, **way) for name in names]
+
+
+@pytest.fixture(scope="module")
+def prompt(demo_engine):
+    return ids_of(demo_engine, "An answer in JSON, about red, green and blue: ")
+
+
+@pytest.fixture(scope="module")
+def expected(demo_engine):
+    """Constrained plain decoding on the demo target, remembered; without a constraint, too."""
+
+    @cache
+    def texts(prompt, name, max_tokens, way):
+        target = demo_engine.target
+        if name is None:
+            more = max_tokens, target.eos_ids
+            return core.plain_decode(target, [*prompt], *more, **WAYS[way])
+        return decode(target, [*prompt], max_tokens, CONSTRAINTS[name], **WAYS[way])
+
+    return lambda prompt, name, max_tokens, way: texts((*prompt,), name, max_tokens, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_a_text_of_a_schema_is_that_of_constrained_plain_decoding(
+    demo_engine, prompt, expected, drafter, way
+):
+    """It parses and validates. The drafter saves passes, and the one of grammars most."""
+    if drafter == "tree" and not demo_engine.pool.can_branch:
+        drafter = "auto"
+    fields = {"max_tokens": COUNT, "drafter": drafter, **WAYS[way]}
+    s, _ = run(demo_engine, prompt, grammar=grammar_of(demo_engine, JSON, PERSON), **fields)
+    assert s.output == expected(prompt, "schema", COUNT, way) and not s.warnings
+    assert s.finish_reason == "stop" and obeys(PERSON, json.loads(s.text.text), PERSON)
+    accepted = s.statistics.num_accepted_draft_tokens
+    assert accepted >= {None: 0, "grammar": 10, "auto": 10, "tree": 10}.get(drafter, 1)
+
+
+def mixed(engine, prompts, k, way):
+    """Requests of all constraints, and some without, by all drafters in turns."""
+    names = [name for name in DRAFTERS if name in engine.pool.choices]
+    kinds = [*CONSTRAINTS, None, None, *CONSTRAINTS][k % 4 :][:7]
+    for i, name in enumerate(kinds):
+        grammar = name and grammar_of(engine, *CONSTRAINTS[name])
+        drafter, prompt = names[(i + k) % len(names)], prompts[i % len(prompts)]
+        yield name, Request(prompt, 24 + i, drafter, k, grammar=grammar, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("k", range(1, 9))
+def test_texts_of_any_grammars_run_beside_free_ones(demo_engine, prompts, expected, k, way):
+    """Long prompts come in chunks, and some begin in the prefix cache."""
+    some = [prompts["easy_json"] * 3, prompts["hard_prose"], prompts["easy_json"] * 3 + [5, 6]]
+    known = PrefixCache.of(demo_engine.target, 64)
+    engine = core.Engine(
+        demo_engine.target, demo_engine.pool.drafters, prefixes=known, prefill_chunk=24
+    )
+    for _ in range(2 if k == 5 else 1):  # then all are in the cache
+        names, requests = zip(*mixed(engine, some, k, way), strict=True)
+        for name, s in zip(names, together(engine, [*requests]), strict=True):
+            assert s.output == expected(s.request.prompt, name, s.request.max_tokens, way)
+            assert not s.warnings and s.failure is None
+    assert k != 5 or known.as_dict()["hit_tokens"] > 200
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_target_with_recurrent_layers_obeys_as_well(prompts, way):
+    engine = load("hybrid", draft_model=ROOT / "demo_models/draft", drafter=None, suffix_cache=0)
+    some = [prompts["easy_json"], prompts["repetitive_colours"]]
+    names, requests = zip(*mixed(engine, some, 5, way), strict=True)
+    for name, s in zip(names, together(engine, [*requests]), strict=True):
+        if name:
+            fields = s.request.max_tokens, CONSTRAINTS[name]
+            assert s.output == decode(engine.target, s.request.prompt, *fields, **WAYS[way])
+        assert not s.warnings and s.failure is None
+
+
+def test_a_controller_decides_and_changes_no_token(prompts, expected):
+    """It is told what the grammar forces, and drafts by it."""
+    engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
+    for way in WAYS:
+        for name in ("easy_json", "hard_prose", "code_class"):
+            for constraint in CONSTRAINTS:
+                grammar = grammar_of(engine, *CONSTRAINTS[constraint])
+                fields = {"max_tokens": COUNT, "drafter": "auto", "grammar": grammar}
+                s, _ = run(engine, prompts[name], **fields, **WAYS[way])
+                assert s.output == expected(prompts[name], constraint, COUNT, way)
+                assert not s.warnings
+
+
+# ------------------------------------------------------------------- schemas of all kinds
+
+WORDS = st.sampled_from(["id", "name", "a b", "größe", "x-1", '"', "tags", "\\n", "type"])
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-99, 999), WORDS, st.sampled_from([0.5, -2.25, "", "🙂"])
+)
+PATTERNS = st.sampled_from(["^[a-f]{2,5}$", "^(ab|cd)+e$", "^[0-9]{3}-[0-9]{2}$", "^x?y*z$"])
+
+
+def between(kind, low, width):
+    return {"type": kind, "minimum": low, "maximum": low + width}
+
+
+LEAVES = st.one_of(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["boolean", "null"]}]),
+    st.builds(between, st.just("integer"), st.integers(-500, 500), st.integers(0, 2000)),
+    st.builds(between, st.just("number"), st.integers(-9, 9), st.sampled_from([0.5, 1, 40])),
+    st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 9)),
+    st.builds(lambda pattern: {"type": "string", "pattern": pattern}, PATTERNS),
+    st.builds(
+        lambda values: {"enum": values}, st.lists(SCALARS, min_size=1, max_size=4, unique_by=repr)
+    ),
+    st.builds(lambda value: {"const": value}, SCALARS | st.lists(SCALARS, max_size=2)),
+)
+
+
+def array(items, least, more):
+    return {"type": "array", "items": items, "minItems": least, "maxItems": least + more}
+
+
+@st.composite
+def objects(draw, parts):
+    known = draw(st.dictionaries(WORDS, parts, max_size=3))
+    names = [name for name in known if draw(st.booleans())]
+    closed = {"type": "object", "properties": known, "additionalProperties": False}
+    return closed | {"required": names}
+
+
+def larger(parts):
+    """Schemas made of these."""
+    return st.one_of(
+        st.builds(array, parts, st.integers(0, 2), st.integers(0, 2)),
+        objects(parts),
+        st.builds(lambda some: {"anyOf": some}, st.lists(parts, min_size=1, max_size=3)),
+    )
+
+
+def referring(part, is_recursive):
+    """A schema whose parts are named, and one that goes on in itself."""
+    part_of = {"$ref": "#/$defs/part"}
+    next_of = {"anyOf": [{"type": "null"}, {"$ref": "#"}]} if is_recursive else part_of
+    closed = {"type": "object", "required": ["part", "next"], "additionalProperties": False}
+    return {"$defs": {"part": part}, "properties": {"part": part_of, "next": next_of}} | closed
+
+
+PLAIN_SCHEMAS = st.recursive(LEAVES, larger, max_leaves=5)
+ANY_SCHEMA = PLAIN_SCHEMAS | st.builds(referring, PLAIN_SCHEMAS, st.booleans())
+WAYS_OF = st.sampled_from([{}, *({"sampling": core.Sampling(1.0, 1.0), "seed": i} for i in (1, 2))])
+checked = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def all_obey(engine, prompt, schema, k, max_tokens, way):
+    """Whether the text is whole, which all drafters write in one batch."""
+    requests = requests_of(engine, prompt, (JSON, schema), k, max_tokens, **way)
+    sequences = together(engine, requests)
+    truth = decode(engine.target, prompt, max_tokens, (JSON, schema), **way)
+    assert all(s.output == truth and not s.warnings for s in sequences), schema
+    return {is_checked(s, schema) for s in sequences} == {True}
+
+
+SLOW = pytest.param(400, 120, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("count", "max_tokens"), [(60, 24), SLOW])
+def test_a_text_of_any_schema_validates_whoever_drafts(demo_engine, prompt, count, max_tokens):
+    whole = []
+
+    @given(ANY_SCHEMA, st.integers(1, 8), WAYS_OF)
+    @settings(checked, max_examples=count)
+    def obeys_it(schema, k, way):
+        whole.append(all_obey(demo_engine, prompt, schema, k, max_tokens, way))
+
+    obeys_it()
+    assert len(whole) >= count and sum(whole) > count / 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_text_of_a_schema_from_practice_validates(demo_engine, prompt, way):
+    """OpenAPI's parts, package.json, GeoJSON, arguments of tools, invoices and others."""
+    assert len(SCHEMAS) == 40
+    names = [*SCHEMAS] if way == "greedy" else [*SCHEMAS][::4]
+    texts = [all_obey(demo_engine, prompt, SCHEMAS[name], 5, 48, WAYS[way]) for name in names]
+    assert sum(texts) > len(texts) / 2
+
+
+# ------------------------------------------------------------------- what becomes of drafts
+
+
+def tokens_of(engine, text):
+    """A token for each character."""
+    return [token for character in text for token in ids_of(engine, character)]
+
+
+def test_a_draft_is_cut_before_what_the_grammar_forbids(demo_engine):
+    """Of a drawn one the first forbidden token stays: to be drawn and dropped is no chance."""
+    matcher = grammar_of(demo_engine, REGEX, "a(b[cd]|cd*)e").matcher()
+    tokens = tokens_of(demo_engine, "abcxe")
+    probs = torch.eye(5)
+    draft = matcher.cut(Draft(tokens, probs, None, [0.5, 0.4, 0.3, 0.2, 0.1]))
+    assert (draft.tokens, draft.confidence) == (tokens[:3], [0.5, 0.4, 0.3])
+    assert torch.equal(draft.probs, probs[:3])
+    assert matcher.cut(Draft(tokens, probs), is_drawn=True).tokens == tokens[:4]
+    assert matcher.cut(Draft(tokens[:3])).tokens == tokens[:3]
+    beyond = tokens_of(demo_engine, "abcea")  # nothing may follow the fourth
+    assert matcher.cut(Draft(beyond)).tokens == beyond[:4]
+
+
+def test_branches_are_cut_where_they_break_the_grammar(demo_engine):
+    """a-b-c, a-x-e, z-b and a-c-d."""
+    matcher = grammar_of(demo_engine, REGEX, "a(b[cd]|cd*)e").matcher()
+    tokens = tokens_of(demo_engine, "azbxbcecd")
+    sure = [i / 10 for i in range(9)]
+    draft = matcher.cut(Draft(tokens, None, [-1, -1, 0, 0, 1, 2, 3, 0, 7], sure))
+    assert draft.tokens == tokens_of(demo_engine, "abccd")
+    assert (draft.parents, draft.confidence) == ([-1, 0, 1, 0, 3], [0.0, 0.2, 0.5, 0.7, 0.8])
+    assert matcher.cut(draft) is draft
+
+
+def test_a_tree_has_a_mask_for_each_of_its_tokens(demo_engine):
+    """The one that stands behind the path to it, and not behind the token before."""
+    matcher = grammar_of(demo_engine, REGEX, "a(b[cd]|c[de]*)e").matcher()
+    a, b, c, d, e = tokens_of(demo_engine, "abcde")
+    tree = Draft([a, b, c, c, d, e], None, [-1, 0, 1, 0, 3, 2])
+    scores = matcher.mask(torch.zeros(7, demo_engine.target.vocab_size), tree)
+    allowed = [{x for x in (a, b, c, d, e) if row[x] == 0} for row in scores]
+    assert allowed == [{a}, {b, c}, {c, d}, {e}, {d, e}, {d, e}, set()]
+    assert not any(map(matcher.consume, (a, b, c))) and not matcher.may_end
+    assert matcher.consume(e) and matcher.may_end
+    with pytest.raises(ValueError, match="the grammar cannot go on"):
+        matcher.consume(a)
+
+
+def test_what_is_forced_is_proposed_as_the_tokenizer_writes_it(demo_engine):
+    text = ' {"colour":"blue","size":12'
+    matcher = grammar_of(demo_engine, REGEX, re.escape(text) + "[0-9]").matcher()
+    tokens = ids_of(demo_engine, text)
+    assert matcher.forced(99) == tokens and matcher.forced(3) == tokens[:3]
+    for token in tokens:
+        matcher.consume(token)
+    assert matcher.forced(99) == []
+
+
+def test_forbidden_proposals_cost_no_row_and_are_heard_of(demo_engine, prompt, expected):
+    """Two right tokens, and nonsense: what was verified is right, and so is what is observed."""
+    truth = expected(prompt, "regex", COUNT, "greedy")
+
+    def script(tokens, limit):
+        coming = truth[len(tokens) - len(prompt) :][:2]
+        return [*coming, *ids_of(demo_engine, "{[(")][:limit]
+
+    engine = scripted_engine(demo_engine, script)
+    grammar = grammar_of(engine, *CONSTRAINTS["regex"])
+    s, events = run(engine, prompt, max_tokens=COUNT, drafter="scripted", grammar=grammar)
+    assert s.output == truth
+    assert [len(event["proposals"]) for event in events[1:-1]] == [2] * (len(events) - 2)
+    assert s.statistics.draft_acceptance_rate == 1
+    first, *verdicts = engine.pool.drafters["scripted"].verdicts
+    assert len(verdicts) >= len(events) - 2
+    for verdict in verdicts:
+        assert (verdict.drafted, verdict.accepted, len(verdict.tokens)) == (5, 2, 3)
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "mtp", "ngram", "suffix"])
+def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, prompt, drafter):
+    """By itself, and behind what is forced."""
+    some = demo_engine.pool.drafters
+    pair = core.Engine(demo_engine.target, {name: some[name] for name in (drafter, "grammar")})
+    for name in (drafter, "auto"):
+        grammar = grammar_of(demo_engine, JSON, PERSON)
+        s, num_forced = pair.open(Request(prompt, COUNT, name, 5, grammar=grammar)), 0
+        while s.finish_reason is None:
+            limit, tokens = min(5, s.remaining - 1), list(s.tokens)
+            forced = s.matcher.forced(limit) if name == "auto" and limit > 0 else []
+            goes_behind = some[drafter].goes_behind
+            pair.step([s])
+            draft = s.drafting.drafts.get(drafter)
+            if draft is None or len(tokens) == len(prompt) or (forced and not goes_behind):
+                continue
+            state = fresh_state(pair, some[drafter], tokens, noise=s.noise)
+            if goes_behind:
+                state.forced = forced
+            num_forced += len(forced)
+            assert propose_and_close(some[drafter], [state], [limit]) == [draft.tokens]
+        pair.close(s)
+        assert s.output == decode(pair.target, prompt, COUNT, (JSON, PERSON)) and not s.warnings
+        assert num_forced > 0 or name == drafter or not goes_behind
+
+
+# ------------------------------------------------------------------- the rule of rejection
+
+FORBIDDING = "( A| B)*"  # " C", which all expect, is forbidden
+
+
+class RashDrafter(ScriptedDrafter):
+    """Draws from a q of its own, half of which is forbidden."""
+
+    def __init__(self, engine):
+        super().__init__(None)
+        self.q = torch.zeros(engine.target.vocab_size)
+        for text, chance in ((" C", 0.5), (" A", 0.4), (" B", 0.1)):
+            self.q[ids_of(engine, text)] = chance
+
+    def open(self, prompt, sampling, noise):
+        return Text(prompt, noise)
+
+    def propose(self, state, max_tokens):
+        places = range(len(state), len(state) + max_tokens)
+        tokens = [core.draw(self.q, state.noise.uniform(place, Noise.DRAW)) for place in places]
+        return Draft(tokens, self.q.expand(max_tokens, -1))
+
+
+class Text(list):
+    """A text's tokens, and its noise."""
+
+    def __init__(self, tokens, noise):
+        super().__init__(tokens)
+        self.noise = noise
+
+
+@pytest.fixture(scope="module")
+def many():
+    """The embedded models with a short cache of many rows: samples come in batches."""
+    sizes = {"max_running": BATCH, "max_model_len": 32}
+    return load("embedded", drafter=None, suffix_cache=0, **sizes)
+
+
+@pytest.mark.parametrize("drafter", ["rash", "draft_model", "ngram"])
+def test_rejection_keeps_the_distribution_of_constrained_sampling(many, drafter):
+    """Drafters draw what is forbidden, too. Three views: odds of a false alarm 3e-6."""
+    many = core.Engine(many.target, many.pool.drafters | {"rash": RashDrafter(many)})
+    grammar, ids = grammar_of(many, REGEX, FORBIDDING), ids_of(many, "A B C A B")
+    sampling = core.Sampling(temperature=1.0)
+    plain = Request(ids, 12, None, sampling=sampling, seed=7, grammar=grammar)
+    theirs = first_tokens(many, plain, 512)
+    sampling = replace(sampling, verification="rejection")
+    request = replace(
+        plain, drafter=drafter, num_speculative_tokens=3, sampling=sampling, seed=10**7
+    )
+    tests = compare(first_tokens(many, request, 512), theirs)
+    assert min(test.p_value for test in tests.values()) > ODDS
+
+
+# ------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("method", ["mask", "consume", "cut", "forced"])
+def test_a_matcher_that_fails_ends_its_own_text_alone(
+    demo_engine, prompts, expected, monkeypatch, method
+):
+    """Amid the text; the others of the batch go on. Where it fails to draft, no text ends."""
+    some = mixed(demo_engine, [prompts["easy_json"]], 5, "greedy")
+    names, requests = zip(*some, strict=True)
+    sequences = [demo_engine.open(replace(request, drafter="auto")) for request in requests]
+    broken = sequences[names.index("schema")]
+    inner, failed = getattr(broken.matcher, method), []
+
+    def amid(*given):
+        if len(broken.output) > 4:
+            failed.append(method)
+            raise ValueError("the grammar cannot go on: too many states")
+        return inner(*given)
+
+    monkeypatch.setattr(broken.matcher, method, amid)
+    finish(demo_engine, sequences)
+    assert failed
+    for name, s in zip(names, sequences, strict=True):
+        text = expected(s.request.prompt, name, s.request.max_tokens, "greedy")
+        if s is broken and method in ("mask", "consume"):
+            assert s.finish_reason == "error" and "too many states" in str(s.failure)
+            assert 4 < len(s.output) < len(text) and s.output == text[: len(s.output)]
+        else:
+            assert s.output == text and s.failure is None
+            assert s is broken or not s.warnings
+
+
+NESTED = REGEX, "((a{1,99}){1,99}){1,99}"  # about thirty tokens of it need all states that may be
+EITHER = r"""start: / [a-z ,]{30,60}\./ | "{" T
+T: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/
+"""
+
+
+def test_a_grammar_that_grows_too_large_ends_each_text_at_the_same_place(demo_engine, prompt):
+    """Texts of a grammar share its states: what one has used up is no other's end."""
+    some = requests_of(demo_engine, prompt, NESTED, max_tokens=60, **WAYS["sampled"])
+    plain, texts = replace(some[0], drafter=None), []
+    for request in (plain, *some, plain):
+        (s,) = finish(demo_engine, [demo_engine.open(request)])
+        assert s.finish_reason == "error" and "the grammar cannot go on" in str(s.failure)
+        texts.append(s.output)
+    assert texts == [texts[0]] * len(texts) and len(texts[0]) > 9
+
+
+def test_a_text_goes_on_where_only_its_draft_grows_too_large(demo_engine, prompt):
+    draft = ids_of(demo_engine, "{ b bar b bar c")
+    engine = scripted_engine(demo_engine, lambda _, limit: draft[:limit])
+    grammar = grammar_of(engine, LARK, EITHER)
+    assert 0 < len(grammar.matcher().cut(Draft(draft)).tokens) < len(draft)
+    fields = {"max_tokens": COUNT, "num_speculative_tokens": 8, "grammar": grammar}
+    s, events = run(engine, prompt[:-1], drafter="scripted", **fields)
+    assert s.output == decode(engine.target, prompt[:-1], COUNT, (LARK, EITHER))
+    assert len(s.output) > 9 and not s.warnings
