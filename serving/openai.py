@@ -64,10 +64,10 @@ def register_routes(app: Flask, service: Service) -> None:
     def chat() -> Response | Json:
         """Answer a conversation. Errors name the fields as the client does."""
         fields = read_body()
-        sent = {"prompt": "messages", "grammar": "tools"}  # our name of a field -> the client's
+        sent = {"prompt": "messages"}  # our name of a field -> the client's
         with _errors_name(sent):
             if tools := read_tools(fields, service.call_form):
-                fields["grammar"] = tools.grammar(_take_answer(fields))
+                fields["grammar"], sent["grammar"] = tools.grammar(_take_answer(fields)), "tools"
             fields = _supported(fields)
             messages = fields.pop("messages", None)
             _translate_chat(fields, sent)

@@ -17,7 +17,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import TARGET, TEMPLATE
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import LIMIT_S, Client, serving
 from tokenizers import AddedToken
@@ -220,6 +220,7 @@ calls = [call_text("time", TIME, form) for form in (TAGGED, GENERAL)]
 texts = st.lists(st.sampled_from([*calls, *TAGS, *' \n{}"a<', ROME]), max_size=9).map("".join)
 
 
+@settings(max_examples=100, deadline=None, database=None)
 @given(text=texts, cuts=st.lists(st.integers(0, 200)), form=st.sampled_from([TAGGED, GENERAL]))
 def test_an_answer_is_read_alike_however_it_is_cut(text, cuts, form):
     def read(*pieces):
