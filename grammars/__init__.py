@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Draft
+from messages import Draft, RequestError
 
 from .probe import Probe, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
-_MOST_COMPILED = 64  # grammars that are stored
+_MOST_COMPILED = 16  # grammars that are stored; one may take 100 MB
 _MOST_RESTARTS = 8  # of a text's matcher
 _LONG_TOKEN = 32  # bytes
 # Reasoning may stand before the text, or is under way when the text begins.
@@ -58,6 +58,7 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tags: bool = False
     from llguidance import LLMatcher, grammar_from
 
     if kind == JSON:
+        value = {} if value is True else value
         source = LLMatcher.grammar_from_json_schema(value, _COMPACT)
     else:
         names = {REGEX: "regex", LARK: "grammar", CHOICE: "choice"}
@@ -68,6 +69,10 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tags: bool = False
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
     rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tags])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
+
+
+class CannotGoOn(RequestError, ValueError):
+    """A text has come to a place where its grammar is too large for llguidance."""
 
 
 class Vocabulary:
@@ -241,7 +246,7 @@ class Matcher:
 
     def _check(self) -> None:
         if why := reason_of(self._matcher):
-            raise ValueError(f"the grammar cannot go on: {why}")
+            raise CannotGoOn(f"the grammar cannot go on: {why}")
 
 
 def _part(draft: Draft, places: list[int]) -> Draft:

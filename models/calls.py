@@ -26,6 +26,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _THOUGHT = "<think>", "</think>"  # around reasoning
 TAGS = OPEN, CLOSE, _THINK, _THOUGHT
 _OBJECT = '{"name":"'  # what a call begins with, but for spaces
+_BEGINNING = 1000  # characters of an answer in which a call's first words stand
 _MOST_CALLS = 16  # in one answer: a small model may never come to an end
 _NESTED = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"}
 # The spacing that models were trained on. Where it is not free, most of a call is forced.
@@ -141,7 +142,7 @@ def written(calls: list[Call], form: Form) -> str:
 
     Example: Form(), [Call("f", "{}")] -> '{"name": "f", "arguments": {}}'.
     """
-    texts = [f'{{"name": "{name}", "{form.key}": {given}}}' for name, given in calls]
+    texts = [f'{{"name": "{name}", "{form.key}": {arguments}}}' for name, arguments in calls]
     return "\n".join(f"{OPEN}\n{text}\n{CLOSE}" if form.has_tags else text for text in texts)
 
 
@@ -159,7 +160,7 @@ class CallReader:
         """
         self.num_calls = 0  # that are whole
         self._form, self._names = form, names
-        self._held = ""
+        self._held, self._may_end = "", False
         # Then: reason | text | rest (what is left is content).
         self._state = "reason" if is_reasoning else "begin"
         # In the general form a call begins only where the answer does.
@@ -171,6 +172,7 @@ class CallReader:
     def feed(self, text: str) -> list[str | Call]:
         """The parts that are complete with this piece of text."""
         self._held += text
+        self._may_end = "}" in text  # else an object that was not whole is not whole now
         parts = list[str | Call]()
         while part := self._next():
             parts.append(part)
@@ -223,11 +225,11 @@ class CallReader:
         if begin and not begin.startswith("{"):
             self._state = "rest"
             return self._take(len(self._held))
-        compact = "".join(begin.split())
+        compact = "".join(begin[:_BEGINNING].split())
         if not compact.startswith(_OBJECT) and not _OBJECT.startswith(compact):
             self._state = "rest"
             return self._take(len(self._held))
-        if "}" not in begin:
+        if not self._may_end:
             return None
         call, end = self._read(self._held)
         self._take(end)
@@ -239,16 +241,16 @@ class CallReader:
 
     def _read(self, text: str) -> tuple[Call | None, int]:
         """The call that a text begins with, and where it ends; 0 while it is not whole."""
-        found = self._call.match(text)
-        if not found or found[1] not in self._names:
+        head = self._call.match(text)
+        if not head or head[1] not in self._names:
             return None, 0
-        begin = found.end()
+        begin = head.end()
         try:
             _, end = _decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):
-            return Call(found[1], text[begin:]), 0
+            return Call(head[1], text[begin:]), 0
         closed = re.compile(r"\s*\}").match(text, end)
-        return Call(found[1], text[begin:end]), closed.end() if closed else 0
+        return Call(head[1], text[begin:end]), closed.end() if closed else 0
 
 
 def _overlap(text: str, tag: str) -> int:

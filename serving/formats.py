@@ -18,6 +18,7 @@ from models.prompts import Conversation, Tokenizer, is_text
 
 _TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
 _MOST_CHARACTERS = 1 << 18
+_MOST_OF_RULES = 1 << 16  # characters: GBNF is translated in Python
 _ANY_OBJECT = {"type": "object"}
 _KINDS = {"json": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
 _NAMES = {
@@ -33,9 +34,9 @@ def _are_texts(value: Any) -> bool:
 
 _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
     JSON: (lambda value: isinstance(value, dict | bool), "a JSON schema"),
-    REGEX: (is_text, "a regular expression"),
+    REGEX: (is_text, "a regular expression, not empty"),
     LARK: (is_text, "a grammar, in the form of Lark or GBNF"),
-    CHOICE: (_are_texts, "a list of texts"),
+    CHOICE: (_are_texts, "a list of texts, none of them empty"),
 }
 
 
@@ -50,6 +51,11 @@ def _checked(name: str, kind: str, value: Any) -> tuple[str, str, Any]:
     if not is_valid(value):
         raise RequestError(f"{name} must be {what}", param=name.partition(".")[0])
     return name, kind, value
+
+
+def is_constraint(name: str, value: Any) -> bool:
+    """Whether a field has a value that bounds a text."""
+    return value is not None and value != {"type": "text"}
 
 
 def _of_response_format(value: Any) -> Iterator[tuple[str, str, Any]]:
@@ -113,6 +119,33 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
     return OPEN if tail.endswith("<think>") else "" if tail.endswith("</think>") else POSSIBLE
 
 
+def _check_value(kind: str, value: Any, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for what llguidance takes, and does something else with."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    most = _MOST_OF_RULES if kind == LARK else _MOST_CHARACTERS
+    if len(text) > most:
+        raise ValueError(f"has more than {most} characters")
+    if kind == REGEX and (len(text) - len(text.rstrip("\\"))) % 2:
+        raise ValueError("ends with a backslash that escapes nothing")
+    plain = text.replace("\\", "")
+    for token in tokenizer.all_special_tokens if kind != LARK else ():
+        if token in plain:  # its text would be taken for the token
+            raise ValueError(f"holds {token}, which is a token of its own")
+    if isinstance(value, dict):
+        _check_schema(value)
+
+
+def _check_schema(schema: Any) -> None:
+    """Raises ValueError where keys would have to be counted: a text may repeat one."""
+    for part in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(part, dict | list):
+            _check_schema(part)
+    if isinstance(schema, dict) and isinstance(least := schema.get("minProperties"), int):
+        required = schema.get("required")
+        if least > (len(required) if isinstance(required, list) else 0):
+            raise ValueError("minProperties beyond the required ones is not supported")
+
+
 def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     """The grammar that a request's text obeys; None if it asks for none.
 
@@ -123,11 +156,10 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     name, kind, value = constraint
     target = engine.target
     try:
+        _check_value(kind, value, target.tokenizer)
         reasoning = reasoning_of(target.tokenizer, prompt)
         has_tags = "</think>" in target.tokenizer.added_tokens_encoder
         source = source_of(kind, value, reasoning, has_tags)
-        if len(source) > _MOST_CHARACTERS:
-            raise ValueError(f"has more than {_MOST_CHARACTERS} characters")
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
         return vocabulary_of(*words).compiled(source)
     except (ValueError, RecursionError) as error:
