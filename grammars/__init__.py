@@ -36,6 +36,10 @@ _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to noth
 _MOST_COMPILED = 16  # grammars that are stored; one may take 100 MB
 _MOST_RESTARTS = 8  # of a text's matcher
 _LONG_TOKEN = 32  # bytes
+# For each byte of llguidance's bits eight numbers to add: 0, or −inf for what is forbidden. Looking
+# them up takes a tenth of the time of unpacking bits and filling in.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_MASKS = np.where(_BITS, np.float32(0), np.float32(-inf)).view((np.void, 32)).reshape(256)
 # Reasoning may stand before the text, or is under way when the text begins.
 OPEN, POSSIBLE = "open", "possible"
 _REASONING = (
@@ -139,7 +143,7 @@ class Matcher:
         self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
         self._tokens: list[int] = []  # of the text
         self._num_restarts = 0
-        self._seen: tuple[Draft, np.ndarray] | None = None  # a draft, and what is forbidden
+        self._seen: tuple[Draft, np.ndarray] | None = None  # a draft, and its masks
 
     def mask(self, scores: Tensor, draft: Draft) -> Tensor:
         """Scores [n + 1, V] with −inf for what is forbidden after the pending and drafted tokens.
@@ -147,41 +151,41 @@ class Matcher:
         Rows behind a forbidden token stay as they are. Raises ValueError where the grammar cannot
         go on: a state of it may be too large.
         """
-        seen, forbidden = self._seen or (None, None)
+        seen, masks = self._seen or (None, None)
         if draft is not seen:
-            _, forbidden = self._explore(draft)
-        return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -inf)
+            _, masks = self._explore(draft)
+        return scores + torch.from_numpy(masks).to(scores.device)
 
     def _explore(self, draft: Draft) -> tuple[set[int], np.ndarray]:
-        """The drafted tokens that the text may go on with, and what is forbidden [n + 1, V].
+        """The drafted tokens that the text may go on with, and the masks [n + 1, V] to be added.
 
         Raises ValueError where the grammar cannot go on behind the pending token.
         """
         kept, shape = set[int](), (len(draft.tokens) + 1, self._vocabulary.size)
-        forbidden = np.zeros(shape, bool)
+        masks = np.zeros(shape, np.float32)
         try:
-            self._walk(draft, -1, kept, forbidden)
+            self._walk(draft, -1, kept, masks)
         except ValueError:  # drafts, and other texts, may have used up what llguidance allows
             self._restart([])
-            self._walk(draft, -1, kept, forbidden)
-        return kept, forbidden
+            self._walk(draft, -1, kept, masks)
+        return kept, masks
 
-    def _walk(self, draft: Draft, node: int, kept: set[int], forbidden: np.ndarray) -> None:
+    def _walk(self, draft: Draft, node: int, kept: set[int], masks: np.ndarray) -> None:
         """Explore a drafted token and all behind it; -1 is the pending token."""
         self._check()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        row = forbidden[node + 1]
-        row[:] = np.unpackbits(bits, count=len(row), bitorder="little") == 0
+        row = masks[node + 1]
+        row[:] = _MASKS.take(bits).view(np.float32)[: len(row)]
         for child in draft.children(node):
             # Behind a whole text nothing is judged, and a rollback would go a token too far.
-            if row[draft.tokens[child]] or self._matcher.is_stopped():
+            if row[draft.tokens[child]] or self._matcher.is_stopped():  # −inf is true
                 continue
             self._matcher.consume_token(draft.tokens[child])
             try:
-                self._walk(draft, child, kept, forbidden)
+                self._walk(draft, child, kept, masks)
             except ValueError:  # the text may never come there: go on from here
-                forbidden[child + 1] = True
+                masks[child + 1] = -inf
                 self._restart([draft.tokens[i] for i in draft.paths()[node]] if node >= 0 else [])
             else:
                 kept.add(child)
@@ -217,7 +221,7 @@ class Matcher:
         if self._num_restarts:  # states are many: no draft shall add to them
             return Draft()
         try:
-            kept, forbidden = self._explore(draft)
+            kept, masks = self._explore(draft)
         except ValueError:  # `mask` will raise it
             return Draft()
         paths = draft.paths()
@@ -225,9 +229,9 @@ class Matcher:
             kept |= {i for i, path in enumerate(paths) if kept.issuperset(path[:-1])}
         places = sorted(kept)
         if len(places) < len(paths):
-            forbidden = forbidden[[0, *(i + 1 for i in places)]]
+            masks = masks[[0, *(i + 1 for i in places)]]
             draft = _part(draft, places)
-        self._seen = draft, forbidden
+        self._seen = draft, masks
         return draft
 
     def forced(self, most: int) -> list[int]:
