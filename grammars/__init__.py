@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import Draft, RequestError
 
-from .probe import Probe, reason_of
+from .probe import Probe, build, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
@@ -123,9 +123,7 @@ class Grammar:
 
     def build(self) -> None:
         """Begin anew: copies of one matcher together may build so many states and no more."""
-        from llguidance import LLMatcher
-
-        self._first = LLMatcher(self.vocabulary.tokenizer, self.source, log_level=0)
+        self._first = build(self.vocabulary.tokenizer, self.source)
 
     def copy(self) -> Any:
         """A matcher of llguidance's for a new text."""

@@ -22,6 +22,17 @@ _MOST_BYTES = 4096  # of a message
 MOST_FORCED = 1 << 14
 
 
+def build(tokenizer: Any, grammar: str) -> Any:
+    """A matcher of llguidance's. A mask takes it a few milliseconds at most, or is an error.
+
+    It runs in the engine's thread, so these limits are a tenth of the library's.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(step_lexer_fuel=100_000)
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+
+
 def reason_of(matcher: Any) -> str:
     """Why llguidance's matcher cannot go on, without the state that it dumps; "" if it can.
 
@@ -56,10 +67,10 @@ def _main() -> None:
     # The first grammar of a process also prepares the vocabulary.
     LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema({"type": "object"})).compute_bitmask()
 
-    def build(grammar: str, answer: int) -> None:
+    def attempt(grammar: str, answer: int) -> None:
         """In a process that may be ended within any operation: write what is wrong."""
         signal.setitimer(signal.ITIMER_PROF, BUILD_S)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = build(tokenizer, grammar)
         why = reason_of(matcher)
         if not why:
             matcher.compute_bitmask()
@@ -70,7 +81,7 @@ def _main() -> None:
     def check(grammar: str) -> str:
         reader, writer = os.pipe()
         if not (pid := os.fork()):  # the vocabulary is there, and stays if it has to be ended
-            build(grammar, writer)
+            attempt(grammar, writer)
         os.close(writer)
         ended_by = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with os.fdopen(reader, "rb") as pipe:

@@ -537,7 +537,7 @@ def test_a_matcher_that_fails_ends_its_own_text_alone(
 
 NESTED = REGEX, "((a{1,99}){1,99}){1,99}"  # about thirty tokens of it need all states that may be
 EITHER = r"""start: / [a-z ,]{30,60}\./ | "{" T
-T: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/
+T: /((((a{1,99}){1,99}){1,99}){1,99})/
 """
 
 
@@ -553,11 +553,11 @@ def test_a_grammar_that_grows_too_large_ends_each_text_at_the_same_place(demo_en
 
 
 def test_a_text_goes_on_where_only_its_draft_grows_too_large(demo_engine, prompt):
-    draft = ids_of(demo_engine, "{ b bar b bar c")
+    draft = [*ids_of(demo_engine, "{"), *ids_of(demo_engine, "a") * 15]
     engine = scripted_engine(demo_engine, lambda _, limit: draft[:limit])
     grammar = grammar_of(engine, LARK, EITHER)
     assert 0 < len(grammar.matcher().cut(Draft(draft)).tokens) < len(draft)
-    fields = {"max_tokens": COUNT, "num_speculative_tokens": 8, "grammar": grammar}
+    fields = {"max_tokens": COUNT, "num_speculative_tokens": 16, "grammar": grammar}
     s, events = run(engine, prompt[:-1], drafter="scripted", **fields)
     assert s.output == decode(engine.target, prompt[:-1], COUNT, (LARK, EITHER))
     assert len(s.output) > 9 and not s.warnings

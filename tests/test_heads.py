@@ -70,7 +70,7 @@ def test_a_head_is_there_where_it_is_asked_for(name, folder, target_folder, prom
     with pytest.raises(ValueError, match=f"give --{name}"):
         core.load_engine(Options(model=str(target_folder), drafter=name))
     engine = load(name, head=folder, drafter="auto", fixed_k=False)
-    others = {"mtp", "ngram", "suffix", "draft_model"}
+    others = {"mtp", "ngram", "suffix", "draft_model"} | engine.pool.special
     assert set(engine.pool.choices["auto"]) == others | {name}
     assert engine.controller.costs.at_once == ({"dflash": 7} if name == "dflash" else {})
     assert_lossless(engine, prompts["hard_story"], 40, "auto")

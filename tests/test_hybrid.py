@@ -54,7 +54,7 @@ def test_every_drafter_writes_the_text_of_plain_decoding(engine, requests, expec
 
 
 def test_it_is_found_by_name_and_health_says_what_it_is(engine):
-    assert set(engine.pool.drafters) == set(DRAFTERS)
+    assert set(engine.pool.drafters) == {*DRAFTERS, *engine.pool.special}
     health = answers.health(engine, Worker(engine, OPTIONS), OPTIONS)
     assert health["model"] == "hybrid" and health["bitwise_lossless"] is True
     assert health["prefix_cache"] is None and len(engine.target.cache.recurrent) == 6
