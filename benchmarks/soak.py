@@ -64,6 +64,7 @@ GENERATE, POLL = "/generate", "GET /health"
 Ask = dict[str, Any]  # the fields of a request for text
 
 Sample = dict[str, float]  # the server at one moment: memory_mib, and what IN_USE names
+_NOT_SENT = "logit_bias", "prompt_length"  # of Sampling: a bias is an object of JSON
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
 
@@ -218,7 +219,8 @@ class Client:
         fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(self.drafters)}
         fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
         if rng.random() < 0.5:
-            fields |= vars(rng.choice(list(SAMPLINGS.values())))
+            sampling = vars(rng.choice(list(SAMPLINGS.values())))
+            fields |= {name: value for name, value in sampling.items() if name not in _NOT_SENT}
         if rng.random() < 0.25:
             fields["stop"] = rng.sample(STOPS, rng.randint(1, 3))
         if rng.random() < 0.2:
@@ -366,7 +368,8 @@ def soak(flags: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
         if not health["bitwise_lossless"]:
             raise RuntimeError("this server's texts may differ by rounding, so none is wrong")
         start, chances = server.sample(health), map(random.Random, range(flags.clients))
-        clients = [Client(server.port, tally, rng, health["drafters"]) for rng in chances]
+        names = [name for name in health["drafters"] if name != "prediction"]  # which needs one
+        clients = [Client(server.port, tally, rng, names) for rng in chances]
         load(server, clients, tally, flags.warm_up)
         warm, began, before = server.rest(), time.monotonic(), tally.throughput()
         samples = load(server, clients, tally, flags.minutes * 60)
