@@ -150,7 +150,8 @@ class DrafterPool:
 
     def readers(self, request: Request) -> list[str]:
         """The drafters that read along with a request; that of its prediction is the first."""
-        needs = {name: self.drafters[name].needs for name in self.choices.get(request.drafter, ())}
+        names = self.choices[request.drafter] if request.drafter else ()
+        needs = {name: self.drafters[name].needs for name in names}
         able = [name for name, field in needs.items() if not field or getattr(request, field)]
         return sorted(able, key=lambda name: needs[name] != "prediction")
 
@@ -233,10 +234,16 @@ class DrafterPool:
 
         A head drafts behind the target's states, which it has of no drafted token.
         """
-        forced, can = self._forced(text), self.drafters[name].goes_behind
-        if can:
-            text.states[name].forced = forced[: text.task.limit]
-        return can or not forced or self.drafters[name].needs == "grammar" or len(text.drafts) > 1
+        forced, drafter = self._put_first(text, name, text.task.limit), self.drafters[name]
+        can = drafter.goes_behind or drafter.needs == "grammar"
+        return can or not forced or len(text.drafts) > 1
+
+    def _put_first(self, text: DraftedText, name: str, most: int) -> list[int]:
+        """Return what is forced, and give it to a drafter that can go on behind it."""
+        forced = self._forced(text)[:most]
+        if self.drafters[name].goes_behind:
+            text.states[name].forced = forced
+        return forced
 
     def can_grow(self, text: DraftedText) -> bool:
         """Whether the text's drafts may branch."""
@@ -302,9 +309,7 @@ class DrafterPool:
             self._catch_up(text, name)
             if name not in text.states:
                 return Guess([])
-            state, forced = text.states[name], self._forced(text)[:max_tokens]
-            if drafter.goes_behind:
-                state.forced = forced
+            state, forced = text.states[name], self._put_first(text, name, max_tokens)
             tokens = self._call(name, "guess", state, max_tokens)
             if tokens is None:
                 return None

@@ -17,7 +17,7 @@ from models.prompts import read_turns
 from models.tools import Tools
 from serving.answers import body_of, of_choices
 from serving.connection import CLIENT_BEHIND
-from serving.formats import FIELDS, is_constraint
+from serving.formats import constraint_of, refused
 from serving.metrics import Figures
 from serving.options import Options
 from serving.parsing import parse_fields
@@ -53,8 +53,6 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
         ("compare", body.get("compare") is True, "cannot decode plainly beside its drafter"),
         ("verification", body.get("verification") == "coupled", "has a rule of its own"),
         ("prediction", bool(body.get("prediction")), "cannot draft from it"),
-        *((name, is_constraint(name, body.get(name)), "is asked for texts without a format")
-          for name in FIELDS),
         ("speculative", does_draft and body.get("speculative") is False, always),
         ("drafter", does_draft and body.get("drafter") == PLAIN, always),
         ("num_speculative_tokens",
@@ -63,6 +61,8 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
     ):  # fmt: skip
         if is_asked:
             raise RequestError(f"{name}: {subject} {why}", param=name)
+    if constraint := constraint_of(body):
+        raise refused(constraint[0], f"is not supported: {subject} writes texts without a format")
 
 
 def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[str]]:

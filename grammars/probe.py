@@ -23,9 +23,9 @@ MOST_FORCED = 1 << 14
 
 
 def build(tokenizer: Any, grammar: str) -> Any:
-    """A matcher of llguidance's. A mask takes it a few milliseconds at most, or is an error.
+    """A matcher of llguidance's. A mask that takes it more than some milliseconds is an error.
 
-    It runs in the engine's thread, so these limits are a tenth of the library's.
+    It runs in the engine's thread, so the limit of a mask is half of the library's.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -52,7 +52,7 @@ class Probe(Child):
         """Raises ValueError, saying why, for a grammar that cannot be used."""
         try:
             why = self.ask(grammar)
-        except (EOFError, TimeoutError):
+        except EOFError:
             why = _TOO_LARGE
         if why:
             raise ValueError(why)
@@ -92,8 +92,7 @@ def _main() -> None:
 
     os.nice(5)  # requests that run come first
     bound_memory()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    serve(check, lambda: None)
+    serve(check)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def _main() -> None:
 
     bound_memory()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process within any operation
-    serve(render, lambda: signal.setitimer(signal.ITIMER_REAL, 0))
+    serve(render)
 
 
 renderer = Renderer(__file__)

@@ -49,13 +49,13 @@ def _checked(name: str, kind: str, value: Any) -> tuple[str, str, Any]:
             value = None
     is_valid, what = _VALID[kind]
     if not is_valid(value):
-        raise RequestError(f"{name} must be {what}", param=name.partition(".")[0])
+        raise refused(name, f"must be {what}")
     return name, kind, value
 
 
-def is_constraint(name: str, value: Any) -> bool:
-    """Whether a field has a value that bounds a text."""
-    return value is not None and value != {"type": "text"}
+def refused(name: str, what: str) -> RequestError:
+    """The error for a constraint by its name, which may be a part of a field: that is named."""
+    return RequestError(f"{name} {what}", param=name.partition(".")[0])
 
 
 def _of_response_format(value: Any) -> Iterator[tuple[str, str, Any]]:
@@ -105,8 +105,7 @@ def constraint_of(body: Json) -> tuple[str, str, Any] | None:
             constraints.append(_checked(name, _NAMES[name], value))
     if len(constraints) > 1:
         first, second = (name for name, *_ in constraints[:2])
-        message = f"{second} cannot go with {first}: a text obeys one"
-        raise RequestError(message, param=second.partition(".")[0])
+        raise refused(second, f"cannot go with {first}: a text obeys one")
     return constraints[0] if constraints else None
 
 
@@ -163,5 +162,4 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
         return vocabulary_of(*words).compiled(source)
     except (ValueError, RecursionError) as error:
-        why = one_line(error, longest=200)
-        raise RequestError(f"{name} cannot be used: {why}", param=name.partition(".")[0]) from error
+        raise refused(name, f"cannot be used: {one_line(error, longest=200)}") from error

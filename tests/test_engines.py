@@ -109,6 +109,7 @@ def test_defaults_limits_and_the_key_of_ours_are_sent(replay, ask):
     [
         ("trace", True), ("compare", True), ("drafter", "none"), ("num_speculative_tokens", 3),
         ("verification", "coupled"), ("temperature", -1), ("prompt", [1] * 3000),
+        ("response_format", {"type": "json_object"}), ("regex", "a+"), ("guided_json", {}),
     ],
 )  # fmt: skip
 def test_what_the_engine_cannot_do_is_refused_by_name(ask, field, value):
