@@ -504,11 +504,11 @@ def load_engine(options: Any) -> Engine:
 # --------------------------------------------------------------------------------- Flask app
 def create_app(service: Any) -> Flask:
     """The web application; `service` is an engine and its worker (serving/service.py)."""
-    from serving import openai
+    from serving import dialects
     from serving.service import read_body
 
     app = service.new_app()  # the page, and GET /metrics
-    openai.register_routes(app, service)
+    dialects.register_routes(app, service)
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:

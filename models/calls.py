@@ -41,6 +41,15 @@ class Call(NamedTuple):
     arguments: str  # JSON, unless max_tokens cut it
 
 
+class Thought(NamedTuple):
+    """A piece of an answer's reasoning, without the tags around it."""
+
+    text: str
+
+
+Part = str | Thought | Call  # a piece of the content, or of the reasoning, or a whole call
+
+
 class Form(NamedTuple):
     """How a family writes calls."""
 
@@ -146,64 +155,84 @@ def written(calls: list[Call], form: Form) -> str:
     return "\n".join(f"{OPEN}\n{text}\n{CLOSE}" if form.has_tags else text for text in texts)
 
 
-class CallReader:
-    """Reads an answer while it is written: as parts, each a piece of its content or a whole call.
+class AnswerReader:
+    """Reads an answer while it is written: as parts, which are content, reasoning and calls.
 
-    What may become a call is held back, and so are spaces before it. Content and calls are the same
-    however the answer is cut into pieces. Reasoning (<think> …) is content, whatever it says.
+    What may become a call is held back, and so are spaces before it. The parts say the same however
+    the answer is cut into pieces. Reasoning stands between <think> and </think>, before all else;
+    spaces within and behind these tags are no part of anything.
     """
 
-    def __init__(self, form: Form, names: Collection[str], is_reasoning: bool = False) -> None:
+    def __init__(self, form: Form, names: Collection[str] = (), is_reasoning: bool = False) -> None:
         """`names` are those of the tools: an object that names no tool is content.
 
         `is_reasoning` says that the prompt has opened reasoning already.
         """
         self.num_calls = 0  # that are whole
         self._form, self._names = form, names
-        self._held, self._may_end = "", False
-        # Then: reason | text | rest (what is left is content).
-        self._state = "reason" if is_reasoning else "begin"
+        self._held, self._may_end, self._has_thought = "", False, False
+        # begin → (reason → gap) → text → rest (what is left is content)
+        self._state = "reason" if is_reasoning else "begin" if form.thinks else "text"
         # In the general form a call begins only where the answer does.
-        self._tag = OPEN if form.has_tags else ""
+        self._tag = OPEN if form.has_tags and names else ""
         self._call = re.compile(
             rf'\s*\{{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"{form.key}"\s*:\s*(?=\{{)'
         )
 
-    def feed(self, text: str) -> list[str | Call]:
+    def feed(self, text: str) -> list[Part]:
         """The parts that are complete with this piece of text."""
         self._held += text
         self._may_end = "}" in text  # else an object that was not whole is not whole now
-        parts = list[str | Call]()
+        parts = list[Part]()
         while part := self._next():
             parts.append(part)
             self.num_calls += isinstance(part, Call)
         return parts
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Part]:
         """The parts that are left when no more text comes; a call may be cut in its arguments."""
+        if self._state == "reason":  # which was cut, perhaps in its end tag
+            text = self._held.rstrip()
+            return [Thought(text)] if text else []
         text = self._held.lstrip()
-        if text.startswith(self._tag) and self._state not in ("reason", "rest"):
+        if text.startswith(self._tag) and self._state != "rest":
             call, _ = self._read(text.removeprefix(self._tag))
             if call is not None:
                 return [call]
         # Spaces behind calls are no content.
         return [self._held] if text or (self._held and not self.num_calls) else []
 
-    def _next(self) -> str | Call | None:
+    def _next(self) -> Part | None:
         """Take the next part, or a first piece of it, from what is held; None if more must come."""
         if self._state == "begin":
             begin = self._held.lstrip()
             if _THINK.startswith(begin[: len(_THINK)]) and len(begin) < len(_THINK):
                 return None
             self._state = "reason" if begin.startswith(_THINK) else "text"
-        if self._state == "reason":
-            if (end := self._held.find(_THOUGHT)) < 0:
-                return self._take(len(self._held) - _overlap(self._held, _THOUGHT))
-            self._state = "text"
-            return self._take(end + len(_THOUGHT))
-        if self._state == "rest":
+            if self._state == "reason":
+                self._held = begin.removeprefix(_THINK)
+        if self._state == "reason" and (thought := self._next_thought()):
+            return thought
+        if self._state == "gap":
+            self._held = self._held.lstrip()
+            self._state = "text" if self._held else "gap"
+        if self._state == "rest" or (self._state == "text" and not self._names):
             return self._take(len(self._held))
+        if self._state != "text":
+            return None
         return self._next_tagged() if self._tag else self._next_object()
+
+    def _next_thought(self) -> Thought | None:
+        if not self._has_thought:
+            self._held = self._held.lstrip()
+        end = self._held.find(_THOUGHT)
+        known = self._held[: end if end >= 0 else len(self._held) - _overlap(self._held, _THOUGHT)]
+        text = self._take(len(known.rstrip()))
+        if end >= 0:
+            self._held = self._held.lstrip().removeprefix(_THOUGHT)
+            self._state = "gap"
+        self._has_thought = self._has_thought or bool(text)
+        return Thought(text) if text else None
 
     def _next_tagged(self) -> str | Call | None:
         at = self._held.find(self._tag)

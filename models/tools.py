@@ -14,7 +14,7 @@ from typing import Any
 
 from messages import Json, RequestError
 
-from .calls import Call, CallReader, Form, tools_grammar, written
+from .calls import AnswerReader, Call, Form, tools_grammar, written
 
 _MOST_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -42,9 +42,9 @@ class Tools:
         is_parallel = self.is_parallel and not self.named
         return tools_grammar(self.functions, self.form, self.is_forced, is_parallel, answer)
 
-    def reader(self, is_reasoning: bool = False) -> CallReader:
+    def reader(self, is_reasoning: bool = False) -> AnswerReader:
         """What reads the calls in an answer, which may begin amid reasoning."""
-        return CallReader(self.form, {one["name"] for one in self.functions}, is_reasoning)
+        return AnswerReader(self.form, {one["name"] for one in self.functions}, is_reasoning)
 
     @property
     def text(self) -> str:

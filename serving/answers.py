@@ -132,7 +132,7 @@ class Shape:
     under "plain". It is measured several times, and the first time is shown.
     """
 
-    opening = ""  # what a stream begins with
+    opening, closing = "", "data: [DONE]\n\n"  # what a stream begins and ends with
 
     def __init__(self, fields: Json) -> None:
         """`fields` are the request's, which may be wrong until a job has begun."""
@@ -161,12 +161,16 @@ class Shape:
         return sse(({"index": number} if has_choices else {}) | shown | text)
 
     def last(self, body: Json) -> Iterable[str]:
-        """What a stream ends with, when all is done."""
+        """What a stream says when all is done."""
         return [sse(body)]
+
+    def failed(self, error: RequestError) -> str:
+        """What a stream says of an error: the status line is out."""
+        return sse(error.body())
 
 
 def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterator[str]:
-    """Jobs as server-sent events in this shape, then the `answer` or an error, and [DONE].
+    """Jobs as server-sent events in this shape, then the `answer` or an error, and its closing.
 
     A stream that merely ended would look like a success. The jobs do not outlive it.
     """
@@ -180,13 +184,14 @@ def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterato
         if not any(job.cancelled for job in jobs):
             yield from shape.last(answer())
     except RequestError as error:
-        yield sse(error.body())
-    except Exception as error:  # the status line is out: an event is all that can be said
+        yield shape.failed(error)
+    except Exception as error:
         LOG.exception("the engine failed")
-        yield sse(engine_failure(error).body())
+        yield shape.failed(engine_failure(error))
     finally:
         cancel(jobs)  # the client may have left
-    yield "data: [DONE]\n\n"
+    if shape.closing:
+        yield shape.closing
 
 
 def sse(data: Json) -> str:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, NoReturn
 
-from flask import Flask, Response, g, request
+from flask import Flask, Response, current_app, g, request
 from werkzeug import Request
 from werkzeug.exceptions import HTTPException
 
@@ -34,8 +34,7 @@ _OTHER_CONNECTIONS = 32  # beside those of requests that run or wait
 _OTHER_FILES = 128 + MAX_ACCEPTED  # beside connections
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
 _HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
-_GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
-_WITH_BODY = ("/generate", "/v1/completions", "/v1/chat/completions")
+_OPEN = ("/page/", "/prompts")  # these, / and /health need no API key
 LOG = logging.getLogger(__name__)
 
 
@@ -83,13 +82,8 @@ class Guard:
         asked = Request(environ, populate_request=False)
         if self._key is None:
             self._check_host(asked.headers.get("Host", ""))
-        elif asked.path.startswith(_GUARDED) and asked.method != "OPTIONS":
+        elif not _is_open(asked.path) and asked.method != "OPTIONS":
             self._check_key(asked.headers.get("Authorization", ""))
-        if asked.method == "POST" and asked.path in _WITH_BODY:
-            if not asked.is_json:
-                raise RequestError("the Content-Type must be application/json", status=415)
-            if asked.headers.get("Content-Encoding", "identity") != "identity":
-                raise RequestError("a compressed body is not supported", status=415)
 
     def _check_host(self, host: str) -> None:
         """Without a key a page elsewhere must not call under a name that it made point to us.
@@ -117,6 +111,10 @@ class Guard:
             )
 
 
+def _is_open(path: str) -> bool:
+    return path in ("/", "/health") or path.startswith(_OPEN)
+
+
 def _is_ip(name: str) -> bool:
     is_v6 = name.startswith("[") and name.endswith("]")
     try:
@@ -136,15 +134,25 @@ def allow(response: Response, origin: str) -> None:
     response.vary.add("Origin")
 
 
+def body_of(error: RequestError) -> Json:
+    """The body of an answer that is an error, in the form that clients of the route expect.
+
+    A dialect with a form of its own adds it to the application's `error_forms`, by its path.
+    """
+    form = current_app.extensions["error_forms"].get(request.path, RequestError.body)
+    return form(error)
+
+
 def register_errors(app: Flask) -> None:
     """Answer every error with {"error": {…}}: never HTML, never a traceback."""
+    app.extensions["error_forms"] = {}
 
     @app.errorhandler(RequestError)
     def refuse(error: RequestError) -> tuple[Json, int, dict[str, str]]:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         g.error = error.code or error.param
-        return error.body(), error.status, headers
+        return body_of(error), error.status, headers
 
     @app.errorhandler(HTTPException)
     def refuse_http(error: HTTPException) -> tuple[Json, int, dict[str, str]]:
@@ -153,7 +161,7 @@ def register_errors(app: Flask) -> None:
         if allowed := getattr(error, "valid_methods", None):
             needed = sorted({*allowed} - {"HEAD", "OPTIONS"})
             what = f"{request.path[:80]} needs {' or '.join(needed)}"
-        body = RequestError(what, status=status).body()
+        body = body_of(RequestError(what, status=status))
         return body, status, {"Allow": ", ".join(allowed)} if allowed else {}
 
     @app.errorhandler(Exception)
@@ -161,7 +169,7 @@ def register_errors(app: Flask) -> None:
         """Log any other error with its traceback, and answer 500."""
         LOG.exception("a request failed")
         g.error = type(error).__name__
-        return engine_failure(error).body(), 500
+        return body_of(engine_failure(error)), 500
 
 
 def loading_app(options: Options) -> Flask:

@@ -11,7 +11,7 @@ from typing import Any
 from flask import Flask, Response, g, request
 
 from grammars import OPEN
-from messages import Engine, Json
+from messages import Engine, Json, RequestError
 from models.calls import Form
 from models.prompts import call_form, chat_prompt, read_prompts
 from models.tools import Tools
@@ -31,6 +31,10 @@ from .worker import Admission, Job, Worker, cancel
 
 def read_body() -> Json:
     """The JSON object that was sent. Raises RequestError for anything else."""
+    if not request.is_json:
+        raise RequestError("the Content-Type must be application/json", status=415)
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError("a compressed body is not supported", status=415)
     return parse_json(request.get_data(cache=False))
 
 

@@ -189,7 +189,7 @@ def test_a_route_that_is_not_there_is_told_what_is(client, server):
     for ask in (client.responses, client.embeddings):
         with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions, POST"):
             ask.create(model="embedded", input="x")
-    status, _, data = server.call("GET", "/v2")
+    status, _, data = server.call("GET", "/v2", headers=GUARDED)
     there = json.loads(data)["error"]["message"].partition("has ")[2].split(", ")
     assert status == 404 and len(there) == 7
     for method, path in map(str.split, there):

@@ -26,7 +26,7 @@ from werkzeug.serving import make_server
 
 from grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
 from messages import Draft, Request, RequestError
-from models.calls import Call, CallReader, Form, form_of
+from models.calls import AnswerReader, Call, Form, Thought, form_of
 from models.loading import load_pretrained
 from models.prompts import chat_prompt
 from models.tools import Tools, read_tools
@@ -145,7 +145,6 @@ def test_calls_stand_beside_the_content_whole_or_streamed(create, says, form, si
         (TAGGED, "2 < 3 <tool"),
         (TAGGED, "ends with spaces \n"),
         (TAGGED, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
-        (TAGGED, '<think>Shall I <tool_call>\n{"name": "time", "arguments": {}}</tool_call>'),
         (GENERAL, 'No: {"name": "time", "arguments": {}}'),
         (GENERAL, '{"names": 5}'),
         (GENERAL, '{"name": "tim'),
@@ -163,13 +162,37 @@ def test_what_is_no_call_is_content(create, says, form, text):
         assert chunks[-1].finish_reason == "stop"
 
 
-def test_reasoning_that_the_prompt_opens_is_content(create, service, says, monkeypatch):
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_reasoning_stands_beside_the_content(create, says, size):
+    """With and without tools; what is cut within it is reasoning, too."""
+    call = call_text("time", TIME, TAGGED)
+    for text, thought, content in (
+        (f"<think>\nShall I {call}?\n</think>\n\nNo. ", f"Shall I {call}?", "No. "),
+        ("<think></think>{}", None, "{}"),
+        ("<think>I </th", "I </th", ""),
+        ("<thin", None, "<thin"),
+        ("a <think>b</think>", None, "a <think>b</think>"),
+    ):
+        for tools in (TOOLS, []):
+            says(text, TAGGED._replace(thinks=True), size=size)
+            (choice,) = create(tools=tools).choices
+            message, extra = choice.message, choice.message.model_extra
+            assert message.content == content and extra.get("reasoning_content") == thought
+            assert message.tool_calls is None
+            deltas = [chunk.choices[0].delta for chunk in create(tools=tools, stream=True)]
+            assert "".join(delta.content or "" for delta in deltas) == content
+            thoughts = [delta.model_extra.get("reasoning_content", "") for delta in deltas]
+            assert "".join(thoughts) == (thought or "")
+
+
+def test_reasoning_that_the_prompt_opens_is_reasoning(create, service, says, monkeypatch):
     call = call_text("time", TIME, TAGGED)
     tokenizer = service.engine.target.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{# </think> #}<think>\n")
     says(f"Shall I {call}?</think>\n{call}", size=4)
     (choice,) = create().choices
-    assert choice.message.content == f"Shall I {call}?</think>"
+    assert choice.message.model_extra["reasoning_content"] == f"Shall I {call}?"
+    assert choice.message.content is None
     assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
 
 
@@ -217,23 +240,25 @@ def test_a_call_that_max_tokens_cuts_says_so(create, says, form):
 
 
 calls = [call_text("time", TIME, form) for form in (TAGGED, GENERAL)]
+FORMS = [TAGGED, GENERAL, TAGGED._replace(thinks=True), GENERAL._replace(thinks=True)]
 texts = st.lists(st.sampled_from([*calls, *TAGS, *' \n{}"a<', ROME]), max_size=9).map("".join)
 
 
 @settings(max_examples=100, deadline=None, database=None)
-@given(text=texts, cuts=st.lists(st.integers(0, 200)), form=st.sampled_from([TAGGED, GENERAL]))
+@given(text=texts, cuts=st.lists(st.integers(0, 200)), form=st.sampled_from(FORMS))
 def test_an_answer_is_read_alike_however_it_is_cut(text, cuts, form):
     def read(*pieces):
-        reader = CallReader(form, {"time"})
+        reader = AnswerReader(form, {"time"})
         parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
         content = "".join(part for part in parts if isinstance(part, str))
-        return content, [part for part in parts if isinstance(part, Call)]
+        thought = "".join(part.text for part in parts if isinstance(part, Thought))
+        return content, thought, [part for part in parts if isinstance(part, Call)]
 
     ends = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
     assert read(*pieces) == read(text)
-    if "name" not in text:
-        assert read(text) == (text, [])
+    if "name" not in text and not form.thinks:
+        assert read(text) == (text, "", [])
 
 
 # -------------------------------------------------------------------------------- the grammar

@@ -1,0 +1,175 @@
+"""OpenAI's /v1/chat/completions: a conversation is answered, with tools where there are any.
+
+Other dialects that have conversations translate theirs into this one's fields (`read_chat`), and
+write the parts of the answer in their own shapes (`InParts`).
+"""
+
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from flask import Flask, Response
+
+from messages import Json, RequestError
+from models.calls import AnswerReader, Form, Part, Thought
+from models.tools import read_tools
+from serving.formats import FIELDS, constraint_of
+from serving.parsing import model_id
+from serving.service import Service, read_body
+
+from .fields import supported
+from .shapes import InParts, Logprobs, OpenAIShape
+
+
+def register_routes(app: Flask, service: Service) -> None:
+    """Add the route for the service's model."""
+    name = model_id(service.name)
+
+    @app.post("/v1/chat/completions")
+    def chat() -> Response | Json:
+        """Answer a conversation. Errors name the fields as the client does."""
+        fields, sent = read_body(), dict[str, str]()
+        with errors_name(sent):
+            new_reader = read_chat(service, fields, sent)
+            return service.respond(fields, Chat(name, fields, new_reader=new_reader))
+
+
+# ------------------------------------------------------------------------- what clients send
+
+
+@contextmanager
+def errors_name(sent: dict[str, str]) -> Iterator[None]:
+    """Where an error is about a field in `sent`, let it name the field that the client sent."""
+    try:
+        yield
+    except RequestError as error:
+        name = sent.get(error.param, error.param)
+        if error.message.startswith(f"{error.param} "):
+            error.message = error.message.replace(error.param, name, 1)
+        error.param = name
+        raise
+
+
+def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[[], AnswerReader]:
+    """Turn a chat's fields, in place, into those of /generate. Raises RequestError.
+
+    `sent` gets the client's name of each field that was renamed. Returns what makes a reader of an
+    answer's text.
+    """
+    sent.setdefault("prompt", "messages")
+    if tools := read_tools(fields, service.call_form):
+        fields["grammar"] = tools.grammar(_take_answer(fields))
+        sent["grammar"] = "tools"
+    supported(fields)
+    messages = fields.pop("messages", None)
+    _translate(fields, sent)
+    is_reasoning = service.read_chat(messages, fields, tools)
+    if tools:
+        return partial(tools.reader, is_reasoning)
+    return partial(AnswerReader, service.call_form or Form(), (), is_reasoning)
+
+
+def _translate(fields: Json, sent: dict[str, str]) -> None:
+    """Rename the fields that chat names differently, and note the client's names in `sent`."""
+    if (limit := fields.pop("max_completion_tokens", None)) is not None:
+        fields["max_tokens"] = limit
+        sent["max_tokens"] = "max_completion_tokens"
+    if not isinstance(fields.get("logprobs"), bool | None):
+        raise RequestError("logprobs must be true or false", param="logprobs")
+    if (top := fields.pop("top_logprobs", None)) is not None:
+        if isinstance(top, bool):
+            raise RequestError("top_logprobs must be an integer", param="top_logprobs")
+        if not fields.get("logprobs"):
+            raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
+        fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
+
+
+def _take_answer(fields: Json) -> Json | None:
+    """Take the schema of answers without calls out of the fields of a request that has tools.
+
+    Raises RequestError for a bound of another kind on the text.
+    """
+    bounds = {name: fields.pop(name) for name in FIELDS if name in fields}
+    name, _, schema = constraint_of(bounds) or ("", "", None)
+    if not isinstance(schema, dict | None):
+        raise RequestError(f"{name} does not go with tools", param=name)
+    return schema
+
+
+# --------------------------------------------------------------------------- what they read
+
+
+class Chat(InParts, OpenAIShape):
+    """The shape of /v1/chat/completions. Beside calls and reasoning the content may be null."""
+
+    prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
+        super().__init__(model, fields, new_reader=new_reader)
+        self._calls = defaultdict[int, list[Json]](list)  # by choice
+
+    @property
+    def opening(self) -> str:
+        """A stream begins with the role, of each choice."""
+        said = {"role": "assistant", "content": ""}
+        return "".join(self.chunk(_choice(i, delta=said)) for i in range(self.num_choices))
+
+    def _said(self, index: int, part: Part) -> Json:
+        """A part of a choice as a chunk's delta has it."""
+        if isinstance(part, str):
+            return {"content": part}
+        if isinstance(part, Thought):
+            return {"reasoning_content": part.text}
+        calls = self._calls[index]
+        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        calls.append(call | {"function": part._asdict()})
+        return {"tool_calls": [{"index": len(calls) - 1} | calls[-1]]}
+
+    def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
+        """The chunk of a part."""
+        return self.chunk(_choice(index, None, logprobs, delta=self._said(index, part)))
+
+    def choice(self, index: int, body: Json) -> Json:
+        """A message, with its calls and its reasoning."""
+        deltas = [self._said(index, part) for part in self.parts(index, body["text"])]
+        content, thought = (
+            "".join(delta.get(name, "") for delta in deltas)
+            for name in ("content", "reasoning_content")
+        )
+        message = {"role": "assistant", "content": content}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls := self._calls[index]:
+            message |= {"content": content or None, "tool_calls": calls}
+        reason = self._reason(index, body["finish_reason"])
+        return _choice(index, reason, body.get("logprobs"), message=message)
+
+    def end(self, index: int, reason: str) -> Json:
+        """The choice in the chunk that ends it, which says nothing more."""
+        return _choice(index, self._reason(index, reason), delta={})
+
+    def _reason(self, index: int, reason: str) -> str:
+        has_called = self.readers[index].num_calls  # a call that a stop string cut is none
+        return "tool_calls" if reason == "stop" and has_called else reason
+
+
+def _choice(index: int, reason: str | None = None, logprobs: Logprobs = None, **said: Json) -> Json:
+    return {"index": index} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
+
+
+def _content(logprobs: Logprobs) -> Json | None:
+    if logprobs is None:
+        return None
+
+    def entry(one: Json) -> Json:
+        token = one["token"]
+        # A part of a character is decoded as "�", which are not its bytes.
+        known = None if "\ufffd" in token else list(token.encode("utf-8"))
+        return {"token": token, "logprob": one["logprob"], "bytes": known}
+
+    listed = [
+        entry(one) | {"top_logprobs": list(map(entry, one["top_logprobs"]))} for one in logprobs
+    ]
+    return {"content": listed, "refusal": None}
