@@ -15,10 +15,13 @@ llguidance computes the masks, in some ten microseconds each: github.com/guidanc
 """
 
 import json
+import re
 import threading
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from math import inf
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import Draft, RequestError
+from models.prompts import Turns
 
 from .probe import Probe, build, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 16  # grammars that are stored; one may take 100 MB
+_MOST_WAITING = 32  # requests with a new grammar; each may take .2 s
 _MOST_RESTARTS = 8  # of a text's matcher
 _LONG_TOKEN = 32  # bytes
 # For each byte of llguidance's bits eight numbers to add: 0, or −inf for what is forbidden. Looking
@@ -52,27 +57,42 @@ _TAGS = {  # whether its tags are tokens: llguidance takes those for special one
 _FIRST = {OPEN: "rest", POSSIBLE: "reasoning?"}
 
 
-def source_of(kind: str, value: Any, reasoning: str = "", has_tags: bool = False) -> str:
+def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = False) -> str:
     """A grammar as llguidance reads it. Raises ValueError for a value that is none of its kind.
 
     `value` is a schema, a regular expression, a text of rules (Lark's, or GBNF as llama.cpp has
     them), or a list of texts. With `reasoning` the grammar begins behind the end of that;
-    `has_tags` says that its tags are tokens.
+    `has_tokens` says that its tags are tokens.
     """
     from llguidance import LLMatcher, grammar_from
 
     if kind == JSON:
         value = {} if value is True else value
         source = LLMatcher.grammar_from_json_schema(value, _COMPACT)
+    elif kind == CHOICE:
+        source = grammar_from("regex", _any_of(sorted({*value})))
     else:
-        names = {REGEX: "regex", LARK: "grammar", CHOICE: "choice"}
-        source = grammar_from(names[kind], json.dumps(value) if kind == CHOICE else value)
+        source = grammar_from("regex" if kind == REGEX else "grammar", value)
     if not reasoning:
         return source
     is_list = source.startswith("{")
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
-    rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tags])
+    rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tokens])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
+
+
+def _any_of(texts: list[str], begin: int = 0) -> str:
+    """A regular expression of sorted texts, behind their first `begin` characters, which are equal.
+
+    It is a tree: thousands of alternatives side by side would be too many states at once.
+    Example: ["a", "abc", "abd"] -> "a(b(c|d))?".
+    """
+    end = begin + len(commonprefix([texts[0][begin:], texts[-1][begin:]]))
+    head, has_whole = re.escape(texts[0][begin:end]), len(texts[0]) == end
+    longer = groupby(texts[has_whole:], key=lambda text: text[end])
+    if not (parts := [_any_of(list(group), end) for _, group in longer]):
+        return head
+    return f"{head}({'|'.join(parts)}){'?' * has_whole}"
 
 
 class CannotGoOn(RequestError, ValueError):
@@ -94,11 +114,32 @@ class Vocabulary:
         self._probe = Probe(str(Path(__file__).with_name("probe.py")), *words)
         self._probe.start()
         self.tokenizer = LLTokenizer(*words)
-        self.compiled = lru_cache(_MOST_COMPILED)(self._compile)
+        self._compiled: dict[str, Grammar] = {}  # by source, the last one used last
+        self._lock, places = threading.Lock(), threading.BoundedSemaphore(_MOST_WAITING)
+        self._turns = Turns("new grammars", 0, 0, places)
 
-    def _compile(self, source: str) -> "Grammar":
-        self._probe.check(source)
-        return Grammar(source, self)
+    def compiled(self, source: str) -> "Grammar":
+        """The grammar of this source. New ones are compiled one at a time.
+
+        Raises ValueError for one that cannot be used, RequestError 429 where too many wait.
+        """
+        if grammar := self._known(source):
+            return grammar
+        with self._turns.take(1):
+            if grammar := self._known(source):  # others had asked for the same
+                return grammar
+            self._probe.check(source)
+            self._compiled[source] = grammar = Grammar(source, self)
+            with self._lock:
+                for oldest in [*self._compiled][:-_MOST_COMPILED]:
+                    del self._compiled[oldest]
+            return grammar
+
+    def _known(self, source: str) -> "Grammar | None":
+        with self._lock:
+            if grammar := self._compiled.pop(source, None):
+                self._compiled[source] = grammar
+            return grammar
 
 
 _vocabulary_of, _building = lru_cache(2)(Vocabulary), threading.Lock()

@@ -8,6 +8,7 @@ A request has at most one of them.
 """
 
 import json
+import re
 import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,6 +119,11 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
     return OPEN if tail.endswith("<think>") else "" if tail.endswith("</think>") else POSSIBLE
 
 
+# Of a rule of Lark's. What the first two count is not taken back with a draft's tokens, and nobody
+# reads temperatures.
+_ATTRIBUTES = re.compile(r"\w\s*\[[^\]]*\b(max_tokens|stop|temperature)\s*=")
+
+
 def _check_value(kind: str, value: Any, tokenizer: Tokenizer) -> None:
     """Raises ValueError for what llguidance takes, and does something else with."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -126,6 +132,8 @@ def _check_value(kind: str, value: Any, tokenizer: Tokenizer) -> None:
         raise ValueError(f"has more than {most} characters")
     if kind == REGEX and (len(text) - len(text.rstrip("\\"))) % 2:
         raise ValueError("ends with a backslash that escapes nothing")
+    if kind == LARK and (attribute := _ATTRIBUTES.search(text)):
+        raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
     plain = text.replace("\\", "")
     for token in tokenizer.all_special_tokens if kind != LARK else ():
         if token in plain:  # its text would be taken for the token
@@ -157,8 +165,8 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     try:
         _check_value(kind, value, target.tokenizer)
         reasoning = reasoning_of(target.tokenizer, prompt)
-        has_tags = "</think>" in target.tokenizer.added_tokens_encoder
-        source = source_of(kind, value, reasoning, has_tags)
+        has_tokens = "</think>" in target.tokenizer.added_tokens_encoder
+        source = source_of(kind, value, reasoning, has_tokens)
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
         return vocabulary_of(*words).compiled(source)
     except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ cuts is said to be cut. Behind reasoning the format begins where that ends.
 
 import json
 import re
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -14,10 +15,10 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import FAMILIES, TARGET, TEMPLATE, application, load
-from server import events_of, is_error
+from server import LIMIT_S, events_of, is_error, until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grammars import POSSIBLE, Matcher, probe
+from grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of
 from messages import Draft
 from models.prompts import chat_prompt
 from serving.formats import reasoning_of
@@ -109,6 +110,18 @@ def test_a_format_has_many_names_and_one_text(client, kind, route, drafter):
     assert kind == "object" or bodies[0][1]["warnings"] == []
 
 
+def test_a_choice_may_be_one_of_many_texts(client):
+    """Some of which others begin with, or which look like rules."""
+    many = [f"{word} {i}" for i in range(1500) for word in ("red", "rose")]
+    odd = ["a", "aa", "a|b", "(", "[x]", "é\n", "x.*", "\\", "a b", "^$", "#-&~"]
+    for texts in (many, odd, *([one] for one in odd)):
+        for seed in (1, 2):
+            fields = {"choice": texts, "temperature": 1.5, "seed": seed}
+            status, body = asked(client, GENERATE, **fields)
+            assert status == 200 and body["text"] in texts and body["finish_reason"] == "stop"
+            assert asked(client, GENERATE, **fields, speculative=False)[1]["text"] == body["text"]
+
+
 def test_an_answer_says_that_it_was_cut(client):
     """By max_tokens, or by a stop string; what ends by itself is whole."""
     fields = {"json_schema": SCHEMA, "temperature": 0}
@@ -165,6 +178,8 @@ WRONG = [  # fields, the one that the answer names, and what it says
     ({"choice": ["", "a"]}, "choice", "none of them empty"),
     ({"grammar": 'start: "a"' + " " * 70_000}, "grammar", "more than 65536 characters"),
     ({"json_schema": {"properties": {}, "minProperties": 1}}, "json_schema", "minProperties"),
+    ({"grammar": 'start: a "b"\na[stop="x"]: /[a-z]*/'}, "grammar", "a rule with stop"),
+    ({"grammar": 'start: a "b"\na[max_tokens=9]: /[a-z]*/'}, "grammar", "a rule with max_tokens"),
 ]  # fmt: skip
 
 
@@ -261,6 +276,29 @@ def test_a_build_that_takes_too_long_is_given_up_and_the_next_one_waits_for_none
         for status, body in (each.result() for each in asking):
             assert status == 400 and f"longer than {probe.BUILD_S:g} s" in body["error"]["message"]
     assert asked(client, GENERATE, json_schema=SCHEMA)[0] == 200
+
+
+def test_a_grammar_is_compiled_once_and_few_new_ones_wait(demo_engine, monkeypatch):
+    """Requests that ask for it at the same time wait for the first, which is no new one then."""
+    target, going, begun = demo_engine.target, threading.Event(), threading.Event()
+    words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
+    vocabulary, checked, new = vocabulary_of(*words), [], source_of(REGEX, "a new one")
+
+    def check(source):
+        checked.append(source)
+        begun.set()
+        assert going.wait(LIMIT_S)
+
+    monkeypatch.setattr(vocabulary._probe, "check", check)
+    with ThreadPoolExecutor(40) as pool:
+        first, *others = [pool.submit(vocabulary.compiled, new) for _ in range(40)]
+        assert begun.wait(LIMIT_S)
+        until(lambda: sum(each.done() for each in others) == 8)
+        going.set()
+        (grammar,) = {each.result() for each in [first, *others] if not each.exception()}
+    refusals = [each.exception() for each in others if each.exception()]
+    assert len(checked) == 1 and {error.status for error in refusals} == {429}
+    assert vocabulary.compiled(grammar.source) is grammar
 
 
 def test_a_grammar_that_cannot_go_on_ends_its_request_with_an_error_event(client, monkeypatch):
