@@ -302,7 +302,7 @@ class Sequence:
     def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
-        self.text, self.num_steps = TextStream(tokenizer, request.stop), 0
+        self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
         self.warnings = self.drafting.warnings
@@ -449,9 +449,9 @@ class Engine:
         plan: control.Plan,
     ) -> messages.Cycle:  # fmt: skip
         """Judge the draft, append what stays, truncate; planner and drafters learn what came."""
-        scores = penalise(logits, s.request.sampling, s.tokens, draft)
-        if s.matcher:  # a grammar is one more transform: what it forbids gets −inf
-            scores = s.matcher.mask(scores, draft)
+        # A grammar is one more transform: what it forbids gets −inf.
+        masked = s.matcher.mask(logits, draft) if s.matcher else logits
+        scores = penalise(masked, s.request.sampling, s.tokens, draft)
         judged, path = self.judge(s, draft, scores)
         slots, held = self.target.cache, self.target.cache.lengths[s.row]
         num_kept = s.append(judged, self.eos_ids)

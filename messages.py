@@ -17,9 +17,10 @@ from torch import Tensor
 class Sampling:
     """How a request wants its tokens chosen: transforms of the logits (see sampling.py).
 
-    At temperature 0 the likeliest token is taken (greedy), and top_k, top_p, min_p and verification
-    have no effect. These values switch a transform off: repetition_penalty 1, top_k 0 or less,
-    top_p 1, min_p 0, presence_penalty 0, frequency_penalty 0, no logit_bias.
+    At temperature 0 the likeliest token is taken (greedy), and typical_p, top_k, top_p, min_p and
+    verification have no effect. These values switch a transform off: repetition_penalty 1, top_k 0
+    or less, top_p 1, typical_p 1, min_p 0, presence_penalty 0, frequency_penalty 0, min_tokens 0,
+    and what is empty.
     """
 
     repetition_penalty: float = 1.0
@@ -32,6 +33,11 @@ class Sampling:
     frequency_penalty: float = 0.0  # and as many times as it was generated
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
     prompt_length: int = 0  # of the text's first tokens, which were not generated
+    allowed_token_ids: tuple[int, ...] = ()  # no other tokens are generated
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that are not generated in this order
+    min_tokens: int = 0  # so many tokens are generated before one of `end_ids` may be
+    end_ids: tuple[int, ...] = ()
+    typical_p: float = 1.0  # the tokens of this weight stay that surprise most nearly as expected
 
     def behind(self, prompt: list[int]) -> "Sampling":
         """This sampling for a text that begins with the prompt."""
@@ -39,9 +45,8 @@ class Sampling:
 
     @property
     def penalties(self) -> dict[str, Any]:
-        """What changes logits before the temperature, by name, as far as it is switched on."""
-        names = "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"
-        return {n: value for n in names if (value := getattr(self, n)) != getattr(Sampling, n)}
+        """What changes logits before a token is drawn, by name, as far as it is switched on."""
+        return {n: value for n in _PENALTIES if (value := getattr(self, n)) != getattr(Sampling, n)}
 
     @property
     def is_greedy(self) -> bool:
@@ -68,6 +73,10 @@ class Sampling:
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
+_PENALTIES = (
+    "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "allowed_token_ids", "bad_words", "min_tokens", "typical_p",
+)  # fmt: skip
 GREEDY = Sampling()
 
 
@@ -99,6 +108,8 @@ class Request:
     drafter: str | None = None  # the name of a loaded one
     num_speculative_tokens: int = 5
     stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # each ends the text as the model's end does
+    include_stop: bool = False  # whether the text has the stop string or token that ended it
     sampling: Sampling = GREEDY
     seed: int = 0
     logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
@@ -108,6 +119,11 @@ class Request:
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
     n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them
+
+    @property
+    def ends(self) -> tuple[tuple[str, ...], frozenset[int], bool, int]:
+        """What ends its text, as a TextStream takes it."""
+        return self.stop, self.stop_token_ids, self.include_stop, self.sampling.min_tokens
 
     @property
     def choices(self) -> list["Request"]:

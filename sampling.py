@@ -1,4 +1,4 @@
-"""How a token is chosen: bias, penalties, temperature, top-k, top-p, min-p, noise, draw.
+"""How a token is chosen: bias, penalties, masks, temperature, cuts, noise, draw.
 
     logits [V] ─ penalise → scores ─ survivors → weights, ids ─ race → token   choose()
                                                       └─ share of all → p      truncated_softmax()
@@ -10,6 +10,10 @@
                         occurs in the prompt or was generated before
     presence_penalty    is taken away, if the token was generated before
     frequency_penalty   is taken away as many times as the token was generated before
+    masks               −inf to all but allowed_token_ids; to a token that would complete one of
+                        bad_words; to end_ids, until min_tokens are generated
+    typical_p           −inf to all but the tokens whose surprise −log p is nearest to its mean,
+                        which together weigh at least typical_p of all; p is after the temperature
 
 Weights are exp((score − largest score) / temperature). Tokens are ordered by falling score, and of
 equal scores the lower id comes first. Each cut keeps the first tokens of this order:
@@ -32,8 +36,8 @@ sums and products of float64. top-p adds whole multiples of 2⁻⁴⁰: their or
 sum. kernels/c/sampling.c gives the same bits in a hundredth of the time, if there is a compiler.
 
 Sources: the transforms are those of transformers' RepetitionPenaltyLogitsProcessor,
-TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, in that order; bias, frequency and presence
-are those of OpenAI's API; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the keys are
+TypicalLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, in that order; masks
+are vLLM's; bias, frequency and presence are those of OpenAI's API; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the keys are
 splitmix64's.
 """
 
@@ -45,14 +49,27 @@ import torch
 from torch import Tensor
 
 import kernels
-from messages import Draft, Sampling
+from messages import Draft, RequestError, Sampling
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
+_NOTHING_LEFT = "no probabilities to draw from: the request's fields together allow no token"
 _WORD = (1 << 64) - 1
 _WHOLE = 2.0**40  # units in the largest weight; top-p adds whole units
+_NEAR = -5.0, -12.0  # a typical token mostly weighs more than exp(the first)
 _FIRST = 32  # `ranked` looks at so many tokens with the largest weights
 
 _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
+
+
+class NothingLeft(RequestError, ValueError):
+    """No token may be generated: a request's masks, or they and its grammar, leave none."""
+
+
+def _no_draw(largest: float) -> ValueError:
+    """Why no token can be drawn where this is the largest score, or logarithm of a weight."""
+    if largest == -inf:
+        return NothingLeft(_NOTHING_LEFT)
+    return ValueError(NO_NUMBERS)
 
 
 # ---------------------------------------------------------------------------------- transforms
@@ -69,9 +86,66 @@ def penalise(logits: Tensor, sampling: Sampling, text: list[int], draft: Draft) 
     if biases := [entry for entry in biases if entry[0] < logits.shape[-1]]:
         biased, more = zip(*biases, strict=True)
         scores[:, list(biased)] += scores.new_tensor(more)
-    if penalties:
+    if any(name.endswith("_penalty") for name in penalties):
         _penalise_repeated(scores, sampling, text, draft)
+    _mask(scores, sampling, text, draft)
+    if sampling.typical_p < 1 and not sampling.is_greedy:
+        for row in scores:
+            row.masked_fill_(torch.from_numpy(_untypical(row, sampling)).to(row.device), -inf)
     return scores
+
+
+def _mask(scores: Tensor, sampling: Sampling, text: list[int], draft: Draft) -> None:
+    """Give −inf to tokens [n + 1, V] that may not come, in place."""
+    size, least, words = scores.shape[-1], sampling.min_tokens, sampling.bad_words
+    if allowed := [token for token in sampling.allowed_token_ids if token < size]:
+        columns = torch.tensor(allowed, device=scores.device)
+        kept = scores[:, columns]
+        scores.fill_(-inf)
+        scores[:, columns] = kept
+    if not words and not least:
+        return
+    masked = list[tuple[int, int]]()
+    generated = len(text) - sampling.prompt_length
+    tail = text[len(text) - min(generated, max(map(len, words), default=0)) :]
+    for row, path in enumerate([[], *draft.paths()]):
+        end = (*tail, *(draft.tokens[i] for i in path))
+        ids = [word[-1] for word in words if _ends_with(end, word[:-1])]
+        ids += sampling.end_ids if generated + len(path) < least else ()
+        masked += [(row, token) for token in ids if token < size]
+    if masked:
+        rows, columns = zip(*masked, strict=True)
+        scores[list(rows), list(columns)] = -inf
+
+
+def _ends_with(text: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+    return len(tokens) <= len(text) and text[len(text) - len(tokens) :] == tokens
+
+
+def _untypical(scores: Tensor, sampling: Sampling) -> np.ndarray:
+    """Whether each token of scores [V] is cut by typical_p, [V].
+
+    With x = log weight, a token's surprise less the mean of all surprises is (mean of x) − x. Few
+    tokens are typical. So those of some weight are put in order first, which mostly suffices.
+    """
+    try:  # none that weighs nothing in whole units
+        weights, ids = survivors(scores, sampling.temperature, 0, 1.0, 0.5 / _WHOLE)
+    except ValueError:  # no error: the row may never be used
+        return np.zeros(len(scores), bool)
+    s = scores.numpy(force=True)[ids].astype(np.float64)
+    x = (s - s.max()) * (1 / sampling.temperature)
+    whole = np.rint(weights * _WHOLE).astype(np.int64)
+    mean, limit = total(weights * x) / total(weights), sampling.typical_p * float(whole.sum())
+    strange, is_cut = np.abs(mean - x), np.ones(len(scores), bool)
+    for floor in (*_NEAR, -inf):
+        near = np.flatnonzero(x >= floor)
+        near = near[np.argsort(strange[near])]  # equal ones stay or go together
+        at = np.searchsorted(np.cumsum(whole[near]), limit)
+        last = strange[near[min(at, len(near) - 1)]]
+        if at < len(near) and mean - last >= floor:
+            break
+    is_cut[ids[strange <= last]] = False
+    return is_cut
 
 
 def _penalise_repeated(scores: Tensor, sampling: Sampling, text: list[int], draft: Draft) -> None:
@@ -107,7 +181,7 @@ def survivors(
         return kernels.survivors(scores, (temperature, top_k, top_p, min_p))
     s = scores.float().numpy(force=True)
     if not isfinite(largest := float(s.max())):
-        raise ValueError(NO_NUMBERS)
+        raise _no_draw(largest)
     weights = exp((s.astype(np.float64) - largest) * (1 / temperature))
     stays = weights >= min_p
     if 0 < top_k < len(s) or top_p < 1:
@@ -130,7 +204,7 @@ def truncated_softmax(
 ) -> Tensor:
     """The probabilities [n, V] by which `choose` draws from scores [n, V] float32.
 
-    A row whose scores are no numbers is NaN. Example: scores log([.5, .3, .2]), temperature 1,
+    A row whose scores are no numbers is NaN, and one that is −inf throughout is 0. Example: scores log([.5, .3, .2]), temperature 1,
     top_p .6 -> [.625, .375, 0]: .3 stays because .5 before it is less than .6.
     """
     result = np.zeros(scores.shape, np.float32)
@@ -139,7 +213,7 @@ def truncated_softmax(
             weights, ids = survivors(row, temperature, top_k, top_p, min_p)
             probs[ids] = weights / total(weights)
         except ValueError:  # no error: the row may never be used
-            probs[:] = np.nan
+            probs[:] = 0.0 if float(row.max()) == -inf else np.nan
     return torch.from_numpy(result).to(scores.device)
 
 
@@ -250,13 +324,17 @@ def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int, row:
     """
     if kernels.can_choose() and (scores.is_cpu or not sampling.is_greedy):
         seed = 0 if sampling.is_greedy else noise.seed  # greedy choices have no noise
-        return kernels.choose(scores, sampling.transforms, seed, position, row)
+        try:
+            return kernels.choose(scores, sampling.transforms, seed, position, row)
+        except ValueError:
+            largest = scores.view(-1, scores.shape[-1])[row].max()
+            raise _no_draw(float(largest)) from None
     scores = scores.view(-1, scores.shape[-1])[row]
     if not sampling.is_greedy:
         return noise.race(*survivors(scores, *sampling.transforms), position)
     score, token = scores.max(0)
     if not abs(float(score)) < inf:  # NaN counts as the largest
-        raise ValueError(NO_NUMBERS)
+        raise _no_draw(float(score))
     return int(token)
 
 
@@ -283,7 +361,7 @@ def draw(weights: Tensor, u: float) -> int:
     cumulated = weights.cumsum(0, dtype=torch.float64)
     total = float(cumulated[-1])
     if not 0 < total < inf:  # NaN is not, either
-        raise ValueError(NO_NUMBERS)
+        raise _no_draw(-inf if total == 0 else total)
     # A product rounded up to the total could find a token of weight 0 at the end.
     return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
 

@@ -1,7 +1,8 @@
 """The growing text of a request: tokens are decoded, and stop strings detected, as they come."""
 
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the bytes of an unfinished character
@@ -22,9 +23,19 @@ class TextStream:
     stop string. Only its end is decoded and searched, so a long text takes no more time a token.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), stop_ids: Collection[int] = (),
+        has_stop: bool = False, min_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        """With `has_stop` the text ends behind a stop string, and has the text of a stop id.
+
+        A stop string counts if it is complete behind the first `min_tokens` tokens.
+        """
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop, self._stop_ids = sorted(stop), stop_ids
+        self._has_stop, self._min_tokens = has_stop, min_tokens
+        firsts = re.escape("".join({s[0] for s in stop}))
+        self._first = re.compile(f"[{firsts}]" if stop else "(?!)")  # where one may begin
         self._waiting: list[tuple[int, str]] = []  # tokens with their kinds, not decoded yet
         self._is_complete = False  # no more tokens will come
         self._tokens: list[int] = []
@@ -47,9 +58,11 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def push(self, token: int, kind: str) -> bool:
-        """Append a token. True if it completes a stop string: the text then ends before that."""
-        self._waiting.append((token, kind))
-        return bool(self._stop) and self._catch_up()
+        """Append a token. True if that ends the text: a stop id, or the end of a stop string."""
+        is_end = token in self._stop_ids
+        if self._has_stop or not is_end:
+            self._waiting.append((token, kind))
+        return (bool(self._stop) and self._catch_up()) or is_end
 
     def _catch_up(self) -> bool:
         """Decode the waiting tokens. True if they complete a stop string."""
@@ -80,13 +93,17 @@ class TextStream:
 
     def _append(self, new: str, kind: str) -> bool:
         searched, tail = len(self._tail), self._tail + new
-        matches = [tail.find(s, max(0, searched - len(s) + 1)) for s in self._stop]
-        cut = min((at for at in matches if at >= 0), default=len(tail))
+        matches = list[tuple[int, int]]()
+        if len(self._tokens) > self._min_tokens:
+            found = ((tail.find(s, max(0, searched - len(s) + 1)), len(s)) for s in self._stop)
+            matches = [match for match in found if match[0] >= 0]
+        begin, length = min(matches, default=(len(tail), 0))
+        cut = begin + (length if self._has_stop else 0)
         self._pieces.append((new, kind))
         self._begins.append(self._length)
         self._length += cut - searched
         self._tail = tail[:cut][-self._longest :]
-        return cut < len(tail)
+        return bool(matches)
 
     def finish(self) -> bool:
         """End the text and decode the bytes that are left. True if they complete a stop string."""
@@ -102,12 +119,19 @@ class TextStream:
         self._catch_up()
         begin, end = self._released, self._length
         if not final:
-            end -= max(
-                (n for s in self._stop for n in range(1, len(s)) if self._tail.endswith(s[:n])),
-                default=0,
-            )
+            end -= self._num_held()
         self._released = max(begin, end)
         return self.stretches(begin, self._released)
+
+    def _num_held(self) -> int:
+        """How many characters at the text's end may become a stop string."""
+        for match in self._first.finditer(self._tail):
+            end = self._tail[match.start() :]
+            # In order, the strings that go on from here are the next ones.
+            at = bisect_right(self._stop, end)
+            if at < len(self._stop) and self._stop[at].startswith(end):
+                return len(end)
+        return 0
 
     def stretches(self, begin: int = 0, end: int | None = None) -> list[tuple[str, str]]:
         """text[begin:end] as (text, kind) stretches; neighbouring accepted pieces are joined."""
