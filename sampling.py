@@ -37,8 +37,8 @@ sum. kernels/c/sampling.c gives the same bits in a hundredth of the time, if the
 
 Sources: the transforms are those of transformers' RepetitionPenaltyLogitsProcessor,
 TypicalLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, in that order; masks
-are vLLM's; bias, frequency and presence are those of OpenAI's API; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the keys are
-splitmix64's.
+are vLLM's; bias, frequency and presence are those of OpenAI's API; the race is from Daliri, Musco
+and Suresh, arXiv 2408.07978; the keys are splitmix64's.
 """
 
 from collections import Counter
@@ -204,8 +204,9 @@ def truncated_softmax(
 ) -> Tensor:
     """The probabilities [n, V] by which `choose` draws from scores [n, V] float32.
 
-    A row whose scores are no numbers is NaN, and one that is −inf throughout is 0. Example: scores log([.5, .3, .2]), temperature 1,
-    top_p .6 -> [.625, .375, 0]: .3 stays because .5 before it is less than .6.
+    A row whose scores are no numbers is NaN, and one that is −inf throughout is 0. Example: scores
+    log([.5, .3, .2]), temperature 1, top_p .6 -> [.625, .375, 0]: .3 stays because .5 before it is
+    less than .6.
     """
     result = np.zeros(scores.shape, np.float32)
     for row, probs in zip(scores, result, strict=True):

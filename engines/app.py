@@ -15,12 +15,14 @@ from messages import Json, RequestError
 from models.loading import StartError
 from models.prompts import read_turns
 from models.tools import Tools
+from serving import masks
 from serving.answers import body_of, of_choices
 from serving.connection import CLIENT_BEHIND
+from serving.fields import LIMITS
 from serving.formats import constraint_of, refused
 from serving.metrics import Figures
 from serving.options import Options
-from serving.parsing import parse_fields
+from serving.parsing import READ, parse_fields
 from serving.service import Service, watched
 
 from .client import Client, Engine, positions_in
@@ -42,6 +44,24 @@ _UNKNOWN = (  # of /health: what no engine tells
     "quantization", "compiled", "trees", "model_card", "target", "bitwise_lossless",
     "exactness", "kv_cache_capacity_tokens", "controller",
 )  # fmt: skip
+
+
+# Fields of ours that an engine has as well, by its kind.
+_HANDED_ON = {
+    "vllm": (*masks.NAMES, *READ),
+    "sglang": ("ignore_eos", "min_tokens", "stop_token_ids"),
+}
+
+
+def _check_handed_on(body: Json, engine: Engine) -> Json:
+    """The fields that the engine honours in our place. Raises RequestError for the first other."""
+    names = (*masks.NAMES, *READ, "typical_p")
+    sent = {name: body[name] for name in names if body.get(name) not in (None, False, 0, [], 1.0)}
+    for name in sent:
+        if name not in _HANDED_ON.get(engine.kind, ()):
+            why = f"{name} is not supported: the engine ({engine.kind}) does not know it"
+            raise RequestError(why, param=name)
+    return sent
 
 
 def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
@@ -71,13 +91,15 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[st
     known = engine.name, engine.max_length, engine.vocab_size
     fields, notes = parse_fields(body, None, engine.choices, defaults, *known)
     refuse_what_it_cannot(body, engine)
+    fields["handed_on"] = _check_handed_on(body, engine)
+    del fields["masks"]
     room = engine.max_length
     if isinstance(fields["prompt"][0], int):  # a text's tokens only the engine can count
         room -= len(fields["prompt"])
     is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
-    if is_open and body.get("max_tokens") is None:
+    if is_open and all(body.get(name) is None for name in LIMITS):
         fields["max_tokens"] = None
-    elif fields["max_tokens"] > room:
+    elif (fields["max_tokens"] or 0) > room:
         notes.append(
             f"max_tokens was lowered from {fields['max_tokens']} to {room}: the context holds "
             f"{engine.max_length} tokens"

@@ -41,6 +41,7 @@ class Wanted(Request):
     is_chat: bool = False
     is_streamed: bool = True
     limit: int = 1 << 20  # of tokens, also where max_tokens is None
+    handed_on: Json = field(default_factory=dict)  # fields as they were sent
 
     def body(self, model: str) -> tuple[str, Json]:
         """Where to send it, and what."""
@@ -61,6 +62,7 @@ class Wanted(Request):
         more = {"max_tokens": self.max_tokens, "stop": list(self.stop) or None, "seed": self.seed}
         more |= sampling.penalties | {"logit_bias": dict(sampling.logit_bias) or None}
         fields |= {name: value for name, value in more.items() if value is not None}
+        fields |= self.handed_on
         if self.logprobs is not None and self.is_chat:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
         elif self.logprobs is not None:

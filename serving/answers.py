@@ -141,7 +141,7 @@ class Shape:
     @property
     def num_choices(self) -> int:
         """How many texts the request wants."""
-        return self._fields.get("n") or 1
+        return self._fields.get("n") or self._fields.get("n_cmpl") or 1
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once; `body` is the service's answer."""

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -26,7 +25,8 @@ from models.prompts import (
     prompt_ids,
 )  # fmt: skip
 
-from . import formats
+from . import formats, masks
+from .fields import OTHER_NAMES, check_supported, is_known, with_own_names
 
 
 def parse_json(data: bytes) -> Json:
@@ -54,7 +54,7 @@ def parse_json(data: bytes) -> Json:
 
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
-MAX_BIASES, MAX_CHOICES = 300, 8
+MAX_BIASES, MAX_CHOICES, MAX_STOPS = 300, 8, 64
 _PREDICTION = "prediction"  # the name of the field, and of its drafter
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
@@ -70,7 +70,7 @@ def _number(low: float, high: float, kind: type = int | float, name: str = "a nu
 
 def _are_stops(value: Any) -> bool:
     stops = [value] if isinstance(value, str) else value
-    return (isinstance(stops, list) and len(stops) <= 8) and all(
+    return (isinstance(stops, list) and len(stops) <= MAX_STOPS) and all(
         is_text(stop) and len(stop) <= MAX_STOP_CHARACTERS for stop in stops
     )
 
@@ -83,18 +83,50 @@ def _are_biases(value: Any) -> bool:
     )
 
 
+def _or_minus_1(check: Check) -> Check:
+    return lambda value: value == -1 or check[0](value), f"-1 or {check[1]}"
+
+
+def _are_words(value: Any) -> bool:
+    return (isinstance(value, list) and len(value) <= masks.MOST_WORDS) and all(
+        is_text(word) and word.strip() and len(word) <= MAX_STOP_CHARACTERS for word in value
+    )
+
+
+def _ids(least: int) -> Check:
+    def are_ids(value: Any) -> bool:
+        is_id = _number(0, 1 << 31, int)[0]
+        return (
+            isinstance(value, list)
+            and least <= len(value) <= masks.MOST_IDS
+            and all(map(is_id, value))
+        )
+
+    return are_ids, f"a list of {least} to {masks.MOST_IDS} token ids"
+
+
+def _one_of(*values: Any) -> Check:
+    return lambda value: not isinstance(value, bool) and value in values, " or ".join(
+        map(str, values)
+    )
+
+
 _integer = partial(_number, kind=int, name="an integer")
-_FLAGS = ("fixed_k", "speculative", "stream", "trace", "compare", "chat")
+_FLAGS = (
+    "fixed_k", "speculative", "stream", "trace", "compare", "chat", "ignore_eos",
+    "include_stop_str_in_output",
+)  # fmt: skip
 _STOP = f"a non-empty string of at most {MAX_STOP_CHARACTERS} characters"
 _CHECKS: dict[str, Check] = {
     "max_tokens": _integer(1, MAX_TOKENS_LIMIT),
     "n": _integer(1, MAX_CHOICES),
     "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
-    "stop": (_are_stops, f"{_STOP}, or a list of at most 8 of them"),
+    "stop": (_are_stops, f"{_STOP}, or a list of at most {MAX_STOPS} of them"),
     "temperature": _number(0, 100),
     "top_k": _integer(-1, 1 << 31),
-    "top_p": _number(1e-9, 1),
+    "top_p": _number(0, 1),
+    "typical_p": _number(1e-9, 1),
     "min_p": _number(0, 1),
     "repetition_penalty": _number(1e-9, 100),
     "presence_penalty": _number(-2, 2),
@@ -105,17 +137,36 @@ _CHECKS: dict[str, Check] = {
         "100",
     ),
     "seed": _integer(-(1 << 63), (1 << 64) - 1),
-    "verification": (lambda value: value in ("coupled", "rejection"), "coupled or rejection"),
+    "verification": _one_of("coupled", "rejection"),
+    "min_tokens": _integer(0, MAX_TOKENS_LIMIT),
+    "stop_token_ids": _ids(0),
+    "allowed_token_ids": _ids(1),
+    "bad_words": (
+        _are_words,
+        f"a list of at most {masks.MOST_WORDS} texts of up to "
+        f"{MAX_STOP_CHARACTERS} characters, none of them empty",
+    ),
+    "repeat_last_n": _one_of(-1, 0),
+    "truncate_prompt_tokens": _or_minus_1(_integer(1, 1 << 31)),
+    "truncation_side": _one_of("left", "right"),
     "logprobs": (
         lambda value: isinstance(value, bool) or _integer(0, 20)[0](value),
         "true, false or an integer from 0 to 20",
     ),
 }
-_KNOWN = dict.fromkeys(
+_CHECKS |= {other: _CHECKS[name] for other, name in OTHER_NAMES.items()}
+_CHECKS |= {"n_predict": _or_minus_1(_CHECKS["max_tokens"]), "n_probs": _integer(0, 20)}
+KNOWN = dict.fromkeys(
     [*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options", *formats.FIELDS]
 )
+_PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+READ = "truncate_prompt_tokens", "truncation_side"  # how a prompt is read
 # The fields of Sampling that a request may set, with their defaults.
-_SAMPLING = {field.name: field.default for field in fields(Sampling) if field.name in _CHECKS}
+_SAMPLING = {
+    field.name: field.default
+    for field in fields(Sampling)
+    if field.name in _CHECKS and field.name not in masks.NAMES
+}
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
 
 
@@ -124,10 +175,15 @@ def check_fields(body: Json) -> Json:
 
     Raises RequestError, naming the first that is not.
     """
-    known = {name: body[name] for name in _KNOWN if body.get(name) is not None}
+    known = {name: body[name] for name in KNOWN if body.get(name) is not None}
     for name, (is_valid, what) in _CHECKS.items():
         if name in known and not is_valid(known[name]):
             raise RequestError(f"{name} must be {what}", param=name)
+    if known.get("n_probs") == 0:
+        del known["n_probs"]
+    known = with_own_names(known)
+    if known.pop("repeat_last_n", -1) == 0:  # penalties look at no tokens
+        known |= {name: getattr(Sampling, name) for name in _PENALTIES}
     return known
 
 
@@ -148,12 +204,31 @@ def unknown_model(wanted: Any, model: str) -> RequestError:
     return RequestError(message, param="model", status=404, code="model_not_found")
 
 
+def _truncated(ids: Any, known: Json, room: int) -> Any:
+    """The last ids of a prompt, or its first ones, as far as a request wants no more."""
+    count = known.get("truncate_prompt_tokens", len(ids))
+    count = max(1, room) if count == -1 else count
+    if count >= len(ids):
+        return ids
+    return type(ids)(ids[:count] if known.get("truncation_side") == "right" else ids[-count:])
+
+
 def _read_prompt(
-    value: Any, is_chat: bool, tokenizer: Tokenizer | None, max_length: int, vocab_size: int
+    known: Json, fields: Json, tokenizer: Tokenizer | None, max_length: int, vocab_size: int
 ) -> Any:
-    """The ids of a prompt, which leave room for more; without a tokenizer it may stay a text."""
-    prompt = (chat_ids if is_chat else prompt_ids)(value, tokenizer, max_length)
-    if not prompt or isinstance(prompt[0], int):  # a chat template may write nothing
+    """The ids of a prompt, which leave room for more; without a tokenizer it may stay a text.
+
+    Where max_tokens is -1 it becomes what the context holds beside, and None where nobody knows.
+    """
+    value, is_open = known.get("prompt"), fields["max_tokens"] == -1
+    prompt = (chat_ids if fields.pop("chat", False) else prompt_ids)(value, tokenizer, max_length)
+    has_ids = not prompt or isinstance(prompt[0], int)  # a chat template may write nothing
+    if has_ids:
+        least = 1 if is_open else fields["max_tokens"] or 1
+        prompt = _truncated(prompt, known, max_length - least)
+    if is_open:
+        fields["max_tokens"] = max(1, max_length - len(prompt)) if has_ids else None
+    if has_ids:
         try:
             check_prompt(prompt, max_length, vocab_size)
         except ValueError as error:
@@ -199,6 +274,15 @@ def _expect(fields: Json, known: Json, tokenizer: Tokenizer | None, max_length: 
     return []
 
 
+def _unknown(body: Json) -> list[str]:
+    """Warnings about fields that nobody reads."""
+    unknown = [name for name in body if name not in KNOWN and not is_known(name)]
+    notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown[:_MAX_NAMED]]
+    if more := len(unknown) - len(notes):
+        notes.append(f"{more} more unknown fields were ignored")
+    return notes
+
+
 def parse_fields(
     body: Json, tokenizer: Tokenizer | None, drafters: Collection[str], defaults: Json,
     model: str, max_length: int, vocab_size: int,
@@ -207,10 +291,12 @@ def parse_fields(
 
     `prompt` comes back as _read_prompt has it, `stop` as a tuple, `drafter` as a name or None (for
     "none", and without `speculative`), `logprobs` as a number or None, `seed` as a number
-    (random if absent), and the fields of Sampling as `sampling`. A null counts as absent. Raises
+    (random if absent), the fields of Sampling as `sampling`, and those of masks.py in `masks`, as
+    they were sent. A null counts as absent. Raises
     RequestError, naming the field.
     """
     known = check_fields(body)
+    check_supported(body)
     if known.get("model", model) not in (model, model_id(model), PurePath(model).name):
         raise unknown_model(known["model"], model)
     if "stream_options" in known:
@@ -220,9 +306,10 @@ def parse_fields(
             raise RequestError("stream_options must be an object", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}
     fields = flags | defaults | {name: known[name] for name in _CHECKS if name in known}
+    taken = {name: fields.pop(name) for name in (*masks.NAMES, *READ) if name in fields}
+    fields["masks"] = {name: taken[name] for name in masks.NAMES if name in taken}
     fields["sampling"] = _read_sampling(fields, vocab_size)
-    is_chat = fields.pop("chat", False)
-    fields["prompt"] = _read_prompt(known.get("prompt"), is_chat, tokenizer, max_length, vocab_size)
+    fields["prompt"] = _read_prompt(known, fields, tokenizer, max_length, vocab_size)
     stop = known.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "drafter" in known:
@@ -242,11 +329,7 @@ def parse_fields(
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
     warnings = _expect(fields, known, tokenizer, max_length)
-    unknown = islice((name for name in body if name not in _KNOWN), _MAX_NAMED)
-    notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown]
-    if more := len(body) - len(body.keys() & _KNOWN.keys()) - len(notes):
-        notes.append(f"{more} more unknown fields were ignored")
-    return fields, warnings + notes
+    return fields, warnings + _unknown(body)
 
 
 def parse_request(
@@ -261,5 +344,6 @@ def parse_request(
     known = target.name, target.max_length, target.vocab_size
     fields, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
     stream, compare = fields.pop("stream"), fields.pop("compare")
+    masks.take_masks(fields, target)
     fields["grammar"] = formats.grammar_of(body, engine, fields["prompt"])
     return Request(**fields), stream, compare, notes

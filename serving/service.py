@@ -21,6 +21,7 @@ from . import answers
 from .answers import Shape, stream
 from .comparison import runs_to_compare
 from .connection import WHEN_LEFT
+from .fields import LIMITS
 from .formats import reasoning_of
 from .http import base_app
 from .metrics import Figures, figures_of, register_metrics
@@ -108,8 +109,8 @@ class Service:
         tokenizer = self.engine.target.tokenizer
         ids = chat_prompt(messages, tokenizer, self.max_length, tools)
         fields["prompt"] = ids
-        if self.options.max_tokens is None and fields.get("max_tokens") is None:
-            fields["max_tokens"] = max(1, self.max_length - len(ids))
+        if self.options.max_tokens is None and all(fields.get(name) is None for name in LIMITS):
+            fields["n_predict"] = -1
         return reasoning_of(tokenizer, ids) == OPEN
 
     def answer(self, jobs: list[Any], notes: list[str]) -> Json:

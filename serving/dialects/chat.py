@@ -15,11 +15,11 @@ from flask import Flask, Response
 from messages import Json, RequestError
 from models.calls import AnswerReader, Form, Part, Thought
 from models.tools import read_tools
+from serving.fields import check_dialect
 from serving.formats import FIELDS, constraint_of
 from serving.parsing import model_id
 from serving.service import Service, read_body
 
-from .fields import supported
 from .shapes import InParts, Logprobs, OpenAIShape
 
 
@@ -62,9 +62,9 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
     if tools := read_tools(fields, service.call_form):
         fields["grammar"] = tools.grammar(_take_answer(fields))
         sent["grammar"] = "tools"
-    supported(fields)
     messages = fields.pop("messages", None)
     _translate(fields, sent)
+    check_dialect(fields)
     is_reasoning = service.read_chat(messages, fields, tools)
     if tools:
         return partial(tools.reader, is_reasoning)
@@ -73,9 +73,6 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
 
 def _translate(fields: Json, sent: dict[str, str]) -> None:
     """Rename the fields that chat names differently, and note the client's names in `sent`."""
-    if (limit := fields.pop("max_completion_tokens", None)) is not None:
-        fields["max_tokens"] = limit
-        sent["max_tokens"] = "max_completion_tokens"
     if not isinstance(fields.get("logprobs"), bool | None):
         raise RequestError("logprobs must be true or false", param="logprobs")
     if (top := fields.pop("top_logprobs", None)) is not None:

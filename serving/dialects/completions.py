@@ -12,10 +12,10 @@ from typing import Any
 from flask import Flask, Response
 
 from messages import Json, RequestError
+from serving.fields import check_dialect
 from serving.parsing import model_id
 from serving.service import Service, read_body
 
-from .fields import supported
 from .shapes import Logprobs, OpenAIShape
 
 
@@ -25,7 +25,8 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/v1/completions")
     def completions() -> Response | Json:
-        fields = supported(read_body())
+        fields = read_body()
+        check_dialect(fields)
         fields["prompt"] = _single(fields.get("prompt"))
         return service.respond(fields, Completion(name, fields))
 
