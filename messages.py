@@ -118,6 +118,7 @@ class Request:
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
+    returns: frozenset[str] = frozenset()  # what else events and answers have: see serving/trace.py
     n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them
 
     @property

@@ -13,7 +13,7 @@ from control.statistics import FORMULAS, Statistics
 from drafters.pool import PLAIN
 from messages import Json, RequestError
 from models.loading import StartError
-from models.prompts import read_turns
+from models.prompts import TEMPLATE_FIELDS, read_turns, template_options
 from models.tools import Tools
 from serving import masks
 from serving.answers import body_of, of_choices
@@ -24,6 +24,7 @@ from serving.metrics import Figures
 from serving.options import Options
 from serving.parsing import READ, parse_fields
 from serving.service import Service, watched
+from serving.trace import IDS, NAMES
 
 from .client import Client, Engine, positions_in
 from .relay import Relay, RemoteJob, Wanted
@@ -48,20 +49,33 @@ _UNKNOWN = (  # of /health: what no engine tells
 
 # Fields of ours that an engine has as well, by its kind.
 _HANDED_ON = {
-    "vllm": (*masks.NAMES, *READ),
-    "sglang": ("ignore_eos", "min_tokens", "stop_token_ids"),
-}
+    "vllm": (*masks.NAMES, *READ, NAMES, *TEMPLATE_FIELDS),
+    "sglang": (
+        "ignore_eos", "min_tokens", "stop_token_ids", "continue_final_message",
+        "chat_template_kwargs",
+    ),
+}  # fmt: skip
 
 
-def _check_handed_on(body: Json, engine: Engine) -> Json:
+def _handed_on(body: Json, fields: Json, how: Json, engine: Engine) -> Json:
     """The fields that the engine honours in our place. Raises RequestError for the first other."""
-    names = (*masks.NAMES, *READ, "typical_p")
-    sent = {name: body[name] for name in names if body.get(name) not in (None, False, 0, [], 1.0)}
-    for name in sent:
+    sent = {name: body.get(name) for name in (*READ, NAMES, IDS)} | fields.pop("masks")
+    sent |= how
+    if engine.kind == "vllm" and how.get("continue_final_message"):
+        sent["add_generation_prompt"] = False
+    sent["typical_p"] = fields["sampling"].typical_p % 1  # 1 is off
+    options = body.get("stream_options") or {}
+    sent["stream_options"] = options.get("continuous_usage_stats")
+    wanted = {
+        name: value
+        for name, value in sent.items()
+        if value or (name == "add_generation_prompt" and value is False)
+    }
+    for name in wanted:
         if name not in _HANDED_ON.get(engine.kind, ()):
             why = f"{name} is not supported: the engine ({engine.kind}) does not know it"
             raise RequestError(why, param=name)
-    return sent
+    return wanted
 
 
 def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
@@ -89,10 +103,10 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[st
     """A request's fields, defaults filled in, and warnings. Raises RequestError."""
     defaults = options.for_requests | {"drafter": engine.drafter}
     known = engine.name, engine.max_length, engine.vocab_size
+    how = template_options(body) if body.get("chat") is True else {}
     fields, notes = parse_fields(body, None, engine.choices, defaults, *known)
     refuse_what_it_cannot(body, engine)
-    fields["handed_on"] = _check_handed_on(body, engine)
-    del fields["masks"]
+    fields["handed_on"] = _handed_on(body, fields, how, engine)
     room = engine.max_length
     if isinstance(fields["prompt"][0], int):  # a text's tokens only the engine can count
         room -= len(fields["prompt"])
@@ -166,8 +180,11 @@ class Remote(Service):
             jobs[0].await_first()
         return jobs, wanted.is_streamed, notes
 
-    def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> bool:
+    def read_chat(
+        self, messages: Any, fields: Json, tools: Tools | None = None, how: Json | None = None
+    ) -> bool:
         """Put a conversation into the fields, for the engine to write as a text."""
+        fields |= how or {}
         fields |= {"prompt": read_turns(messages), "chat": True}
         return False
 

@@ -28,6 +28,14 @@ from .tools import Tools, check_results, read_calls, turns_for_template
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
 _MESSAGE_COST = 50  # characters that take as long as a message
 _TEMPLATE_LIMIT_S = 5.0
+TEMPLATE_FIELDS = (
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template_kwargs",
+)  # fmt: skip
+_MOST_OF_TEMPLATE = 10_000
+_TEMPLATES_OWN = {  # names that the renderer itself gives, or takes for its own
+    "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask", "limit_s",
+}  # fmt: skip
 
 
 class Turns:
@@ -154,14 +162,47 @@ def chat_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
         raise
 
 
+def template_options(fields: Json) -> Json:
+    """Take what a chat says of its template out of the request's fields (see TEMPLATE_FIELDS).
+
+    Returns what chat_prompt's `how` is. Raises RequestError.
+    """
+    how = {name: fields.pop(name, None) for name in TEMPLATE_FIELDS}
+    more = how.pop("chat_template_kwargs")
+    for name, value in how.items():
+        if not isinstance(value, bool | None):
+            raise RequestError(f"{name} must be true or false", param=name)
+    name = "chat_template_kwargs"
+    if not isinstance(more, dict | None):
+        raise RequestError(f"{name} must be an object", param=name)
+    try:
+        is_short = len(json.dumps(more)) <= _MOST_OF_TEMPLATE
+    except RecursionError:
+        is_short = False
+    if not is_short:
+        raise RequestError(f"{name} has more than {_MOST_OF_TEMPLATE} characters", param=name)
+    if wrong := sorted((more or {}).keys() & _TEMPLATES_OWN):
+        raise RequestError(f"{name} cannot set {wrong[0]}", param=name)
+    if how["continue_final_message"] and how["add_generation_prompt"]:
+        why = "add_generation_prompt must be false with continue_final_message"
+        raise RequestError(why, param="add_generation_prompt")
+    sent = how | {name: more}
+    return {name: value for name, value in sent.items() if value is not None}
+
+
 def chat_prompt(
-    messages: Any, tokenizer: Tokenizer | None, max_length: int, tools: Tools | None = None
-) -> Any:
+    messages: Any, tokenizer: Tokenizer | None, max_length: int, tools: Tools | None = None,
+    how: Json | None = None,
+) -> Any:  # fmt: skip
     """The ids of a conversation with these tools, by the tokenizer's chat template.
 
-    Raises RequestError for messages that are none, and where there is no template.
+    `how` has the TEMPLATE_FIELDS that were sent. Raises RequestError for messages that are none,
+    and where there is no template.
     """
-    turns = read_turns(messages)
+    turns, how = read_turns(messages), how or {}
+    if how.get("continue_final_message") and turns[-1]["role"] != "assistant":
+        why = "continue_final_message goes with a last message of the assistant"
+        raise RequestError(why, param="continue_final_message")
     if tokenizer is None:
         return turns
     if not tokenizer.chat_template:
@@ -169,9 +210,10 @@ def chat_prompt(
     count = sum(map(_num_characters, turns)) + len(tools.text if tools else "")
     check_characters(count, tokenizer, max_length)
     with long_texts.take(count + _MESSAGE_COST * len(turns)):
-        text = _render(turns, tokenizer, tools)
-    # The template has written the special tokens already.
-    return Conversation(tokenize(text, tokenizer, max_length, add_special_tokens=False))
+        text = _render(turns, tokenizer, tools, how)
+    # The template has written the special tokens already, mostly.
+    has_more = how.get("add_special_tokens", False)
+    return Conversation(tokenize(text, tokenizer, max_length, add_special_tokens=has_more))
 
 
 @lru_cache(1)
@@ -209,12 +251,16 @@ def read_turns(messages: Any) -> list[Json]:
     return turns
 
 
-def _render(turns: list[Json], tokenizer: Tokenizer, tools: Tools | None = None) -> str:
+def _render(turns: list[Json], tokenizer: Tokenizer, tools: Tools | None, how: Json) -> str:
     """The conversation as the chat template writes it.
 
     Raises RequestError where the template refuses, or takes too long or too much memory.
     """
-    asked = {"conversations": [turns], "add_generation_prompt": True}
+    is_continued = how.get("continue_final_message", False)
+    has_prompt = how.get("add_generation_prompt", True) and not is_continued
+    asked = {"conversations": [turns], "add_generation_prompt": has_prompt}
+    asked["continue_final_message"] = is_continued
+    asked |= how.get("chat_template_kwargs", {})
     try:
         if tools or any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns):
             form = tools.form if tools else call_form(tokenizer)
@@ -223,7 +269,7 @@ def _render(turns: list[Json], tokenizer: Tokenizer, tools: Tools | None = None)
             asked["tools"] = tools.tools if tools and form.in_template else None
         else:
             asked["chat_template"] = tokenizer.get_chat_template()
-        text = renderer.render(_TEMPLATE_LIMIT_S, **asked, **tokenizer.special_tokens_map)
+        text = renderer.render(_TEMPLATE_LIMIT_S, **asked | tokenizer.special_tokens_map)
     except ValueError as error:
         raise _wrong(f"the chat template {error}") from error
     if text and not is_text(text):

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
-from messages import Engine, Json, RequestError, engine_failure
+from messages import Engine, Json, Request, RequestError, engine_failure
 from models.catalogue import entry_of
 
+from . import trace
 from .comparison import comparison
 from .options import Options
 from .parsing import model_id
@@ -69,6 +70,8 @@ def _answer(job: Job, notes: list[str]) -> Json:
     body["metrics"]["controller"] = (
         sequence.drafting.task.decision and sequence.drafting.task.decision.as_dict()
     )
+    if trace.IDS in request.returns:
+        body["prompt_token_ids"] = list(request.prompt)
     if request.trace:
         body["trace"] = list(map(public, job.events))
     return body
@@ -137,6 +140,7 @@ class Shape:
     def __init__(self, fields: Json) -> None:
         """`fields` are the request's, which may be wrong until a job has begun."""
         self._fields = fields
+        self.requests: list[Request] = []  # of the jobs, once they have begun
 
     @property
     def num_choices(self) -> int:
@@ -146,6 +150,9 @@ class Shape:
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once; `body` is the service's answer."""
         return body
+
+    def note(self, event: Json, number: int) -> None:
+        """See an event of the request's job of this number, before it is shown."""
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event of the request's job of this number; "" is nothing."""
@@ -175,10 +182,13 @@ def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterato
     A stream that merely ended would look like a success. The jobs do not outlive it.
     """
     try:
-        if shape.opening:
-            yield shape.opening
+        if opening := shape.opening:
+            yield opening
         for number, events in read(jobs):
-            text = "".join(shape.shown(event, number) for event in events)
+            text = ""
+            for event in events:
+                shape.note(event, number)
+                text += shape.shown(event, number)
             if text or not events:
                 yield text or PING
         if not any(job.cancelled for job in jobs):

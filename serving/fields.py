@@ -76,7 +76,8 @@ _GROUPS: tuple[tuple[tuple[Any, ...], str, str], ...] = (
     (("",), "chat_template generation_prompt chat_parser chat_format", "the template is the "
      "model's, with chat_template_kwargs"),
     ((), "thinking reasoning task", "chat_template_kwargs sets a template's variables"),
-    ((-1,), "thinking_token_budget max_thinking_tokens reasoning_budget_tokens", _NO_BUDGET),
+    ((-1,), "thinking_token_budget max_thinking_tokens thinking_budget_tokens "
+     "reasoning_budget_tokens", _NO_BUDGET),
     ((True,), "include_reasoning separate_reasoning", "a chat's reasoning is reasoning_content"),
     (("auto", "deepseek"), "reasoning_format", "a chat's reasoning is reasoning_content"),
     ((False,), "require_reasoning", "the chat template decides"),

@@ -27,6 +27,7 @@ from models.prompts import (
 
 from . import formats, masks
 from .fields import OTHER_NAMES, check_supported, is_known, with_own_names
+from .trace import IDS, NAMES
 
 
 def parse_json(data: bytes) -> Json:
@@ -114,7 +115,7 @@ def _one_of(*values: Any) -> Check:
 _integer = partial(_number, kind=int, name="an integer")
 _FLAGS = (
     "fixed_k", "speculative", "stream", "trace", "compare", "chat", "ignore_eos",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", IDS, NAMES,
 )  # fmt: skip
 _STOP = f"a non-empty string of at most {MAX_STOP_CHARACTERS} characters"
 _CHECKS: dict[str, Check] = {
@@ -160,6 +161,7 @@ KNOWN = dict.fromkeys(
     [*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options", *formats.FIELDS]
 )
 _PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+_STREAM_OPTIONS = "include_usage", "continuous_usage_stats", "include_obfuscation"
 READ = "truncate_prompt_tokens", "truncation_side"  # how a prompt is read
 # The fields of Sampling that a request may set, with their defaults.
 _SAMPLING = {
@@ -274,9 +276,21 @@ def _expect(fields: Json, known: Json, tokenizer: Tokenizer | None, max_length: 
     return []
 
 
+def _check_stream_options(value: Any) -> None:
+    """Raises RequestError for options that are no object of flags."""
+    name = "stream_options"
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object", param=name)
+    for option in _STREAM_OPTIONS:
+        if not isinstance(value.get(option), bool | None):
+            raise RequestError(f"{name}.{option} must be true or false", param=name)
+
+
 def _unknown(body: Json) -> list[str]:
     """Warnings about fields that nobody reads."""
     unknown = [name for name in body if name not in KNOWN and not is_known(name)]
+    options = body.get("stream_options") or {}
+    unknown += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
     notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown[:_MAX_NAMED]]
     if more := len(unknown) - len(notes):
         notes.append(f"{more} more unknown fields were ignored")
@@ -302,11 +316,11 @@ def parse_fields(
     if "stream_options" in known:
         if not known.get("stream"):
             raise RequestError("stream_options goes with stream: true", param="stream_options")
-        if not isinstance(known["stream_options"], dict):
-            raise RequestError("stream_options must be an object", param="stream_options")
+        _check_stream_options(known["stream_options"])
     flags = {"stream": False, "trace": False, "compare": False}
     fields = flags | defaults | {name: known[name] for name in _CHECKS if name in known}
-    taken = {name: fields.pop(name) for name in (*masks.NAMES, *READ) if name in fields}
+    taken = {name: fields.pop(name) for name in (*masks.NAMES, *READ, IDS, NAMES) if name in fields}
+    fields["returns"] = frozenset(name for name in (IDS, NAMES) if taken.get(name))
     fields["masks"] = {name: taken[name] for name in masks.NAMES if name in taken}
     fields["sampling"] = _read_sampling(fields, vocab_size)
     fields["prompt"] = _read_prompt(known, fields, tokenizer, max_length, vocab_size)

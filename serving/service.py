@@ -74,6 +74,7 @@ class Service:
         """
         shape = shape or Shape(fields)
         jobs, is_stream, notes = self.begin(fields)
+        shape.requests = [job.request for job in jobs]
         if is_stream:
             events = stream(jobs, shape, lambda: self.answer(jobs, notes))
             return Response(events, mimetype="text/event-stream")
@@ -98,16 +99,19 @@ class Service:
         runs = runs_to_compare(wanted) if compare else wanted.choices
         return watched(self.worker.submit(*runs)), is_stream, notes
 
-    def read_chat(self, messages: Any, fields: Json, tools: Tools | None = None) -> bool:
+    def read_chat(
+        self, messages: Any, fields: Json, tools: Tools | None = None, how: Json | None = None
+    ) -> bool:
         """Put a conversation with these tools into the fields that `begin` gets.
 
-        Returns whether the answer begins amid reasoning. Raises RequestError.
+        `how` is what template_options returns. Returns whether the answer begins amid reasoning.
+        Raises RequestError.
 
         Where neither the request nor the operator limits it, a chat goes on to the end of the
         context: its clients mostly name no limit, and want the whole answer.
         """
         tokenizer = self.engine.target.tokenizer
-        ids = chat_prompt(messages, tokenizer, self.max_length, tools)
+        ids = chat_prompt(messages, tokenizer, self.max_length, tools, how)
         fields["prompt"] = ids
         if self.options.max_tokens is None and all(fields.get(name) is None for name in LIMITS):
             fields["n_predict"] = -1

@@ -16,6 +16,7 @@ from sampling import log_probabilities
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
+IDS, NAMES = "return_token_ids", "return_tokens_as_token_ids"
 _FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
 
 
@@ -32,7 +33,8 @@ def event(s: TextSequence, cycle: Cycle) -> Json:
     }
     if s.request.logprobs is not None:
         logits, new = cycle.along(cycle.logits), [token.id for token in cycle.tokens]
-        fields["logprobs"] = token_logprobs(logits, new, s.request.logprobs, s.tokenizer)
+        count, has_names = s.request.logprobs, NAMES in s.request.returns
+        fields["logprobs"] = token_logprobs(logits, new, count, s.tokenizer, has_names)
         s.logprobs += fields["logprobs"]
     if s.request.trace:
         fields |= summary(cycle)
@@ -191,17 +193,18 @@ def _finite(value: Tensor) -> float | None:
 
 
 def token_logprobs(
-    logits: Tensor, tokens: list[int], num_top: int, tokenizer: Tokenizer
+    logits: Tensor, tokens: list[int], num_top: int, tokenizer: Tokenizer, has_names: bool = False
 ) -> list[Json]:
     """Log-probabilities of `tokens` and of the `num_top` likeliest by the target's raw logits.
 
     logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
-    they do not depend on the request's sampling.
+    they do not depend on the request's sampling. With `has_names` a token's text is "token_id:7".
     """
 
     def entry(token: int, logprob: float) -> Json:
         # JSON has no -inf: -9999 is what the field sends for it.
-        return {"id": token, "token": tokenizer.decode([token]), "logprob": max(logprob, -9999.0)}
+        text = f"token_id:{token}" if has_names else tokenizer.decode([token])
+        return {"id": token, "token": text, "logprob": max(logprob, -9999.0)}
 
     logprobs = logits[: len(tokens)].log_softmax(-1)
     top = logprobs.topk(min(num_top, logits.shape[-1]))

@@ -115,14 +115,26 @@ BAD = {  # out of range, right behind the limits, and of another kind
     "num_speculative_tokens": [-1, 17, "4", 1.0],
     "drafter": ["zzz", "", 3, ["ngram"], {}, "tests/faulty_server.py:Faulty"],
     "speculative": ["yes", 1],
-    "stop": ["", 5, ["a"] * 9, ["a", ""], ["a", 5], "\ud800", ["\ud800"], "a" * 1001, [["a"]], {}],
+    "stop": [
+        "",
+        5,
+        ["a"] * 65,
+        ["a" * 4096] * 64,
+        ["a", ""],
+        ["a", 5],
+        "\ud800",
+        ["\ud800"],
+        "a" * 1001,
+        [["a"]],
+        {},
+    ],
     "stream": ["maybe", 1],
     "stream_options": [{"include_usage": True}, "usage"],  # without a stream, and with one
     "trace": [1, "yes"],
     "compare": ["yes", 1, 0.0],
     "verification": ["chance", ["coupled"], True, ""],
     "temperature": [-1, -5e-324, "hot", nextafter(100.0, inf), 10**400, True],
-    "top_p": [0, -0.0, nextafter(1e-9, 0.0), nextafter(1.0, 2.0), [0.5]],
+    "top_p": [-5e-324, nextafter(1.0, 2.0), [0.5], False],
     "top_k": [-2, 4.5, 2**31 + 1, False],
     "min_p": [-5e-324, nextafter(1.0, 2.0)],
     "repetition_penalty": [0, nextafter(1e-9, 0.0), nextafter(100.0, inf)],
@@ -131,6 +143,20 @@ BAD = {  # out of range, right behind the limits, and of another kind
     "logit_bias": BIASES,
     "n": [0, 9, True, "1", 1.0],
     "seed": ["a", 2**64, -(2**63) - 1, 1.5, True],
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "no_stop_trim"), [1, "yes"]),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), [0, "yes"]),
+    "min_tokens": [-1, 1.5, 5, True],
+    "stop_token_ids": [5, [-1], [4096], ["5"], [True], [1] * 1025],
+    "allowed_token_ids": [[], [4096], [10**400], [[1]], {"1": 1}],
+    "bad_words": ["a", [""], [" "], [5], ["a"] * 65, ["a b c d e f g " * 9], ["\ud800"]],
+    "typical_p": [0, nextafter(1.0, 2.0), "1"],
+    "repeat_penalty": [0, 101],
+    "repeat_last_n": [64, True, [0]],
+    "truncate_prompt_tokens": [0, -2, "5", True],
+    "truncation_side": ["up", 1],
+    "n_predict": [-2, "5", 1_000_001],
+    "n_probs": [21, -1, True],
+    "n_cmpl": [0, 9],
 }
 UNSUPPORTED = {  # by /v1, where they would change the output
     "best_of": [3, True, "1"], "echo": [True], "suffix": ["x"],
@@ -157,6 +183,10 @@ BAD_CHATS = {
     "top_logprobs": [-1, 21, 1.5, "2", True],
     "logprobs": [2, "all"],
     "max_completion_tokens": [0, "5"],
+    "add_generation_prompt": [1, "no"],
+    "continue_final_message": [1, True],
+    "add_special_tokens": ["no"],
+    "chat_template_kwargs": [[], "x", {"messages": []}, {"x": "a" * 10_000}],
 }  # fmt: skip
 BAD_TEXTS = {"prompt": PROMPTS, "logprobs": [21, -1, 1.0, "all"]}
 REFUSED = {
@@ -214,11 +244,12 @@ def test_of_many_unknown_fields_some_are_named_in_the_warnings(post, route):
 
 TAKEN = {  # at the limits, and what is written otherwise
     "max_tokens": [1, 1_000_000], "num_speculative_tokens": [0, 16], "drafter": ["ngram", "none"],
-    "temperature": [0, 5e-324, 100], "top_p": [1e-9, 1], "top_k": [-1, 2**31], "min_p": [0, 1],
+    "temperature": [0, 5e-324, 100], "top_p": [0, -0.0, 1], "top_k": [-1, 2**31], "min_p": [0, 1],
     "repetition_penalty": [1e-9, 100], "seed": [-(2**63), 2**64 - 1], "logprobs": [0, 20, False],
     "presence_penalty": [-2, 2.0], "frequency_penalty": [-2.0, 2],
     "logit_bias": [{}, {"0": -100, "4095": 100.0}, {str(i): 0.5 for i in range(300)}],
-    "stop": ["x" * 1000, ["x"] * 8, []], "prompt": [[5], [CONTEXT]], "verification": ["rejection"],
+    "stop": ["x" * 1000, ["x" * 1000] * 64, []], "prompt": [[5], [CONTEXT]],
+    "verification": ["rejection"],
 }  # fmt: skip
 
 

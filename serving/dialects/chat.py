@@ -14,6 +14,7 @@ from flask import Flask, Response
 
 from messages import Json, RequestError
 from models.calls import AnswerReader, Form, Part, Thought
+from models.prompts import template_options
 from models.tools import read_tools
 from serving.fields import check_dialect
 from serving.formats import FIELDS, constraint_of
@@ -62,10 +63,10 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
     if tools := read_tools(fields, service.call_form):
         fields["grammar"] = tools.grammar(_take_answer(fields))
         sent["grammar"] = "tools"
-    messages = fields.pop("messages", None)
+    messages, how = fields.pop("messages", None), template_options(fields)
     _translate(fields, sent)
     check_dialect(fields)
-    is_reasoning = service.read_chat(messages, fields, tools)
+    is_reasoning = service.read_chat(messages, fields, tools, how)
     if tools:
         return partial(tools.reader, is_reasoning)
     return partial(AnswerReader, service.call_form or Form(), (), is_reasoning)
@@ -102,6 +103,7 @@ class Chat(InParts, OpenAIShape):
     """The shape of /v1/chat/completions. Beside calls and reasoning the content may be null."""
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    has_own_prompts = False
 
     def __init__(self, model: str, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
         super().__init__(model, fields, new_reader=new_reader)

@@ -1,8 +1,8 @@
 """What shapes of dialects have in common: OpenAI's body and chunks, and an answer's parts."""
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flask import g
@@ -30,12 +30,21 @@ class OpenAIShape(Shape):
     """OpenAI's shape of an answer: a body with choices, or chunks of them and then the figures."""
 
     prefix, kind, kind_of_chunk = "", "", ""
+    has_own_prompts = True  # whether a choice tells its prompt's ids, or the body does
 
     def __init__(self, model: str, fields: Json) -> None:
         """`fields` are the request's; `model` is the name by which clients know the model."""
         super().__init__(fields)
         self._head = {"id": f"{self.prefix}-{g.id}"}  # the X-Request-Id
         self._head |= {"object": self.kind, "created": int(time.time()), "model": model}
+        self._has_ids, self._num_tokens = fields.get("return_token_ids") is True, Counter[int]()
+        self._new_ids = defaultdict[int, list[int]](list)  # by choice: those that no chunk has had
+        self._told = set[int]()  # whose prompt a chunk has had
+        self._counts = all(map(self._option, ("include_usage", "continuous_usage_stats")))
+
+    def _option(self, name: str) -> bool:
+        options = self._fields.get("stream_options")
+        return isinstance(options, dict) and options.get(name) is True
 
     def choice(self, index: int, body: Json) -> Json:
         """A choice of a whole answer, from /generate's answer to it."""
@@ -48,12 +57,43 @@ class OpenAIShape(Shape):
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once, from /generate's answer."""
         choices = [self.choice(i, each) for i, each in enumerate(bodies(body))]
-        return self._head | {"choices": choices} | figures(body)
+        if self._has_ids:
+            for choice, each in zip(choices, bodies(body), strict=True):
+                self._new_ids[choice["index"]] = each["token_ids"]
+        return self._head | self._with_ids(choices) | figures(body)
+
+    def note(self, event: Json, number: int) -> None:
+        """Count the tokens of an event, and keep their ids for the choice's next chunk."""
+        if number < self.num_choices and (self._has_ids or self._counts):
+            ids = [token["id"] for token in event["tokens"]]
+            self._new_ids[number] += ids
+            self._num_tokens[number] += len(ids)
+
+    def _usage(self, index: int) -> Json:
+        """What a choice has taken so far."""
+        prompt, new = len(self.requests[index].prompt), self._num_tokens[index]
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _with_ids(self, choices: Sequence[Json]) -> Json:
+        """A part of a body: choices, and the ids that are news, where the request wants them."""
+        if not self._has_ids:
+            return {"choices": list(choices)}
+        parts, prompt = list[Json](), {}
+        for choice in choices:
+            index = choice["index"]
+            part = choice | {"token_ids": self._new_ids.pop(index, [])}
+            if index not in self._told and (self.has_own_prompts or not self._told):
+                self._told.add(index)
+                prompt = {"prompt_token_ids": self.requests[index].prompt}
+            parts.append(part | (prompt if self.has_own_prompts else {}))
+        return {"choices": parts} | ({} if self.has_own_prompts else prompt)
 
     def chunk(self, *choices: Json, **more: Any) -> str:
         """A chunk of a stream."""
         kind = {"object": self.kind_of_chunk}
-        return sse(self._head | kind | {"choices": list(choices)} | more)
+        if self._counts and choices:
+            more["usage"] = self._usage(choices[0]["index"])
+        return sse(self._head | kind | self._with_ids(choices) | more)
 
     def last(self, body: Json) -> Iterator[str]:
         """Why each choice ended, at last with figures; the usage in its own chunk, if asked for."""
@@ -62,7 +102,7 @@ class OpenAIShape(Shape):
         ends = [self.end(i, each["finish_reason"]) for i, each in enumerate(bodies(body))]
         yield from map(self.chunk, ends[:-1])
         yield self.chunk(ends[-1], **counted)
-        if (self._fields.get("stream_options") or {}).get("include_usage"):
+        if self._option("include_usage"):
             yield self.chunk(**counted, usage=usage)
 
 

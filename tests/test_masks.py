@@ -1,0 +1,167 @@
+"""Masks are those of transformers, written there for its own loop, and no draft changes the text.
+
+Typical sampling is transformers' as well. Stop strings end a text wherever a token ends.
+"""
+
+from dataclasses import replace
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import run
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TypicalLogitsWarper,
+)
+
+from messages import Draft
+from sampling import Noise, penalise
+from text import TextStream
+
+COMMA, GREEN, RED = 12, 1381, 1117
+SETTINGS = {
+    "allowed": {"allowed_token_ids": (COMMA, GREEN, 9, 7)},
+    "bad": {"bad_words": ((GREEN,), (RED, COMMA), (COMMA, RED))},
+    "least": {"min_tokens": 9, "end_ids": (GREEN, 0)},
+    "typical": {"typical_p": 0.4},
+    "all": {
+        "bad_words": ((RED, COMMA), (9,)), "min_tokens": 5, "end_ids": (GREEN,), "typical_p": 0.8,
+        "allowed_token_ids": (*range(6, 2000), COMMA), "frequency_penalty": 0.5,
+    },
+}  # fmt: skip
+WAYS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "top_p": 0.95},
+    "rejection": {"temperature": 0.9, "top_p": 0.95, "verification": "rejection"},
+}
+
+
+def processed(logits, sampling, prompt, generated):
+    """The scores [V] by transformers' processors; what they lack is penalise's own."""
+    simple = replace(sampling, allowed_token_ids=(), bad_words=(), min_tokens=0, typical_p=1.0)
+    scores = penalise(logits[None], simple.behind(prompt), prompt + generated, Draft())
+    ids, text = torch.tensor([prompt + generated]), torch.tensor([generated], dtype=torch.long)
+    if allowed := sampling.allowed_token_ids:
+        others = sorted({*range(logits.shape[-1])} - {*allowed})
+        scores = SuppressTokensLogitsProcessor(others)(ids, scores)
+    if sampling.min_tokens:
+        counts = len(prompt), sampling.min_tokens, list(sampling.end_ids)
+        scores = MinNewTokensLengthLogitsProcessor(*counts)(ids, scores)
+    if words := [list(word) for word in sampling.bad_words]:
+        scores = NoBadWordsLogitsProcessor(words)(text, scores)
+    if sampling.typical_p < 1 and not sampling.is_greedy:
+        cut = TypicalLogitsWarper(sampling.typical_p)(ids, scores.double() / sampling.temperature)
+        scores = scores.masked_fill(cut == -torch.inf, -torch.inf)
+    return scores[0]
+
+
+def written(target, prompt, max_tokens, sampling, seed, ends):
+    """Plain decoding by those processors."""
+    row, noise, generated = target.cache.open_row(), Noise(seed), []
+    fed = prompt
+    while len(generated) < max_tokens and not (generated and generated[-1] in ends):
+        logits = target.forward([row], [fed], [1]).logits[0][0]
+        scores = processed(logits, sampling, prompt, generated)
+        fed = [core.choose(scores, sampling, noise, len(prompt) + len(generated))]
+        generated += fed
+    target.cache.close_row(row)
+    return generated
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_text_is_that_of_transformers_processors_whoever_drafts(
+    demo_engine, prompts, name, way
+):
+    target, ends, has_changed = demo_engine.target, {GREEN}, False
+    sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
+    for prompt in map(prompts.get, ("repetitive_colours", "hard_docs")):
+        expected = written(target, prompt, 20, sampling, 3, ends)
+        without = core.plain_decode(target, prompt, 20, ends, core.Sampling(**WAYS[way]), 3)
+        has_changed |= expected != without
+        assert core.plain_decode(target, prompt, 20, ends, sampling, 3) == expected
+        ngram = demo_engine.pool.drafters["ngram"]
+        assert core.speculate(target, ngram, prompt, 20, ends, sampling, 3) == expected
+        for drafter in demo_engine.pool.choices:
+            fields = {"max_tokens": 20, "drafter": drafter, "sampling": sampling, "seed": 3}
+            s, _ = run(demo_engine, prompt, **fields, stop_token_ids=frozenset(ends))
+            assert s.output == expected, drafter
+            if expected[-1] in ends:  # the id stands in the output, and not in the text
+                assert s.finish_reason == "stop"
+                assert s.text.text == target.tokenizer.decode(expected[:-1])
+    assert has_changed or (way, name) == ("greedy", "typical")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_row_of_a_tree_is_masked_by_its_own_branch(name, way):
+    torch.manual_seed(0)
+    prompt, generated = [5, RED, 5], [7, RED, 7, COMMA]
+    sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
+    draft = core.Draft([RED, 9, COMMA, GREEN, RED], parents=[-1, -1, 0, 1, 3])
+    logits = torch.randn(6, 2000) * 3
+    rows = penalise(logits, sampling.behind(prompt), prompt + generated, draft)
+    paths = [[], [RED], [9], [RED, COMMA], [9, GREEN], [9, GREEN, RED]]
+    for i, path in enumerate(paths):
+        expected = processed(logits[i], sampling, prompt, generated + path)
+        torch.testing.assert_close(rows[i], expected)
+    if name == "bad":  # a small model may lack the last tokens
+        few = penalise(logits[:, :1300], sampling.behind(prompt), prompt + generated, draft)
+        torch.testing.assert_close(few, rows[:, :1300])
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+def test_typical_tokens_are_those_of_transformers_for_any_spread(temperature):
+    torch.manual_seed(1)
+    for size, spread in ((3, 1.0), (5000, 0.1), (5000, 3.0), (30_000, 6.0)):
+        logits = torch.randn(4, size) * spread
+        logits[1, : size // 2] = -torch.inf  # a grammar's
+        logits[2] = logits[2].round()  # many are equal
+        for mass in (0.01, 0.5, 0.95, 0.999):
+            sampling = core.Sampling(temperature=temperature, typical_p=mass)
+            ours = penalise(logits, sampling, [], Draft([1, 2, 3]))
+            theirs = TypicalLogitsWarper(mass)(None, logits[[0, 2, 3]].double() / temperature)
+            assert torch.equal(ours[[0, 2, 3]] == -torch.inf, theirs == -torch.inf)
+            half = penalise(logits[1:2, size // 2 :], sampling, [], Draft())
+            assert torch.equal(ours[1:2, size // 2 :], half)
+
+
+def test_masks_that_leave_nothing_end_a_request_in_one_sentence(demo_engine, prompts):
+    """Under each rule, and also where a draft went on to that place."""
+    for way in WAYS.values():
+        for words in ([(COMMA,)], [(COMMA, COMMA)]):
+            only = {"allowed_token_ids": (COMMA,), "bad_words": tuple(words)}
+            fields = {"sampling": core.Sampling(**only, **way), "drafter": "ngram"}
+            with pytest.raises(core.messages.RequestError, match="together allow no token"):
+                run(demo_engine, prompts["repetitive_colours"], **fields)
+
+
+class Letters:
+    """A tokenizer whose tokens are pairs of letters."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(f"{token:02d}" for token in tokens)
+
+
+def test_a_text_may_keep_what_ended_it_and_is_not_ended_too_soon():
+    def text_of(tokens, **how):
+        growing, shown = TextStream(Letters(), **how), ""
+        for i, token in enumerate(tokens):
+            if growing.push(token, "bonus"):
+                growing.finish()
+                return i, shown + "".join(part for part, _ in growing.release(final=True))
+            shown += "".join(part for part, _ in growing.release())
+        return None, shown
+
+    tokens = [11, 22, 33, 44, 22, 33, 55]
+    assert text_of(tokens, stop=["33", "2"]) == (1, "11")
+    assert text_of(tokens, stop=["33", "2"], has_stop=True) == (1, "112")
+    assert text_of(tokens, stop=["223", "22334"], has_stop=True) == (2, "11223")
+    assert text_of(tokens, stop=["2233"], min_tokens=3) == (5, "11223344")
+    assert text_of(tokens, stop=["2233"], min_tokens=2) == (2, "11")  # across the last of them
+    assert text_of(tokens, stop=["33"], stop_ids={33}) == (2, "1122")
+    assert text_of(tokens, stop_ids={44}) == (3, "112233")
+    assert text_of(tokens, stop_ids={44}, has_stop=True) == (3, "11223344")
+    assert text_of(tokens, stop=["555"]) == (None, "112233442233")  # "55" may still become one
