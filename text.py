@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ class TextStream:
         self._stop, self._stop_ids = sorted(stop), stop_ids
         self._has_stop, self._min_tokens = has_stop, min_tokens
         firsts = re.escape("".join({s[0] for s in stop}))
-        self._first = re.compile(f"[{firsts}]" if stop else "(?!)")  # where one may begin
+        self._first = re.compile(f"[{firsts}]" if stop else "(?!)")
+        self._begun = deque[int]()  # places of the text where one may have begun
         self._waiting: list[tuple[int, str]] = []  # tokens with their kinds, not decoded yet
         self._is_complete = False  # no more tokens will come
         self._tokens: list[int] = []
@@ -99,6 +101,7 @@ class TextStream:
             matches = [match for match in found if match[0] >= 0]
         begin, length = min(matches, default=(len(tail), 0))
         cut = begin + (length if self._has_stop else 0)
+        self._begun += (self._length + match.start() for match in self._first.finditer(new))
         self._pieces.append((new, kind))
         self._begins.append(self._length)
         self._length += cut - searched
@@ -125,12 +128,15 @@ class TextStream:
 
     def _num_held(self) -> int:
         """How many characters at the text's end may become a stop string."""
-        for match in self._first.finditer(self._tail):
-            end = self._tail[match.start() :]
+        while self._begun:
+            count = self._length - self._begun[0]
+            end = self._tail[-count:] if count > 0 else ""
             # In order, the strings that go on from here are the next ones.
             at = bisect_right(self._stop, end)
-            if at < len(self._stop) and self._stop[at].startswith(end):
-                return len(end)
+            is_begun = len(end) == count and at < len(self._stop) and self._stop[at].startswith(end)
+            if is_begun:
+                return count
+            self._begun.popleft()  # it will never be one
         return 0
 
     def stretches(self, begin: int = 0, end: int | None = None) -> list[tuple[str, str]]:

@@ -251,11 +251,14 @@ def read_turns(messages: Any) -> list[Json]:
     return turns
 
 
-def _render(turns: list[Json], tokenizer: Tokenizer, tools: Tools | None, how: Json) -> str:
+def _render(
+    turns: list[Json], tokenizer: Tokenizer, tools: Tools | None = None, how: Json | None = None
+) -> str:
     """The conversation as the chat template writes it.
 
     Raises RequestError where the template refuses, or takes too long or too much memory.
     """
+    how = how or {}
     is_continued = how.get("continue_final_message", False)
     has_prompt = how.get("add_generation_prompt", True) and not is_continued
     asked = {"conversations": [turns], "add_generation_prompt": has_prompt}

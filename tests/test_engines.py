@@ -117,6 +117,61 @@ def test_what_the_engine_cannot_do_is_refused_by_name(ask, field, value):
     assert status == 400 and is_error(body, field)
 
 
+HANDED_ON = {
+    "ignore_eos": True, "min_tokens": 3, "stop_token_ids": [5], "bad_words": ["a"],
+    "allowed_token_ids": [5, 6], "include_stop_str_in_output": True, "truncate_prompt_tokens": 2,
+    "truncation_side": "left", "return_tokens_as_token_ids": True,
+}  # fmt: skip
+OF_CHATS = {
+    "add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False},
+    "continue_final_message": True, "add_special_tokens": True,
+}  # fmt: skip
+
+
+def test_what_the_engine_honours_is_handed_on_and_all_else_of_the_table_holds(replay, ask):
+    replay.is_lenient = True
+    turns = [*CHAT["messages"], {"role": "assistant", "content": "a"}]
+    for path, fields in (
+        ("/generate", {"prompt": COLOURS} | HANDED_ON),
+        ("/v1/chat/completions", {"messages": turns} | HANDED_ON | OF_CHATS),
+    ):
+        status, body = ask(path, fields)
+        _, sent, _ = replay.seen[-1]
+        assert status == 200 and body["warnings"] == []
+        for name, value in (HANDED_ON | (OF_CHATS if "chat" in path else {})).items():
+            assert sent[name] == value, name
+    assert ask("/generate", {"prompt": COLOURS, "user": "me", "n_predict": -1})[1]["warnings"] == []
+    assert replay.seen[-1][1].get("max_tokens") is None
+    off = dict.fromkeys(HANDED_ON, None) | {"ignore_eos": False, "min_tokens": 0, "typical_p": 1}
+    assert ask("/generate", {"prompt": COLOURS} | off)[0] == 200
+    assert not replay.seen[-1][1].keys() & HANDED_ON.keys()
+    for fields in ({"typical_p": 0.5}, {"return_token_ids": True}, {"mirostat": 1}):
+        status, body = ask("/generate", {"prompt": COLOURS} | fields)
+        assert status == 400 and is_error(body, *fields)
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    status, body = ask("/v1/completions", {"prompt": COLOURS} | options)
+    assert status == 400 and is_error(body, "stream_options")
+
+
+@pytest.mark.parametrize("kind", ["sglang", "unknown"])
+def test_each_kind_of_engine_is_handed_what_it_knows(replay, kind):
+    class Other(client.Client):
+        def ask(self, path, *given, **named):
+            if path == ("/get_server_info" if kind == "sglang" else ""):
+                return b'{"version": "1"}'
+            if path in ("/version", "/get_server_info"):
+                raise RequestError("no such route", status=404)
+            return super().ask(path, *given, **named)
+
+    replay.is_lenient, ask = True, asking(Other(replay.url))
+    for name, value in HANDED_ON.items():
+        status, body = ask("/generate", {"prompt": COLOURS, name: value})
+        if kind == "sglang" and name in ("ignore_eos", "min_tokens", "stop_token_ids"):
+            assert status == 200 and replay.seen[-1][1][name] == value
+        else:
+            assert status == 400 and is_error(body, name) and kind in body["error"]["message"]
+
+
 @pytest.mark.parametrize("name", ["refused", "refused_stream"])
 def test_what_the_engine_refuses_is_the_clients_mistake(ask, name):
     status, body = said(ask, name)

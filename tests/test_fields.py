@@ -30,7 +30,7 @@ HONOURED = {  # by each route, beside prompt, messages and those in FIELDS of fo
     "n_predict": 2, "n_probs": 1, "n_cmpl": 2, "repeat_penalty": 1.1, "no_stop_trim": True,
 }  # fmt: skip
 IN_CHATS = {  # by chats alone
-    "messages": TURNS, "tools": [], "tool_choice": "auto", "add_generation_prompt": False,
+    "messages": TURNS, "tools": [], "tool_choice": "none", "add_generation_prompt": False,
     "continue_final_message": False, "chat_template_kwargs": {"enable_thinking": False},
     "top_logprobs": 1, "add_special_tokens": False,
 }  # fmt: skip
