@@ -16,6 +16,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from grammars import REGEX, source_of, vocabulary_of
 from messages import Draft
 from sampling import Noise, penalise
 from text import TextStream
@@ -92,6 +93,28 @@ def test_the_text_is_that_of_transformers_processors_whoever_drafts(
                 assert s.finish_reason == "stop"
                 assert s.text.text == target.tokenizer.decode(expected[:-1])
     assert has_changed or (way, name) == ("greedy", "typical")
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_masks_go_with_a_grammar_which_comes_first(demo_engine, prompts, way):
+    """Typical tokens are those of what the grammar allows."""
+    target, prompt, written = demo_engine.target, prompts["repetitive_colours"], []
+    words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
+    grammar = vocabulary_of(*words).compiled(source_of(REGEX, "( (green|red|pink),){9}"))
+    sampling = core.Sampling(bad_words=((GREEN,),), typical_p=0.5, **WAYS[way])
+    row, noise, matcher, fed = target.cache.open_row(), Noise(3), grammar.matcher(), prompt
+    while len(written) < 30:
+        logits = matcher.mask(target.forward([row], [fed], [1]).logits[0], Draft())
+        scores = processed(logits[0], sampling, prompt, written)
+        fed = [core.choose(scores, sampling, noise, len(prompt) + len(written))]
+        written += fed
+        if matcher.consume(*fed):
+            break
+    target.cache.close_row(row)
+    for drafter in (None, *demo_engine.pool.choices):
+        fields = {"max_tokens": 30, "drafter": drafter, "sampling": sampling, "seed": 3}
+        s, _ = run(demo_engine, prompt, grammar=grammar, **fields)
+        assert s.output == written and s.finish_reason == "stop", drafter
 
 
 @pytest.mark.parametrize("way", WAYS)
