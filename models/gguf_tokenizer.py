@@ -66,6 +66,7 @@ _READ = {  # keys, and what they hold
 _NO_MATTER = r".*_token_id|token_type_count|tokenizer\.(huggingface|rwkv|chat_templates?)(\..*)?"
 _NAMED = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # here; in transformers
 _TURN_ENDS = "eot_token_id", "eom_token_id"
+_FIM = {f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "rep", "sep", "pad")}  # see fim.py
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _NOT_RSTRIP = "<unk>", "<s>", "<|endoftext|>"  # the special tokens of Phi-3 that leave spaces
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -100,6 +101,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     tokenizer.__init__(**options)
     ends = [*map(facts.get, _TURN_ENDS), *map(int, facts.get("eos_token_ids", ()))]
     tokenizer.turn_ends = {*ends, *map(backend.token_to_id, _ENDS)} - {None}
+    tokenizer.fim_ids = {key[4:7]: facts[key] for key in facts if key in _FIM}
     if is_new and (reason := _why_wrong(tokenizer, len(facts["tokens"]))):
         _last.clear()
         raise BadFile(f"{file.name}: {reason}")
@@ -152,7 +154,7 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
         return "its tokenizer has not as many scores and types as tokens"
     if len(tokens) < len(words):
         return "its tokenizer has a token twice"
-    for key in (*(f"{name}_token_id" for name in _NAMED), *_TURN_ENDS):
+    for key in (*(f"{name}_token_id" for name in _NAMED), *_TURN_ENDS, *_FIM):
         if type(index := facts.get(key, 0)) is not int or not 0 <= index < len(words):
             return f"tokenizer.ggml.{key} is {index!r:.80}, which is no token's id"
     for name in ("bos", "eos"):

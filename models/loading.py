@@ -23,6 +23,7 @@ from . import StartError, gguf_check, mimo  # noqa: F401  (transformers then kno
 from .calls import TAGS
 from .catalogue import entry_of, likely, place_of
 from .files import outside, returned_pages, unmap_weights, why_not_loaded
+from .fim import fim_of
 from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
@@ -296,6 +297,8 @@ def ends_of(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     """The token ids that end a text."""
     ends = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
     ends += getattr(tokenizer, "turn_ends", ())  # of a GGUF file
+    if fim := fim_of(tokenizer):
+        ends += fim.ends
     return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import Json, Model, RequestError
@@ -112,6 +113,31 @@ def tokenize(
     check_characters(len(text), tokenizer, max_length, name)
     with long_texts.take(len(text)):
         return tokenizer(text, verbose=False, **options)["input_ids"]
+
+
+@lru_cache(4)
+def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
+    """A tokenizer's parts without its special and added tokens; None of one in Python."""
+    whole = getattr(tokenizer, "backend_tokenizer", None)
+    if whole is None:
+        return None
+    backend = Backend(whole.model)  # which both share
+    for part in ("normalizer", "pre_tokenizer"):
+        if value := getattr(whole, part):
+            setattr(backend, part, value)
+    return backend
+
+
+def tokenize_plain(
+    text: str, tokenizer: Tokenizer, max_length: int, name: str = "prompt"
+) -> list[int]:
+    """The ids of a text in which the texts of special tokens are text; otherwise as `tokenize`."""
+    backend = _backend_of_text(tokenizer)
+    if backend is None:
+        return tokenize(text, tokenizer, max_length, name, add_special_tokens=False)
+    check_characters(len(text), tokenizer, max_length, name)
+    with long_texts.take(len(text)):
+        return backend.encode(text, add_special_tokens=False).ids
 
 
 class Conversation(list[int]):
