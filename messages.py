@@ -386,10 +386,13 @@ class RequestError(Exception):
     """A caller's mistake, or a reason why the server cannot serve; becomes the error body."""
 
     def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
-    ) -> None:
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None,
+        counts: Json | None = None,
+    ) -> None:  # fmt: skip
+        """`counts` are numbers that some dialects' bodies have, too."""
         super().__init__(message := one_line(message))
         self.message, self.param, self.status, self.code = message, param, status, code
+        self.counts = counts or {}
 
     def body(self) -> Json:
         # 501 (encoding not known) and 505 (HTTP version not known) are the caller's mistakes, too.

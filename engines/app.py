@@ -12,6 +12,7 @@ from flask import request
 from control.statistics import FORMULAS, Statistics
 from drafters.pool import PLAIN
 from messages import Json, RequestError
+from models.fim import Gap
 from models.loading import StartError
 from models.prompts import TEMPLATE_FIELDS, read_turns, template_options
 from models.tools import Tools
@@ -170,6 +171,7 @@ class Remote(Service):
         self.name, self.max_length = engine.name, engine.max_length
         self.is_chat = engine.is_chat and not options.raw
         self.call_form = None  # it is not bound to a grammar
+        self.tokenizer, self.end_ids = None, []
 
     def begin(self, fields: Json) -> tuple[list[RemoteJob], bool, list[str]]:
         """Parse and queue a request. Returns its job, whether to stream, and warnings."""
@@ -187,6 +189,11 @@ class Remote(Service):
         fields |= how or {}
         fields |= {"prompt": read_turns(messages), "chat": True}
         return False
+
+    def read_infill(self, gap: Gap, fields: Json) -> None:
+        """Raises RequestError: only the model's tokenizer knows the tokens around a gap."""
+        why = f"the engine ({self.engine.kind}) fills in no gaps here"
+        raise RequestError(f"suffix is not supported: {why}", param="suffix")
 
     def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
         """What /generate returns for a finished job, or those of several choices."""

@@ -99,6 +99,7 @@ def check_characters(
         raise RequestError(
             f"the {name}'s {count} characters are more than a context of {max_length} tokens holds",
             param=name,
+            code="context_length_exceeded",
         )
 
 

@@ -234,7 +234,13 @@ def _read_prompt(
         try:
             check_prompt(prompt, max_length, vocab_size)
         except ValueError as error:
-            raise RequestError(str(error), param="prompt") from error
+            is_long = len(prompt) >= max_length
+            raise RequestError(
+                str(error),
+                param="prompt",
+                code="context_length_exceeded" if is_long else None,
+                counts={"n_prompt_tokens": len(prompt), "n_ctx": max_length} if is_long else None,
+            ) from error
     return prompt
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from flask import Flask, Response, g, request
 
 from grammars import OPEN
-from messages import Engine, Json, RequestError
+from messages import Engine, Json, Request, RequestError
 from models.calls import Form
-from models.prompts import call_form, chat_prompt, read_prompts
+from models.fim import Gap, infill_prompt
+from models.prompts import Tokenizer, call_form, chat_prompt, read_prompts
 from models.tools import Tools
 from page import register_page
 
@@ -26,7 +27,7 @@ from .formats import reasoning_of
 from .http import base_app
 from .metrics import Figures, figures_of, register_metrics
 from .options import Options
-from .parsing import parse_json, parse_request
+from .parsing import model_id, parse_json, parse_request
 from .worker import Admission, Job, Worker, cancel
 
 
@@ -50,6 +51,8 @@ class Service:
     """The engine inside this server, and the worker that runs it."""
 
     worker: Admission
+    tokenizer: Tokenizer | None  # None: another engine tokenises
+    end_ids: list[int]  # tokens that end a text
 
     def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
         """Without a worker it makes one."""
@@ -58,6 +61,7 @@ class Service:
         self.name, self.max_length = target.name, target.max_length
         self.is_chat = options.is_chat(target.tokenizer)
         self.call_form: Form | None = call_form(target.tokenizer)
+        self.tokenizer, self.end_ids = target.tokenizer, sorted(engine.eos_ids)
 
     def new_app(self) -> Flask:
         """An application with the page and GET /metrics, and what all routes have in common."""
@@ -116,6 +120,16 @@ class Service:
         if self.options.max_tokens is None and all(fields.get(name) is None for name in LIMITS):
             fields["n_predict"] = -1
         return reasoning_of(tokenizer, ids) == OPEN
+
+    def read_infill(self, gap: Gap, fields: Json) -> None:
+        """Put the prompt of a text with a gap into the fields that `begin` gets.
+
+        Raises RequestError.
+        """
+        limits = [fields[name] for name in LIMITS if isinstance(fields.get(name), int)]
+        num_new = max([*limits, 1]) if limits else self.options.max_tokens or Request.max_tokens
+        model, tokenizer = model_id(self.name), self.tokenizer
+        fields["prompt"] = infill_prompt(gap, tokenizer, model, self.max_length, num_new)
 
     def answer(self, jobs: list[Any], notes: list[str]) -> Json:
         """What /generate returns for finished jobs; `notes` are the request's warnings."""

@@ -2,6 +2,9 @@
 
     completions.py   OpenAI's /v1/completions
     chat.py          OpenAI's /v1/chat/completions, with tools and reasoning
+    llama_cpp.py     llama.cpp's own routes, which have no /v1; llama_shapes.py: its answers
+    mistral.py       Mistral's /v1/fim/completions
+    tokens.py        /tokenize and its family, as vLLM and llama.cpp have them
 
 A dialect translates a request into the fields of /generate, and writes the answer in its own shape.
 It is parsed, queued and decoded as one of /generate, whose fields may be sent as well.
@@ -16,9 +19,9 @@ from messages import Json, RequestError
 from serving.parsing import model_id, unknown_model
 from serving.service import Service
 
-from . import chat, completions
+from . import chat, completions, llama_cpp, mistral, tokens
 
-_DIALECTS = completions, chat
+_DIALECTS = completions, chat, llama_cpp, mistral, tokens
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -43,13 +46,18 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.errorhandler(NotFound)
     def no_route(_: NotFound) -> tuple[Json, int]:
         """Name the routes that there are: clients try others, such as /v1/embeddings."""
-        message = f"there is no such route; this server has {_routes(app)}"
+        message = f"there is no such route; this server has {_routes(app)}, and llama.cpp's"
         return RequestError(message, status=404).body(), 404
 
 
 def _routes(app: Flask) -> str:
-    """The routes of an application, as POST /generate, …, but for the page's files."""
+    """The routes of an application, as POST /generate, …, but for the page's files.
+
+    Those that llama.cpp's clients alone ask for are not listed.
+    """
+    forms = [path for path in app.extensions["error_forms"] if not path.startswith("/v1/")]
     plain = [rule for rule in app.url_map.iter_rules() if not rule.arguments]
+    plain = [rule for rule in plain if rule.rule not in forms]
     return ", ".join(
         f"{method} {rule}"
         for method in ("POST", "GET")

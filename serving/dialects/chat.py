@@ -26,15 +26,18 @@ from .shapes import InParts, Logprobs, OpenAIShape
 
 def register_routes(app: Flask, service: Service) -> None:
     """Add the route for the service's model."""
-    name = model_id(service.name)
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
-        """Answer a conversation. Errors name the fields as the client does."""
-        fields, sent = read_body(), dict[str, str]()
-        with errors_name(sent):
-            new_reader = read_chat(service, fields, sent)
-            return service.respond(fields, Chat(name, fields, new_reader=new_reader))
+        return respond(service, read_body(), Chat)
+
+
+def respond(service: Service, fields: Json, shape: "Callable[..., Chat]") -> Response | Json:
+    """Answer a conversation in this shape. Errors name the fields as the client does."""
+    sent = dict[str, str]()
+    with errors_name(sent):
+        new_reader = read_chat(service, fields, sent)
+        return service.respond(fields, shape(model_id(service.name), fields, new_reader=new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -104,6 +107,7 @@ class Chat(InParts, OpenAIShape):
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     has_own_prompts = False
+    first_content: str | None = ""  # of a stream
 
     def __init__(self, model: str, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
         super().__init__(model, fields, new_reader=new_reader)
@@ -112,7 +116,7 @@ class Chat(InParts, OpenAIShape):
     @property
     def opening(self) -> str:
         """A stream begins with the role, of each choice."""
-        said = {"role": "assistant", "content": ""}
+        said = {"role": "assistant", "content": self.first_content}
         return "".join(self.chunk(_choice(i, delta=said)) for i in range(self.num_choices))
 
     def _said(self, index: int, part: Part) -> Json:

@@ -16,6 +16,7 @@ from serving.fields import check_dialect
 from serving.parsing import model_id
 from serving.service import Service, read_body
 
+from .infill import fill_in
 from .shapes import Logprobs, OpenAIShape
 
 
@@ -26,6 +27,7 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/v1/completions")
     def completions() -> Response | Json:
         fields = read_body()
+        fill_in(service, fields)
         check_dialect(fields)
         fields["prompt"] = _single(fields.get("prompt"))
         return service.respond(fields, Completion(name, fields))
@@ -61,7 +63,11 @@ class Completion(OpenAIShape):
         """A chunk for an event of a choice; a comparison's other runs are not shown."""
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
         is_news = number < self.num_choices and (text or logprobs is not None)
-        return self.chunk(self._choice(number, text, logprobs)) if is_news else ""
+        return self.chunk(self.part(number, text, logprobs)) if is_news else ""
+
+    def part(self, index: int, text: str, logprobs: Logprobs) -> Json:
+        """A choice in a chunk."""
+        return self._choice(index, text, logprobs)
 
     def _choice(self, index: int, text: str, logprobs: Logprobs, reason: str | None = None) -> Json:
         """A choice, or a part of it, with the log-probabilities of its tokens."""

@@ -1,0 +1,251 @@
+"""llama.cpp's own routes: its clients and editors know no others.
+
+    POST /completion, /completions    a prompt is continued: n_predict, n_probs, …
+    POST /infill                      what is between input_prefix and input_suffix
+    POST /chat/completions            OpenAI's, as llama.cpp answers it without /v1
+    POST /apply-template              the prompt of a conversation; …/input_tokens counts its tokens
+    GET /models /props /slots         the model, the defaults, the places; also GET /v1/health
+
+Here a field that is absent has the server's default, not llama.cpp's.
+"""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flask import Flask, Response, request
+
+from messages import Json, RequestError
+from models.fim import File, Gap
+from serving.fields import LIMITS, check_dialect
+from serving.parsing import Check, model_id
+from serving.service import Service, read_body
+
+from .chat import errors_name, respond
+from .infill import check_text
+from .llama_shapes import LlamaChat, LlamaCompletion, error_form
+from .tokens import ids_of_chat, text_of, tokenizer_of
+
+_OURS = "/completion /completions /infill /chat/completions /models /props /slots".split()
+_OURS += "/apply-template /chat/completions/input_tokens /tokenize /detokenize".split()
+# Samplers, and what switches each off: one that a request leaves out of its list does nothing.
+_SAMPLERS: dict[str, Json] = {
+    "penalties": {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+    "temperature": {"temperature": 1}, "typ_p": {"typical_p": 1}, "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1}, "min_p": {"min_p": 0},
+    # Others are off: what sets them up is refused. Instead of `infill` the likeliest is taken.
+    "dry": {}, "xtc": {}, "top_n_sigma": {}, "adaptive_p": {}, "infill": {},
+}  # fmt: skip
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= -1
+
+
+# What the answer is to have, and how it is cut.
+_ASKED: dict[str, Check] = {
+    "return_tokens": (lambda value: isinstance(value, bool), "true or false"),
+    "response_fields": (_are_names, "a list of names"),
+    "samplers": (
+        lambda value: _are_names(value) and {*value} <= {*_SAMPLERS},
+        f"a list of {', '.join(_SAMPLERS)}",
+    ),
+    "n_indent": (_is_count, "a number of spaces"),
+    **dict.fromkeys(("t_max_predict_ms", "t_max_prompt_ms"), (_is_count, "a number of ms")),
+}
+_NEVER = -100  # the bias of a token that must not come
+_GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
+_SETTINGS = {  # of ours, and their names in llama.cpp
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "typical_p": "typical_p", "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+}  # fmt: skip
+
+
+def register_routes(app: Flask, service: Service) -> None:
+    """Add the routes for the service's model."""
+    app.extensions["error_forms"] |= dict.fromkeys(_OURS, error_form)
+
+    @app.post("/completion", endpoint="completion")
+    @app.post("/completions", endpoint="llama_completions")
+    def completion() -> Response | Json:
+        fields = read_body()
+        fields["prompt"] = _read_prompt(fields.get("prompt"), service)
+        return _respond(service, fields)
+
+    @app.post("/infill")
+    def infill() -> Response | Json:
+        fields = read_body()
+        with errors_name(sent := dict(_GAP)):
+            before, behind = (fields.pop(name, None) or "" for name in sent.values())
+            texts = check_text(before, "prompt"), check_text(behind, "suffix")
+        middle, files = fields.pop("prompt", None) or "", _files(fields.pop("input_extra", None))
+        with errors_name(sent):
+            gap = Gap(*texts, check_text(middle, "the prompt"), files)
+            service.read_infill(gap, fields)
+            return _respond(service, fields)
+
+    @app.post("/chat/completions", endpoint="llama_chat")
+    def chat() -> Response | Json:
+        return respond(service, read_body(), partial(LlamaChat, service))
+
+    @app.post("/chat/completions/input_tokens")
+    def count() -> Json:
+        return {"input_tokens": len(ids_of_chat(service, read_body()))}
+
+    @app.post("/apply-template")
+    def apply_template() -> Json:
+        return {"prompt": text_of(tokenizer_of(service), ids_of_chat(service, read_body()))}
+
+    _register_figures(app, service)
+
+
+def _register_figures(app: Flask, service: Service) -> None:
+    """Add the routes that tell of the server."""
+    name, options = model_id(service.name), service.options
+
+    @app.get("/models", endpoint="llama_models")
+    def models() -> Json:
+        health = service.health()
+        target = health.get("target") or {}
+        meta = {
+            "n_vocab": target.get("vocabulary"), "n_ctx_train": service.max_length,
+            "n_params": target.get("parameters"), "size": target.get("weight_bytes"),
+        }  # fmt: skip
+        card = {"id": name, "aliases": [name], "tags": [], "object": "model", "meta": meta}
+        card |= {"created": int(time.time() - health["uptime_s"]), "owned_by": "local"}
+        model = {"name": name, "model": name, "type": "model", "capabilities": ["completion"]}
+        return {"models": [model], "object": "list", "data": [card]}
+
+    @app.get("/props")
+    def props() -> Json:
+        """The defaults of requests, and what the model reads. Folders are not told."""
+        tokenizer = service.tokenizer
+        defaults = {"id": 0, "n_ctx": service.max_length, "params": settings(service, {})}
+        return {
+            "default_generation_settings": defaults,
+            "total_slots": options.max_running,
+            "model_alias": name,
+            "model_path": Path(options.model or name).name,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": (tokenizer and tokenizer.chat_template) or "",
+            "bos_token": (tokenizer and tokenizer.bos_token) or "",
+            "eos_token": (tokenizer and tokenizer.eos_token) or "",
+            "build_info": "speculative-decoding",
+            "is_sleeping": False,
+        }
+
+    @app.get("/slots")
+    def slots() -> Response | list[Json]:
+        """The places of requests. Which request has which place is nobody's business."""
+        busy = service.worker.num_running
+        if request.args.get("fail_on_no_slot") and busy >= options.max_running:
+            raise RequestError("no slot is free", status=503, code="unavailable")
+        slot = {"n_ctx": service.max_length, "speculative": options.drafter != "none"}
+        return [{"id": i, **slot, "is_processing": i < busy} for i in range(options.max_running)]
+
+    @app.get("/v1/health", endpoint="llama_health")
+    def health() -> tuple[Json, int]:
+        state = service.health()
+        return state, 200 if state["status"] == "ok" else 503
+
+
+# ------------------------------------------------------------------------- what clients send
+
+
+def _respond(service: Service, fields: Json) -> Response | Json:
+    """Answer a request whose prompt was read."""
+    asked = {name: fields.pop(name, None) for name in _ASKED}
+    for name, (is_valid, what) in _ASKED.items():
+        if asked[name] is not None and not is_valid(asked[name]):
+            raise RequestError(f"{name} must be {what}", param=name)
+    if asked["n_indent"] and fields.get("stream"):
+        raise RequestError("n_indent does not go with stream: true", param="n_indent")
+    if fields.get("seed") == -1:
+        del fields["seed"]
+    if service.options.max_tokens is None and all(fields.get(name) is None for name in LIMITS):
+        fields["n_predict"] = -1
+    if "logit_bias" in fields:
+        fields["logit_bias"] = _biases(fields["logit_bias"], service)
+    for name in _SAMPLERS.keys() - set(asked["samplers"] or _SAMPLERS):
+        fields |= _SAMPLERS[name]
+    if "infill" in (asked["samplers"] or ()):
+        fields["temperature"] = 0
+    check_dialect(fields)
+    told = partial(settings, service, fields)  # asked for once they are known to be valid
+    return service.respond(fields, LlamaCompletion(service, fields, asked, told))
+
+
+def _read_prompt(value: Any, service: Service) -> Any:
+    """A prompt as /generate takes it: a text, or ids. A list may mix ids and texts."""
+    if isinstance(value, dict):
+        if value.get("multimodal_data"):
+            raise RequestError("multimodal_data: this model reads text alone", param="prompt")
+        value = value.get("prompt_string")
+    kinds = {type(part) for part in value} if isinstance(value, list) else set()
+    if kinds == {int, str}:
+        tokenizer, ids = tokenizer_of(service), list[int]()
+        for i, part in enumerate(value):
+            special = {"add_special_tokens": i == 0, "verbose": False}
+            ids += [part] if isinstance(part, int) else tokenizer(part, **special)["input_ids"]
+        return ids
+    if kinds & {list, dict, str}:
+        if len(value) > 1:
+            raise RequestError("one prompt per request is supported", param="prompt")
+        return _read_prompt(value[0], service)
+    return value
+
+
+def _biases(value: Any, service: Service) -> Any:
+    """Biases as OpenAI has them; llama.cpp has pairs, too, texts in place of ids, and false."""
+    pairs, biases = list(value.items()) if isinstance(value, dict) else value, dict[str, Any]()
+    if not isinstance(pairs, list):
+        return value
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str):
+            raise RequestError("logit_bias has an entry that is no pair", param="logit_bias")
+        key, bias = pair
+        ids = [key]
+        if isinstance(key, str) and not key.isdecimal():
+            options = {"add_special_tokens": False, "verbose": False}
+            ids = tokenizer_of(service)(key, **options)["input_ids"]
+        biases |= {str(token): _NEVER if bias is False else bias for token in ids}
+    return biases
+
+
+def _files(extra: Any) -> list[File]:
+    """The other files of a project. Raises RequestError, naming the first that is none."""
+    for i, file in enumerate(extra or []):
+        where = f"input_extra[{i}]"
+        if not isinstance(file, dict) or not isinstance(file.get("text"), str):
+            raise RequestError(f"{where} must be an object with a text", param="input_extra")
+        check_text(file["text"], where)
+        if not isinstance(file.get("filename", ""), str):
+            raise RequestError(f"{where}.filename must be a text", param="input_extra")
+    return [File(file.get("filename") or "tmp", file["text"]) for file in extra or []]
+
+
+def settings(service: Service, fields: Json) -> Json:
+    """A request's settings, under llama.cpp's names; without fields the server's defaults."""
+    values = service.options.for_requests | {n: v for n, v in fields.items() if v is not None}
+    limits = [fields[name] for name in LIMITS if fields.get(name) is not None]
+    limit = limits[0] if limits else service.options.max_tokens or -1
+    biases = [{"token": int(t), "bias": b} for t, b in (values.get("logit_bias") or {}).items()]
+    if values.get("ignore_eos"):  # null is −inf
+        biases += [{"token": token, "bias": None} for token in service.end_ids]
+    stop, stream = values.get("stop") or [], bool(values.get("stream"))
+    return {
+        "n_predict": limit, "max_tokens": limit, "seed": values.get("seed"),
+        **{new: values.get(new, values.get(old, 1.0)) for old, new in _SETTINGS.items()},
+        "stop": [stop] if isinstance(stop, str) else stop,
+        "n_probs": values.get("n_probs") or 0, "stream": stream, "n_keep": 0,
+        "ignore_eos": bool(values.get("ignore_eos")), "logit_bias": biases,
+        "adaptive_target": -1.0, "adaptive_decay": 0.9, "mirostat": 0,
+        "samplers": list(_SAMPLERS)[:6],
+        "speculative.n_max": values["num_speculative_tokens"],
+    }  # fmt: skip

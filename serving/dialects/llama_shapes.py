@@ -1,0 +1,174 @@
+"""llama.cpp's shapes: of an answer, whole or in chunks, of its chats, and of errors."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from messages import Json, RequestError
+from serving.answers import Shape, sse
+from serving.parsing import model_id
+from serving.service import Service
+
+from .chat import Chat
+from .shapes import bodies
+from .tokens import bytes_of, text_of
+
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    501: "not_supported_error", 503: "unavailable_error",
+}  # fmt: skip
+_TOO_LONG = "context_length_exceeded"
+
+
+def error_form(error: RequestError) -> Json:
+    """An error as llama.cpp writes it; `param` is ours."""
+    other = "invalid_request_error" if error.status < 500 else "server_error"
+    kind, message = _TYPES.get(error.status, other), error.message
+    if error.code == _TOO_LONG:
+        kind = "exceed_context_size_error"
+        message += ": it exceeds the available context size"
+    body = {"code": error.status, "message": message, "type": kind, "param": error.param}
+    return {"error": body | error.counts}
+
+
+class LlamaCompletion(Shape):
+    """The shape of /completion: a body of each text, or chunks that end in it."""
+
+    closing = ""
+
+    def __init__(
+        self, service: Service, fields: Json, asked: Json, settings: Callable[[], Json]
+    ) -> None:
+        """`asked` says what the answer is to have; it also shows the `settings`."""
+        super().__init__(fields)
+        self._name, self._length = model_id(service.name), service.max_length
+        self._tokenizer, self._ends = service.tokenizer, frozenset(service.end_ids)
+        self._asked, self._settings = asked, settings
+        self._counts = defaultdict[int, int](int)  # tokens that a stream has shown, by choice
+
+    def whole(self, body: Json) -> Json:
+        """The body, or a list of those of several texts."""
+        listed = [self._body(i, each, body) for i, each in enumerate(bodies(body))]
+        return listed if self.num_choices > 1 else listed[0]
+
+    def shown(self, event: Json, number: int) -> str:
+        """A chunk for each event, or for each token where probabilities are wanted."""
+        if number >= self.num_choices or not event["tokens"]:
+            return ""
+        ids = [token["id"] for token in event["tokens"]]
+        text, parts = "".join(text for text, _ in event["pieces"]), [(ids, Json())]
+        if "logprobs" in event:  # the text is in the last one
+            probabilities = self._probabilities(event["logprobs"])
+            parts = [
+                ([token], {"completion_probabilities": [entry]})
+                for token, entry in zip(ids, probabilities, strict=True)
+            ]
+        chunks = list[str]()
+        for i, (tokens, more) in enumerate(parts, 1):
+            self._counts[number] += len(tokens)
+            said = {"index": number, "content": text if i == len(parts) else "", "tokens": tokens}
+            said |= {"stop": False, "id_slot": -1, "tokens_predicted": self._counts[number]}
+            chunks.append(sse(said | more))
+        return "".join(chunks)
+
+    def last(self, body: Json) -> Iterator[str]:
+        """The whole body of each text, without what was said."""
+        for i, each in enumerate(bodies(body)):
+            yield sse(self._body(i, each, body) | {"content": "", "tokens": []})
+
+    def failed(self, error: RequestError) -> str:
+        """An event with the error."""
+        return sse(error_form(error))
+
+    def _body(self, index: int, body: Json, whole: Json) -> Json:
+        """The body of a choice; `whole` is the answer to all of them."""
+        usage, word, kind = whole["usage"], self._stopping_word(body), "limit"
+        if body["finish_reason"] == "stop":
+            kind = "word" if word else "eos"
+        evaluated, predicted = usage["prompt_tokens"], body["timings"]["predicted_n"]
+        is_full = kind == "limit" and (evaluated or 0) + predicted >= self._length
+        content = _indented(body["text"], self._asked["n_indent"] or 0)
+        said = {
+            "index": index, "content": content,
+            "tokens": body["token_ids"] if self._asked["return_tokens"] else [],
+            "id_slot": -1, "stop": True, "model": self._name,
+            "tokens_predicted": predicted, "tokens_evaluated": evaluated,
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "generation_settings": self._settings() | {"seed": body["seed"]},
+            "prompt": self._prompt(), "has_new_line": "\n" in content, "truncated": is_full,
+            "stop_type": kind, "stopping_word": word,
+            **{f"stopped_{each}": kind == each for each in ("eos", "limit", "word")},
+            **{name: body[name] for name in ("timings", "metrics") if name in body},
+            "warnings": whole["warnings"] + self._warnings(),
+        }  # fmt: skip
+        if "logprobs" in body:
+            said["completion_probabilities"] = self._probabilities(body["logprobs"])
+        return _selected(said, names) if (names := self._asked["response_fields"]) else said
+
+    def _warnings(self) -> list[str]:
+        names = [name for name in ("t_max_predict_ms", "t_max_prompt_ms") if self._asked[name]]
+        return [f"{name} was ignored: no clock cuts a text" for name in names]
+
+    def _prompt(self) -> str:
+        prompt = self._fields["prompt"]
+        is_text = isinstance(prompt, str) or self._tokenizer is None
+        return prompt if is_text else text_of(self._tokenizer, list(prompt))
+
+    def _stopping_word(self, body: Json) -> str:
+        """The stop string that ended a text; "" if none did."""
+        stop, ids = self._fields.get("stop") or [], body["token_ids"]
+        stops = [stop] if isinstance(stop, str) else stop
+        if body["finish_reason"] != "stop" or not stops or not ids or self._tokenizer is None:
+            return ""
+        rest = self._tokenizer.decode(ids, skip_special_tokens=True)[len(body["text"]) :]
+        return next((word for word in stops if rest.startswith(word)), "")
+
+    def _probabilities(self, logprobs: list[Json]) -> list[Json]:
+        """Log-probabilities of tokens, each with its bytes."""
+
+        def entry(one: Json) -> Json:
+            known = self._tokenizer and bytes_of(one["id"], self._tokenizer)
+            named = {"id": one["id"], "token": one["token"], "bytes": list(known or b"")}
+            return named | {"logprob": one["logprob"]}
+
+        tops = (list(map(entry, one["top_logprobs"])) for one in logprobs)
+        return [entry(one) | {"top_logprobs": top} for one, top in zip(logprobs, tops, strict=True)]
+
+
+def _indented(text: str, least: int) -> str:
+    """The text up to the first line behind its first that is indented by less."""
+    first, *lines = text.split("\n")
+    for i, line in enumerate(lines):
+        if line.strip() and len(line) - len(line.lstrip()) < least:
+            return "\n".join([first, *lines[:i]])
+    return text
+
+
+def _selected(body: Json, names: list[str]) -> Json:
+    """The fields of these names, of which one may lead inside: generation_settings/n_predict."""
+    chosen = Json()
+    for name in names:
+        value: Any = body
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            chosen[name] = value
+    return chosen
+
+
+class LlamaChat(Chat):
+    """The shape of /chat/completions: its first chunk has null; `verbose` tells the prompt."""
+
+    first_content = None
+
+    def __init__(self, service: Service, model: str, fields: Json, **more: Any) -> None:
+        super().__init__(model, fields, **more)
+        self._tokenizer = service.tokenizer
+
+    def whole(self, body: Json) -> Json:
+        """The body, with the prompt where that was asked for."""
+        told = super().whole(body)
+        if self._fields.get("verbose") is True and self._tokenizer:
+            prompt = text_of(self._tokenizer, list(self._fields["prompt"]))
+            told["__verbose"] = {"prompt": prompt}
+        return told
