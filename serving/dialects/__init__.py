@@ -46,7 +46,7 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.errorhandler(NotFound)
     def no_route(_: NotFound) -> tuple[Json, int]:
         """Name the routes that there are: clients try others, such as /v1/embeddings."""
-        message = f"there is no such route; this server has {_routes(app)}, and llama.cpp's"
+        message = f"there is no such route; this server has {_routes(app)}"
         return RequestError(message, status=404).body(), 404
 
 
