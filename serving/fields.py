@@ -55,7 +55,7 @@ _TEXT_ALONE = "this server reads and writes text alone"
 # The values that change nothing, the fields that have them, and what to know of others.
 _GROUPS: tuple[tuple[tuple[Any, ...], str, str], ...] = (
     ((False,), "echo", "the answer is the new text alone"),
-    (("",), "suffix", "a text is continued, and not filled in"),
+    (("",), "suffix", "it goes with /v1/completions and /v1/fim/completions"),
     ((), "best_of", "it must equal n, as no choice is left out"),
     ((False,), "use_beam_search", "n gives several texts"),
     ((1,), "length_penalty beam_width", "it goes with use_beam_search"),
@@ -82,7 +82,7 @@ _GROUPS: tuple[tuple[tuple[Any, ...], str, str], ...] = (
     (("auto", "deepseek"), "reasoning_format", "a chat's reasoning is reasoning_content"),
     ((False,), "require_reasoning", "the chat template decides"),
     (("", []), "text input_ids", "prompt takes texts and token ids"),
-    (("", []), "input_prefix input_suffix input_extra", "a text is continued, and not filled in"),
+    (("", []), "input_prefix input_suffix input_extra", "they go with /infill"),
     (({},), "sampling_params", "its fields stand beside prompt"),
     ((), "max_new_tokens", "its name here is max_tokens"),
     ((), "min_new_tokens", "its name here is min_tokens"),

@@ -24,19 +24,11 @@ from serving.service import Service, read_body
 
 from .chat import errors_name, respond
 from .infill import check_text
-from .llama_shapes import LlamaChat, LlamaCompletion, error_form
+from .llama_shapes import SAMPLERS, LlamaChat, LlamaCompletion, error_form, settings
 from .tokens import ids_of_chat, text_of, tokenizer_of
 
 _OURS = "/completion /completions /infill /chat/completions /models /props /slots".split()
 _OURS += "/apply-template /chat/completions/input_tokens /tokenize /detokenize".split()
-# Samplers, and what switches each off: one that a request leaves out of its list does nothing.
-_SAMPLERS: dict[str, Json] = {
-    "penalties": {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
-    "temperature": {"temperature": 1}, "typ_p": {"typical_p": 1}, "top_k": {"top_k": 0},
-    "top_p": {"top_p": 1}, "min_p": {"min_p": 0},
-    # Others are off: what sets them up is refused. Instead of `infill` the likeliest is taken.
-    "dry": {}, "xtc": {}, "top_n_sigma": {}, "adaptive_p": {}, "infill": {},
-}  # fmt: skip
 
 
 def _are_names(value: Any) -> bool:
@@ -52,19 +44,14 @@ _ASKED: dict[str, Check] = {
     "return_tokens": (lambda value: isinstance(value, bool), "true or false"),
     "response_fields": (_are_names, "a list of names"),
     "samplers": (
-        lambda value: _are_names(value) and {*value} <= {*_SAMPLERS},
-        f"a list of {', '.join(_SAMPLERS)}",
+        lambda value: _are_names(value) and {*value} <= {*SAMPLERS},
+        f"a list of {', '.join(SAMPLERS)}",
     ),
     "n_indent": (_is_count, "a number of spaces"),
     **dict.fromkeys(("t_max_predict_ms", "t_max_prompt_ms"), (_is_count, "a number of ms")),
 }
 _NEVER = -100  # the bias of a token that must not come
 _GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
-_SETTINGS = {  # of ours, and their names in llama.cpp
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "typical_p": "typical_p", "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-}  # fmt: skip
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -92,7 +79,13 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/chat/completions", endpoint="llama_chat")
     def chat() -> Response | Json:
-        return respond(service, read_body(), partial(LlamaChat, service))
+        fields = read_body()
+        turns = fields.get("messages")
+        last = turns[-1] if isinstance(turns, list) and turns else None
+        is_open = isinstance(last, dict) and last.get("role") == "assistant"
+        if is_open and not fields.keys() & {"add_generation_prompt", "continue_final_message"}:
+            fields["continue_final_message"] = not last.get("tool_calls")  # it goes on
+        return respond(service, fields, partial(LlamaChat, service))
 
     @app.post("/chat/completions/input_tokens")
     def count() -> Json:
@@ -172,8 +165,8 @@ def _respond(service: Service, fields: Json) -> Response | Json:
         fields["n_predict"] = -1
     if "logit_bias" in fields:
         fields["logit_bias"] = _biases(fields["logit_bias"], service)
-    for name in _SAMPLERS.keys() - set(asked["samplers"] or _SAMPLERS):
-        fields |= _SAMPLERS[name]
+    for name in SAMPLERS.keys() - set(asked["samplers"] or SAMPLERS):
+        fields |= SAMPLERS[name]
     if "infill" in (asked["samplers"] or ()):
         fields["temperature"] = 0
     check_dialect(fields)
@@ -228,24 +221,3 @@ def _files(extra: Any) -> list[File]:
         if not isinstance(file.get("filename", ""), str):
             raise RequestError(f"{where}.filename must be a text", param="input_extra")
     return [File(file.get("filename") or "tmp", file["text"]) for file in extra or []]
-
-
-def settings(service: Service, fields: Json) -> Json:
-    """A request's settings, under llama.cpp's names; without fields the server's defaults."""
-    values = service.options.for_requests | {n: v for n, v in fields.items() if v is not None}
-    limits = [fields[name] for name in LIMITS if fields.get(name) is not None]
-    limit = limits[0] if limits else service.options.max_tokens or -1
-    biases = [{"token": int(t), "bias": b} for t, b in (values.get("logit_bias") or {}).items()]
-    if values.get("ignore_eos"):  # null is −inf
-        biases += [{"token": token, "bias": None} for token in service.end_ids]
-    stop, stream = values.get("stop") or [], bool(values.get("stream"))
-    return {
-        "n_predict": limit, "max_tokens": limit, "seed": values.get("seed"),
-        **{new: values.get(new, values.get(old, 1.0)) for old, new in _SETTINGS.items()},
-        "stop": [stop] if isinstance(stop, str) else stop,
-        "n_probs": values.get("n_probs") or 0, "stream": stream, "n_keep": 0,
-        "ignore_eos": bool(values.get("ignore_eos")), "logit_bias": biases,
-        "adaptive_target": -1.0, "adaptive_decay": 0.9, "mirostat": 0,
-        "samplers": list(_SAMPLERS)[:6],
-        "speculative.n_max": values["num_speculative_tokens"],
-    }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 from messages import Json, RequestError
 from serving.answers import Shape, sse
+from serving.fields import LIMITS
 from serving.parsing import model_id
 from serving.service import Service
 
@@ -16,6 +17,19 @@ from .tokens import bytes_of, text_of
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     501: "not_supported_error", 503: "unavailable_error",
+}  # fmt: skip
+_SETTINGS = {  # of ours, and their names in llama.cpp
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "typical_p": "typical_p", "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+}  # fmt: skip
+# Samplers, and what switches each off: one that a request leaves out of its list does nothing.
+SAMPLERS: dict[str, Json] = {
+    "penalties": {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+    "temperature": {"temperature": 1}, "typ_p": {"typical_p": 1}, "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1}, "min_p": {"min_p": 0},
+    # Others are off: what sets them up is refused. Instead of `infill` the likeliest is taken.
+    "dry": {}, "xtc": {}, "top_n_sigma": {}, "adaptive_p": {}, "infill": {},
 }  # fmt: skip
 _TOO_LONG = "context_length_exceeded"
 
@@ -154,6 +168,27 @@ def _selected(body: Json, names: list[str]) -> Json:
         if value is not None:
             chosen[name] = value
     return chosen
+
+
+def settings(service: Service, fields: Json) -> Json:
+    """A request's settings, under llama.cpp's names; without fields the server's defaults."""
+    values = service.options.for_requests | {n: v for n, v in fields.items() if v is not None}
+    limits = [fields[name] for name in LIMITS if fields.get(name) is not None]
+    limit = limits[0] if limits else service.options.max_tokens or -1
+    biases = [{"token": int(t), "bias": b} for t, b in (values.get("logit_bias") or {}).items()]
+    if values.get("ignore_eos"):  # null is −inf
+        biases += [{"token": token, "bias": None} for token in service.end_ids]
+    stop, stream = values.get("stop") or [], bool(values.get("stream"))
+    return {
+        "n_predict": limit, "max_tokens": limit, "seed": values.get("seed"),
+        **{new: values.get(new, values.get(old, 1.0)) for old, new in _SETTINGS.items()},
+        "stop": [stop] if isinstance(stop, str) else stop,
+        "n_probs": values.get("n_probs") or 0, "stream": stream, "n_keep": 0,
+        "ignore_eos": bool(values.get("ignore_eos")), "logit_bias": biases,
+        "adaptive_target": -1.0, "adaptive_decay": 0.9, "mirostat": 0,
+        "samplers": list(SAMPLERS)[:6],
+        "speculative.n_max": values["num_speculative_tokens"],
+    }  # fmt: skip
 
 
 class LlamaChat(Chat):

@@ -76,7 +76,6 @@ def tokenizer_of(service: Service) -> Tokenizer:
 def ids_of_chat(service: Service, fields: Json) -> list[int]:
     """The prompt's ids of a request with messages, which `fields` are. Raises RequestError."""
     sent = dict[str, str]()
-    fields.pop("add_special_tokens", None)  # the template writes them
     with errors_name(sent):
         read_chat(service, fields, sent)
     return list(fields["prompt"])
