@@ -4,6 +4,7 @@ Texts are those of /generate, in the shapes that llama.cpp's and vLLM's clients 
 """
 
 import json
+import shutil
 
 import gguf
 import pytest
@@ -45,9 +46,10 @@ def chunks(server, path, **fields):
 
 
 @pytest.fixture(scope="module")
-def filling_folder(chat_folder):
+def filling_folder(chat_folder, tmp_path_factory):
     """A model whose tokenizer has the tokens of Qwen2.5-Coder, in place of its last words."""
-    folder = chat_folder("qwen3")
+    folder = tmp_path_factory.mktemp("filling") / "qwen3"
+    shutil.copytree(chat_folder("qwen3"), folder)
     path = folder / "tokenizer.json"
     whole = json.loads(path.read_text("utf-8"))
     vocabulary = whole["model"]["vocab"]
