@@ -95,6 +95,17 @@ def test_log_probabilities_and_openais_routes_have_their_own_shapes(ask):
     assert ask.get("/v1/models").json["data"][0]["id"] == "target"
 
 
+def test_llama_cpp_s_routes_and_gaps_need_our_own_tokenizer_alone_where_ids_do(ask):
+    _, body = ask("/completion", {"prompt": COLOURS, "n_predict": 12})
+    assert (body["content"], body["stop_type"], body["prompt"]) == (TEXT, "limit", COLOURS)
+    for path, field in ("/v1/completions", "suffix"), ("/infill", "input_suffix"):
+        asked = {"prompt": "a", "suffix": "b"} if field == "suffix" else {"input_suffix": "b"}
+        error = ask(path, asked)[1]["error"]
+        assert error["param"] == field and "fills in no gaps" in error["message"]
+    for path, asked in ("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [1]}):
+        assert "another engine tokenises" in ask(path, asked)[1]["error"]["message"]
+
+
 def test_defaults_limits_and_the_key_of_ours_are_sent(replay, ask):
     ask("/generate", {"prompt": COLOURS, "max_tokens": 9999})
     _, sent, _ = replay.seen[-1]

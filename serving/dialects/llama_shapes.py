@@ -107,7 +107,7 @@ class LlamaCompletion(Shape):
             "tokens": body["token_ids"] if self._asked["return_tokens"] else [],
             "id_slot": -1, "stop": True, "model": self._name,
             "tokens_predicted": predicted, "tokens_evaluated": evaluated,
-            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "tokens_cached": (usage["prompt_tokens_details"] or {}).get("cached_tokens"),
             "generation_settings": self._settings() | {"seed": body["seed"]},
             "prompt": self._prompt(), "has_new_line": "\n" in content, "truncated": is_full,
             "stop_type": kind, "stopping_word": word,
