@@ -85,8 +85,8 @@ def _first_difference(
     """Where two outputs part, and whether rounding can have done that.
 
     Totals of sampled text are log p and noise, so `near_tie` has been divided by the temperature.
-    With top-k, top-p or min-p, rounding may also have moved the border of what is cut off: then
-    nobody can tell (verdict: null).
+    With typical_p, top-k, top-p or min-p, rounding may also have moved the border of what is cut
+    off: then nobody can tell (verdict: null).
     """
     both = list(zip_longest(speculative.output, plain.output))
     position = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), None)
@@ -94,7 +94,8 @@ def _first_difference(
         return None
     ours, theirs = both[position]
     sampling = speculative.request.sampling
-    may_have_cut = not sampling.is_greedy and sampling.transforms[1:] != Sampling().transforms[1:]
+    cuts, off = ((*s.transforms[1:], s.typical_p) for s in (sampling, Sampling()))
+    may_have_cut = not sampling.is_greedy and cuts != off
     # Where one of them ends, the other one went on: no tie explains that.
     tops = [top for event in events for top in event["target_top"]]
     top = tops[position] if position < len(tops) else []
