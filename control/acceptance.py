@@ -1,5 +1,7 @@
 """What is known of a drafter's tokens: how often they are accepted, by position and by confidence.
 
+And what is known of texts: how long they become.
+
     αᵢ          the chance that the i-th token is accepted once those before it are
     reach(i)    α₁ · … · αᵢ: that the first i are all drafted and accepted
     taken(i)    that a draft comes to its i-th token at all: a drafter may stop before
@@ -20,7 +22,46 @@ from messages import Doubts
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 _DECAY, _OLDEST = 0.85, 4  # a factor of what was seen, with each cycle; at most of so many at once
 _TYPICAL_DECAY, _WEIGHT = 0.99, 4.0  # of a typical record, with each cycle; a prior's cases
+_GOES_ON, _SURE, _LONGEST = (
+    0.97,
+    0.9,
+    64,
+)  # a stretch of text goes on to the next; stretches that are told apart
+_LENGTH_DECAY = 0.97  # of what lengths say, with each text
+_FEW_TRIES = 4  # drafts: before so many it is not known what drafts bring
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
+
+
+class Lengths:
+    """How long texts become: the chance that one goes on for another stretch, by its length so far.
+
+    It is learned from texts that ended, recent ones above all. A drafter that must read a prompt
+    first should know how much of the text is left, or it reads in vain.
+    """
+
+    STRETCH = 16  # tokens
+
+    def __init__(self) -> None:
+        self._went_on = Shares()  # by stretch: of the texts that came so far, those that passed it
+
+    def observe(self, num_tokens: int, is_whole: bool) -> None:
+        """A text of so many tokens; without `is_whole` it was cut, so it might have gone on."""
+        passed = min(num_tokens // self.STRETCH, _LONGEST)
+        self._went_on.add(range(passed), passed + is_whole, _LENGTH_DECAY)
+
+    def left(self, num_tokens: int, limit: int) -> float:
+        """How many more tokens a text of so many gets in nine cases of ten; at most `limit`.
+
+        The mean would have it read where a third of the texts, all short ones, lose by it.
+        """
+        chance, at = 1.0, num_tokens // self.STRETCH
+        for begin in range(0, limit, self.STRETCH):
+            goes_on = self._went_on.share(min(at, _LONGEST - 1), _GOES_ON, does_fade=True)
+            if chance * goes_on < _SURE:
+                part = (1 - _SURE / chance) / (1 - goes_on)
+                return min(limit, begin + self.STRETCH * part)
+            chance, at = chance * goes_on, at + 1
+        return limit
 
 
 class Calibration:
@@ -99,6 +140,12 @@ class Acceptance:
     _taken: list[float] = field(default_factory=list, repr=False)
     # Records of proposals by their evidence (see DrafterPool.guess).
     _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether next to nothing is known of this drafter, of no request."""
+        typical = self.typical
+        return typical is not None and typical.cycles < _FEW_TRIES and typical.typical is None
 
     def with_evidence(self, evidence: int) -> "Acceptance":
         """The record of proposals that rest on so much; it begins with what is typical of them.

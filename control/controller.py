@@ -18,7 +18,7 @@ other, so requests that may choose have the same one.
 
 *What if a drafter is thought not to pay?* It is tried all the same now and then, in a probe of one
 token: texts become easy, and what was measured while the machine was busy was wrong. All probes
-together may cost a hundredth of the time. That is counted across requests, as one of them may be
+together may cost half a percent of the time. That is counted across requests, as one of them may be
 too short to pay for any. A drafter that costs nothing (n-gram) need not draft to be known: what it
 would have drafted is held against what came.
 
@@ -31,6 +31,7 @@ by rejection: then the same seed gives another text of the same distribution.
 
 from collections import Counter, deque
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf, prod
@@ -39,14 +40,15 @@ from typing import Any, NamedTuple
 from drafters.pool import TREE, Guess
 from messages import Model
 
-from .acceptance import Acceptance, Calibration, TreeAcceptance
+from .acceptance import Acceptance, Calibration, Lengths, TreeAcceptance
 from .costs import Costs
 from .rest import Recent, Rest
 
-PROBE_BUDGET = 0.01  # of the time: what probes may cost
+PROBE_BUDGET = 0.005  # of the time: what probes may cost
 _WORTHWHILE = 0.03  # tokens: a draft must promise to gain so much
 _CERTAIN = 0.9  # of a token: what a row of the pass costs at most, where rows are all that is paid
 _PACE_DECAY = 0.95  # a factor of the pace of a text, with each cycle
+_WARMER = 0.5  # temperatures that differ by so much are told apart
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
 
 
@@ -154,7 +156,7 @@ class Candidate:
 
     able: dict[str, Acceptance]  # the records of the drafters that may propose now
     limit: int = 0  # drafted tokens, at most, now
-    remaining: int = 0  # tokens until it ends
+    remaining: float = 0.0  # tokens until it ends, as is to be expected
     throughput: Throughput = field(default_factory=Throughput)
     records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
     most: int = 0  # drafted tokens at most, by what was accepted
@@ -195,10 +197,13 @@ class Choice:
     def _drafts(self, name: str) -> dict[int, list[Option]]:
         """The best drafts of up to 1, 2, … tokens, by request; steps of a model apart."""
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
+        untried = [i for i, each in enumerate(self.candidates) if _is_untried(each.able.get(name))]
         for i, candidate in enumerate(self.candidates):
+            if runs and i in untried[1:]:  # one text is enough to see what it brings
+                continue
             if record := candidate.able.get(name):
                 limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
-                served = min(_SERVED, max(1, candidate.remaining // 2))
+                served = min(_SERVED, max(1.0, candidate.remaining / 2))
                 once_ms = record.unread * price.read_ms / served if runs else 0.0
                 token_ms = record.coverage * self.prices.row_ms + (0.0 if runs else price.step_ms)
                 drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
@@ -257,6 +262,10 @@ class Choice:
         return Decision(*fields)
 
 
+def _is_untried(record: Acceptance | None) -> bool:
+    return record is not None and record.is_untried and record.unread > 0
+
+
 class Controller:
     """Chooses for each batch and cycle; learns from what the engine measures and what came."""
 
@@ -265,8 +274,9 @@ class Controller:
     ) -> None:
         """The arguments of Costs, and the names of drafters that are copies of the target."""
         self.costs, self._copies = Costs(num_target_weights, *others), copies
-        # Of all requests so far, by drafter and rule.
-        self._typical: dict[tuple[str, str], Acceptance] = {}
+        self.lengths = Lengths()
+        # Of all requests so far, by drafter, rule and class of temperatures.
+        self._typical: dict[tuple[str, str, int], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._rests: dict[tuple[int, frozenset], Rest] = {}  # by class of batches and drafters
         self._plain: dict[int, deque[float]] = {}  # what plain cycles of a class take
@@ -279,11 +289,19 @@ class Controller:
         copies = [name for name, drafter in drafters.items() if drafter.is_copy]
         return cls(target.num_weights, sizes, at_once, copies=copies)
 
-    def record(self, name: str, rule: str) -> Acceptance:
-        """A fresh record for a new request, whose drafts are judged by `rule`."""
-        kind = TreeAcceptance if name == TREE else Acceptance
-        fresh = kind(calibration=Calibration(name in self._copies))
-        return kind(self._typical.setdefault((name, rule), fresh))
+    def record(self, name: str, rule: str, temperature: float = 0.0) -> Acceptance:
+        """A fresh record for a new request, whose drafts are judged by `rule`.
+
+        It begins with what requests of about this temperature brought; at first there are none,
+        and the nearest ones say what to expect.
+        """
+        kind, heat = TreeAcceptance if name == TREE else Acceptance, int(temperature / _WARMER)
+        if (name, rule, heat) not in self._typical:
+            known = [(abs(h - heat), h) for n, r, h in self._typical if (n, r) == (name, rule)]
+            like = self._typical[name, rule, min(known)[1]] if known else None
+            calibration = deepcopy(like.calibration) if like else Calibration(name in self._copies)
+            self._typical[name, rule, heat] = kind(like, calibration=calibration)
+        return kind(self._typical[name, rule, heat])
 
     def rest(self, batch: int, names: frozenset[str | None]) -> Rest:
         """The rest of batches of about this size, whose requests ask for the drafters `names`."""

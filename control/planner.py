@@ -10,6 +10,7 @@ was chosen serves several cycles where choosing takes long, and in a rest nothin
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from drafters.pool import TREE, DrafterPool, Task
 from drafters.tree import longest
@@ -105,13 +106,15 @@ class Planner(FixedK):
 
     def open(self, s: TextSequence) -> None:
         """Give each drafter of a new sequence a record, and a tree of them."""
-        text, rule = s.drafting, s.request.sampling.rule
+        text, sampling = s.drafting, s.request.sampling
         names = [*text.states, TREE] if len(self._pool.members(text, TREE)) > 1 else text.states
-        records = {name: self.controller.record(name, rule) for name in names}
+        record = partial(self.controller.record, rule=sampling.rule)
+        records = {name: record(name, temperature=sampling.temperature) for name in names}
         self.candidates[s] = Candidate({}, records=records, most=_FIRST)
         self.controller.join()
 
     def close(self, s: TextSequence) -> None:
+        self.controller.lengths.observe(len(s.output), s.finish_reason == "stop")
         self.candidates.pop(s, None)
         self._chosen.pop(s, None)
 
@@ -180,7 +183,8 @@ class Planner(FixedK):
                 self._chosen[s] = fixed(s)
                 continue
             self._chosen[s] = nothing(s)
-            candidate.limit, candidate.remaining = min(limit_of(s), candidate.most), s.remaining
+            candidate.limit = min(limit_of(s), candidate.most)
+            candidate.remaining = self.controller.lengths.left(len(s.output), s.remaining)
             if candidate.limit:
                 candidate.able = self._able(s, candidate)
                 asking += [s] if candidate.able else []

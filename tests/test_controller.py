@@ -17,7 +17,7 @@ import speculative_decoding as core
 from conftest import WAYS, ScriptedDrafter, before, run, run_beside_fresh, together
 
 from control import Statistics
-from control.acceptance import Acceptance
+from control.acceptance import Acceptance, Lengths
 from control.controller import PROBE_BUDGET, Candidate, Controller
 from control.costs import Costs
 from control.rest import Rest
@@ -275,7 +275,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
         asked.append(decision.num_tokens)
         record.observe(decision.num_tokens, 0)
     assert max(asked) == 1
-    # A probe costs so much of a pass, less what it may win; together a hundredth of the time.
+    # A probe costs so much of a pass, less what it may win; together half a percent of the time.
     spent = sum(asked) * (decision.break_even - decision.alpha)
     assert 0.5 < spent / (PROBE_BUDGET * 1000) <= 1.01
     for _ in range(200):  # now the text has become easy
@@ -740,3 +740,67 @@ def test_a_clock_that_stands_still_divides_nothing_by_nothing():
         costs.observe_draft("mtp", [2], 0, 0.0)
         costs.observe_pass(1, 3, 0.0)
     assert costs.prices(1, 1).drafts["mtp"] == (0, 0, 0)
+
+
+# --------------------------------------------------- what must read a prompt before it drafts
+def test_of_texts_that_end_soon_little_is_left_and_of_those_that_passed_it_much():
+    """A text that max_tokens cut might have gone on."""
+    short, cut = Lengths(), Lengths()
+    for i in range(40):
+        short.observe(10 if i % 4 else 100, is_whole=True)
+        cut.observe(10, is_whole=False)
+    assert short.left(0, 1000) < 4 and short.left(2, 1000) < 4
+    assert short.left(20, 1000) > 40 and short.left(20, 30) == 30
+    assert cut.left(0, 1000) == Lengths().left(0, 1000) > 40
+
+
+def test_a_text_that_may_end_soon_is_not_read_and_one_that_goes_on_is():
+    """It pays for 100 ms where 60 tokens are left, and not where 6 are."""
+    record = settled(0.8)
+    for left, expected in ((60.0, 1), (6.0, 0)):
+        controller = measured(c=0.1)
+        controller.costs.reads["model"], record.unread = [1.0] * 8, 100
+        controller.costs._prices.clear()  # made without it
+        asked = [Candidate({"model": record}, K, left)]
+        assert bool(settle(controller, asked, 1)[0].num_tokens) is bool(expected)
+
+
+def test_lengths_are_learned_from_texts_that_ended_by_themselves(demo_engine, prompts):
+    engine = engine_of(demo_engine, {"ngram": 0})
+    text = run(engine, prompts["repetitive_sentence"], max_tokens=12, drafter="auto")[0].text.text
+    for _ in range(20):
+        run(
+            engine, prompts["repetitive_sentence"], max_tokens=64, drafter="auto", stop=(text[-3:],)
+        )
+    assert engine.controller.lengths.left(0, 1000) < 4
+
+
+def test_of_a_drafter_that_was_never_tried_one_text_reads_its_prompt():
+    """Eight that come at once do not all pay for it; once it is known, all may."""
+    controller = measured(c=0.05, batch=8)
+
+    def drafting(number_known):
+        asks = [
+            Candidate({"model": controller.record("model", "greedy")}, K, 1000.0) for _ in range(8)
+        ]
+        for ask in asks:
+            ask.able["model"].unread = 20
+        for _ in range(number_known):
+            asks[0].able["model"].observe(4, 4, 4)
+        return sum(decision.num_tokens > 0 for decision in controller.decide(asks, 8))
+
+    assert drafting(0) == 1 and drafting(4) == 8
+
+
+def test_a_temperature_has_records_of_its_own_and_begins_with_the_nearest(controller):
+    cold = controller.record("model", "coupled", 0.1)
+    for _ in range(200):
+        cold.observe(4, 4, 4)
+    warm = controller.record("model", "coupled", 0.8)
+    assert warm.reach(1)[0] > 0.95
+    for _ in range(200):
+        warm.observe(4, 0, 4)
+    again = (controller.record("model", "coupled", t).reach(1)[0] for t in (0.2, 0.9, 5.0))
+    first, second, third = again
+    assert first > 0.95 and second < 0.1 and third < 0.1
+    assert controller.record("model", "greedy").alphas(2) == Acceptance().alphas(2)
