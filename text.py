@@ -49,6 +49,7 @@ class TextStream:
         self._longest = max(map(len, self._stop), default=1)
         self._tail = ""  # the text's last `_longest` characters: a stop string may begin in there
         self._released = 0
+        self.stopped_by: str | None = None  # the stop string that ended the text
 
     @property
     def text(self) -> str:
@@ -106,6 +107,8 @@ class TextStream:
         self._begins.append(self._length)
         self._length += cut - searched
         self._tail = tail[:cut][-self._longest :]
+        if matches:
+            self.stopped_by = tail[begin : begin + length]
         return bool(matches)
 
     def finish(self) -> bool:

@@ -111,7 +111,8 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[st
     room = engine.max_length
     if isinstance(fields["prompt"][0], int):  # a text's tokens only the engine can count
         room -= len(fields["prompt"])
-    is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
+    is_chat = body.get("chat") is True
+    is_open = options.max_tokens is None and is_chat and request.path != "/generate"
     if is_open and all(body.get(name) is None for name in LIMITS):
         fields["max_tokens"] = None
     elif (fields["max_tokens"] or 0) > room:
@@ -123,7 +124,7 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[st
     if body.get("seed", options.seed) is None:
         fields["seed"] = None  # the engine draws its noise: a seed for each request is slow
     is_streamed, _ = fields.pop("stream"), fields.pop("compare")
-    limit, is_chat = fields["max_tokens"] or room, body.get("chat") is True
+    limit = fields["max_tokens"] or room
     return Wanted(**fields, is_chat=is_chat, is_streamed=is_streamed, limit=limit), notes
 
 

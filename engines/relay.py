@@ -90,8 +90,8 @@ class Told:
 
     @property
     def text(self) -> Any:
-        """An object with the attribute `text`, like a TextStream."""
-        return SimpleNamespace(text="".join(self.pieces))
+        """An object with attributes of a TextStream. Which stop string it was is not told."""
+        return SimpleNamespace(text="".join(self.pieces), stopped_by=None)
 
     @property
     def tokenizer(self) -> Any:

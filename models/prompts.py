@@ -37,6 +37,7 @@ _TEMPLATES_OWN = {  # names that the renderer itself gives, or takes for its own
     "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask", "limit_s",
 }  # fmt: skip
+_REASONING = "reasoning_content"
 
 
 class Turns:
@@ -253,8 +254,8 @@ def call_form(tokenizer: Tokenizer) -> Form:
 
 def _num_characters(turn: Json) -> int:
     calls = [call["function"] for call in turn.get("tool_calls", ())]
-    texts = [turn["role"], turn["content"], *(text for call in calls for text in call.values())]
-    return sum(map(len, texts))
+    said = turn["role"], turn["content"], turn.get(_REASONING, "")
+    return sum(map(len, [*said, *(text for call in calls for text in call.values())]))
 
 
 def _wrong(what: str) -> RequestError:
@@ -314,6 +315,8 @@ def _turn(message: Any, i: int) -> Json:
     if message.get("function_call"):
         raise _wrong(f"{where} has a function_call, which is not supported: tool_calls are")
     turn = {"role": message["role"], "content": ""} | _about_tools(message, where)
+    if turn["role"] == "assistant" and isinstance(thought := message.get(_REASONING), str):
+        turn[_REASONING] = thought  # some templates write that of an answer under way
     content = message.get("content")
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
-from messages import Engine, Json, Request, RequestError, engine_failure
+from grammars import OPEN
+from messages import Engine, Json, Request, RequestError, TextSequence, engine_failure
 from models.catalogue import entry_of
 
 from . import trace
 from .comparison import comparison
+from .formats import reasoning_of
 from .options import Options
 from .parsing import model_id
 from .worker import Job, Worker, cancel, read
@@ -55,12 +57,15 @@ def _answer(job: Job, notes: list[str]) -> Json:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sequence.drafting.num_cached},
     }
+    details = _reasoning_tokens(sequence)
     if request.prediction:
         text = sequence.drafting
-        usage["completion_tokens_details"] = {
+        details |= {
             "accepted_prediction_tokens": text.accepted["prediction"],
             "rejected_prediction_tokens": text.rejected["prediction"],
         }
+    if details:
+        usage["completion_tokens_details"] = details
     counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
     notes = notes + sequence.warnings
     if sequence.matcher and not sequence.matcher.may_end:
@@ -75,6 +80,18 @@ def _answer(job: Job, notes: list[str]) -> Json:
     if request.trace:
         body["trace"] = list(map(public, job.events))
     return body
+
+
+def _reasoning_tokens(sequence: TextSequence) -> Json:
+    """How many tokens of a chat's answer are reasoning, with its tags, where there may be any."""
+    prompt, tokenizer, output = sequence.request.prompt, sequence.tokenizer, sequence.output
+    reasoning = reasoning_of(tokenizer, prompt)
+    begin, end = map(tokenizer.added_tokens_encoder.get, ("<think>", "</think>"))
+    if not reasoning or end is None:
+        return {}
+    has_begun = reasoning == OPEN or output[:1] == [begin]
+    count = output.index(end) + 1 if end in output else len(output)
+    return {"reasoning_tokens": count if has_begun else 0}
 
 
 def of_choices(bodies: list[Json]) -> Json:
@@ -108,6 +125,7 @@ def body_of(
         "text": sequence.text.text,
         "token_ids": token_ids,
         "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.text.stopped_by,
         "seed": request.seed,
         "warnings": notes,
         "usage": usage,

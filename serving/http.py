@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from flask import Flask, Response, current_app, g, request
 from werkzeug import Request
+from werkzeug.datastructures import EnvironHeaders
 from werkzeug.exceptions import HTTPException
 
 from messages import Json, RequestError, engine_failure, in_short
@@ -83,7 +84,7 @@ class Guard:
         if self._key is None:
             self._check_host(asked.headers.get("Host", ""))
         elif not _is_open(asked.path) and asked.method != "OPTIONS":
-            self._check_key(asked.headers.get("Authorization", ""))
+            self._check_key(asked.headers)
 
     def _check_host(self, host: str) -> None:
         """Without a key a page elsewhere must not call under a name that it made point to us.
@@ -101,14 +102,14 @@ class Guard:
             code="unknown_host",
         )
 
-    def _check_key(self, authorization: str) -> None:
+    def _check_key(self, headers: EnvironHeaders) -> None:
+        """Either header may have the key: Anthropic's clients send X-Api-Key."""
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        given = key if scheme.lower() == "bearer" else "", headers.get("X-Api-Key", "")
         # WSGI hands bytes over as Latin-1, whatever they are.
-        scheme, _, key = authorization.partition(" ")
-        is_key = hmac.compare_digest(key.encode("latin-1"), self._key.encode())
-        if not (is_key and scheme.lower() == "bearer"):
-            raise RequestError(
-                "give the API key as Authorization: Bearer KEY", status=401, code="invalid_api_key"
-            )
+        if not any([hmac.compare_digest(k.encode("latin-1"), self._key.encode()) for k in given]):
+            how = "Authorization: Bearer KEY, or as X-Api-Key: KEY"
+            raise RequestError(f"give the API key as {how}", status=401, code="invalid_api_key")
 
 
 def _is_open(path: str) -> bool:

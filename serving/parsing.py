@@ -215,6 +215,12 @@ def _truncated(ids: Any, known: Json, room: int) -> Any:
     return type(ids)(ids[:count] if known.get("truncation_side") == "right" else ids[-count:])
 
 
+def check_model(wanted: Any, model: str) -> None:
+    """Raises RequestError, a 404, if another model is wanted."""
+    if wanted not in (model, model_id(model), PurePath(model).name):
+        raise unknown_model(wanted, model)
+
+
 def _read_prompt(
     known: Json, fields: Json, tokenizer: Tokenizer | None, max_length: int, vocab_size: int
 ) -> Any:
@@ -317,8 +323,7 @@ def parse_fields(
     """
     known = check_fields(body)
     check_supported(body)
-    if known.get("model", model) not in (model, model_id(model), PurePath(model).name):
-        raise unknown_model(known["model"], model)
+    check_model(known.get("model", model), model)
     if "stream_options" in known:
         if not known.get("stream"):
             raise RequestError("stream_options goes with stream: true", param="stream_options")

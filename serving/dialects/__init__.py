@@ -2,6 +2,8 @@
 
     completions.py   OpenAI's /v1/completions
     chat.py          OpenAI's /v1/chat/completions, with tools and reasoning
+    responses.py     OpenAI's /v1/responses
+    anthropic.py     Anthropic's /v1/messages
     llama_cpp.py     llama.cpp's own routes, which have no /v1; llama_shapes.py: its answers
     mistral.py       Mistral's /v1/fim/completions
     tokens.py        /tokenize and its family, as vLLM and llama.cpp have them
@@ -19,9 +21,9 @@ from messages import Json, RequestError
 from serving.parsing import model_id, unknown_model
 from serving.service import Service
 
-from . import chat, completions, llama_cpp, mistral, tokens
+from . import anthropic, chat, completions, llama_cpp, mistral, tokens
 
-_DIALECTS = completions, chat, llama_cpp, mistral, tokens
+_DIALECTS = completions, chat, anthropic, llama_cpp, mistral, tokens
 
 
 def register_routes(app: Flask, service: Service) -> None:

@@ -4,6 +4,7 @@ Other dialects that have conversations translate theirs into this one's fields (
 write the parts of the answer in their own shapes (`InParts`).
 """
 
+import re
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -45,14 +46,15 @@ def respond(service: Service, fields: Json, shape: "Callable[..., Chat]") -> Res
 
 @contextmanager
 def errors_name(sent: dict[str, str]) -> Iterator[None]:
-    """Where an error is about a field in `sent`, let it name the field that the client sent."""
+    """Where an error is about a path in `sent`, let it name the one that the client sent."""
     try:
         yield
     except RequestError as error:
-        name = sent.get(error.param, error.param)
-        if error.message.startswith(f"{error.param} "):
-            error.message = error.message.replace(error.param, name, 1)
-        error.param = name
+        for path in sorted(sent, key=len, reverse=True):  # messages[1].role before messages
+            if re.match(rf"{re.escape(path)}(?!\w)", error.message):
+                error.message = sent[path] + error.message.removeprefix(path)
+                break
+        error.param = sent.get(error.param, error.param)
         raise
 
 
@@ -159,10 +161,12 @@ class Chat(InParts, OpenAIShape):
 
 
 def _choice(index: int, reason: str | None = None, logprobs: Logprobs = None, **said: Json) -> Json:
-    return {"index": index} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
+    ended = {"logprobs": log_probabilities(logprobs), "finish_reason": reason}
+    return {"index": index} | said | ended
 
 
-def _content(logprobs: Logprobs) -> Json | None:
+def log_probabilities(logprobs: Logprobs) -> Json | None:
+    """Those of tokens, as a choice of a chat has them."""
     if logprobs is None:
         return None
 

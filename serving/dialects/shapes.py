@@ -21,6 +21,11 @@ def figures(body: Json) -> Json:
     return {name: body[name] for name in _FIGURES if name in body}
 
 
+def event(kind: str, **data: Any) -> str:
+    """A server-sent event with a name, which is the `type` of its data, too."""
+    return f"event: {kind}\n{sse({'type': kind} | data)}"
+
+
 def bodies(body: Json) -> list[Json]:
     """The answers of /generate to each choice."""
     return body.get("choices", [body])
