@@ -21,9 +21,9 @@ from messages import Json, RequestError
 from serving.parsing import model_id, unknown_model
 from serving.service import Service
 
-from . import anthropic, chat, completions, llama_cpp, mistral, tokens
+from . import anthropic, chat, completions, llama_cpp, mistral, responses, tokens
 
-_DIALECTS = completions, chat, anthropic, llama_cpp, mistral, tokens
+_DIALECTS = completions, chat, responses, anthropic, llama_cpp, mistral, tokens
 
 
 def register_routes(app: Flask, service: Service) -> None:

@@ -5,16 +5,14 @@
     tools, tool_choice          tools, tool_choice, parallel_tool_calls
     stop_sequences              stop
     output_config.format        response_format
-    max_tokens, temperature,    the same; so are all fields of /generate
-    top_k, top_p, stream, model
+    max_tokens, top_k, stream…  the same; so are all fields of /generate
     thinking, metadata, …       nothing: see _HARMLESS
 
-A block of an answer is a text, thinking (the model's reasoning; nobody has signed it) or tool_use.
+A block of an answer is a text, thinking (the model's reasoning, which nobody has signed) or a call.
 `metrics`, with `timings` in it, `seed` and `warnings` stand beside what Anthropic's answers have.
 Not covered: images, documents, and tools that Anthropic's servers run.
 """
 
-import json
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,25 +21,22 @@ from flask import Flask, Response, g
 
 from messages import Json, RequestError
 from models.calls import AnswerReader, Call, Part, Thought
-from serving.answers import sse
+from models.prompts import Conversation
 from serving.parsing import check_model, model_id
 from serving.service import Service, read_body
 
+from . import translation as to_chat
 from .chat import errors_name, read_chat
 from .shapes import InParts, Logprobs, event, figures
-from .translation import objects, take, text_at, text_of, unsupported, wrong
+from .translation import objects, text_at, text_of, wrong
 
 _PATH = "/v1/messages"
-_HARMLESS = (
-    "metadata", "service_tier", "cache_control", "inference_geo", "thinking", "context_management",
-    "diagnostics", "user_profile_id", "speed",
-)  # fmt: skip
+_HARMLESS = "metadata", "service_tier", "cache_control", "inference_geo", "thinking"
 _REFUSED = {
     "mcp_servers": "this server calls no others",
     "container": "this server runs no code",
     "logprobs": "/v1/chat/completions has them",
 }
-_SIGNATURE = {"type": "signature_delta", "signature": ""}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -71,13 +66,13 @@ def register_routes(app: Flask, service: Service) -> None:
     def count_tokens() -> Json:
         """Count the tokens of a conversation and its tools, as the model would read them."""
         fields, sent = read_body(), dict[str, str]()
+        check_model(fields.get("model") or name, service.name)
         with errors_name(sent):
-            check_model(fields.get("model") or service.name, service.name)
             _translate(fields, sent)
             read_chat(service, fields, sent)
-            if not _is_counted(fields["prompt"]):
-                raise RequestError("tokens are not counted here: the engine reads the texts")
-            return {"input_tokens": len(fields["prompt"])}
+        if not isinstance(fields["prompt"], Conversation):
+            raise RequestError("tokens are not counted with --engine, which reads texts itself")
+        return {"input_tokens": len(fields["prompt"])}
 
 
 def error_body(error: RequestError, request_id: str) -> Json:
@@ -87,30 +82,23 @@ def error_body(error: RequestError, request_id: str) -> Json:
     return {"type": "error", "error": said, "request_id": request_id}
 
 
-def _is_counted(prompt: Any) -> bool:
-    """Whether a prompt's tokens are known: another engine reads texts itself."""
-    return isinstance(prompt[0], int)
-
-
 # ------------------------------------------------------------------------- what clients send
 
 
 def _translate(fields: Json, sent: dict[str, str]) -> None:
     """Turn the fields, in place, into those of a chat. `sent` gets the clients' names of them."""
-    take(fields, _HARMLESS, _REFUSED, _PATH)
+    to_chat.take(fields, _HARMLESS, _REFUSED)
     fields["messages"] = _read_messages(fields.pop("system", None), fields.get("messages"), sent)
-    if (tools := fields.pop("tools", None)) is not None:
-        fields["tools"] = _read_tools(tools, sent)
-    _read_choice(fields)
-    if (stop := fields.pop("stop_sequences", None)) is not None:
-        fields["stop"], sent["stop"] = stop, "stop_sequences"
-    config = fields.pop("output_config", None)
-    if not isinstance(config, dict | None):
-        raise wrong("output_config", "must be an object")
-    if (form := (config or {}).get("format")) is not None:
-        fields["response_format"] = form
-        sent["response_format"] = "output_config.format"
-        sent["response_format.json_schema.schema"] = "output_config.format.schema"
+    to_chat.read_tools(fields, sent, ("custom", None), "input_schema")
+    if (choice := fields.pop("tool_choice", None)) is not None:
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind != "tool" and kind not in _CHOICES:
+            raise wrong("tool_choice.type", "must be auto, any, tool or none")
+        to_chat.read_choice(fields, choice if kind == "tool" else _CHOICES[kind])
+        if choice.get("disable_parallel_tool_use"):
+            fields["parallel_tool_calls"] = False
+    to_chat.rename(fields, sent, "stop_sequences", "stop")
+    to_chat.read_format(fields, sent, "output_config")
 
 
 def _read_messages(system: Any, messages: Any, sent: dict[str, str]) -> list[Json]:
@@ -120,8 +108,6 @@ def _read_messages(system: Any, messages: Any, sent: dict[str, str]) -> list[Jso
         system = [block for block in system if not _is_billing(block)]
     if system:
         turns.append({"role": "system", "content": text_of(system, "system")})
-    if not messages:
-        raise wrong("messages", "must be a non-empty list")
     for path, message in objects(messages, "messages"):
         if message.get("role") not in ("user", "assistant", "system"):
             raise wrong(f"{path}.role", "must be user or assistant")
@@ -132,25 +118,21 @@ def _read_messages(system: Any, messages: Any, sent: dict[str, str]) -> list[Jso
 
 
 def _is_billing(block: Any) -> bool:
-    """Whether an agent's block is for Anthropic's books: it would part prompts that begin alike."""
+    """Whether a block is for Anthropic's books: agents' prompts would not begin alike with it."""
     text = block.get("text") if isinstance(block, dict) else None
     return isinstance(text, str) and text.startswith("x-anthropic-billing-header:")
 
 
 def _read_message(message: Json, path: str) -> list[tuple[str, Json]]:
-    """The messages of a chat that say what one of Anthropic's says, each behind its path.
-
-    A user's message has results of tools among its blocks; each is a message of its own.
-    """
+    """The messages of a chat that say the same, each behind its path: results are of their own."""
     role, content, turns = message["role"], message.get("content"), list[tuple[str, Json]]()
-    if isinstance(content, str):
-        return [(path, {"role": role, "content": content})]
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else content
     for where, block in objects(content, f"{path}.content"):
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             result = text_of(block.get("content") or "", f"{where}.content")
-            name = {"tool_call_id": text_at(block, where, "tool_use_id")}
-            turns.append((where, {"role": "tool", "content": result} | name))
+            called = text_at(block, where, "tool_use_id")
+            turns.append((where, {"role": "tool", "tool_call_id": called, "content": result}))
             continue
         if not turns or turns[-1][1]["role"] != role:
             turns.append((path, {"role": role, "content": []}))
@@ -162,49 +144,17 @@ def _read_message(message: Json, path: str) -> list[tuple[str, Json]]:
         elif kind == "thinking" and role == "assistant":
             turn["reasoning_content"] = text_at(block, where, "thinking")
         elif kind != "redacted_thinking":
-            raise unsupported(where, kind)
+            raise to_chat.unsupported(where, kind)
     for _, turn in turns:
         turn["content"] = turn["content"] or ""
     return turns
 
 
 def _read_call(block: Json, path: str) -> Json:
-    if not isinstance(given := block.get("input"), dict):
+    if not isinstance(block.get("input"), dict):
         raise wrong(f"{path}.input", "must be an object")
-    arguments = json.dumps(given, ensure_ascii=False)
-    function = {"name": text_at(block, path, "name"), "arguments": arguments}
-    return {"id": text_at(block, path, "id"), "type": "function", "function": function}
-
-
-def _read_tools(tools: Any, sent: dict[str, str]) -> list[Json]:
-    listed = list[Json]()
-    for path, tool in objects(tools, "tools"):
-        if (kind := tool.get("type")) not in (None, "custom"):
-            raise wrong(path, f"is of type {kind}: only tools of type custom are supported")
-        keys = {"name": "name", "description": "description", "parameters": "input_schema"}
-        function = {ours: tool[theirs] for ours, theirs in keys.items() if theirs in tool}
-        sent[f"{path}.function"] = path
-        sent[f"{path}.function.parameters"] = f"{path}.input_schema"
-        listed.append({"type": "function", "function": function})
-    return listed
-
-
-def _read_choice(fields: Json) -> None:
-    """Turn tool_choice into a chat's, and what it says of parallel calls into a field."""
-    if (choice := fields.pop("tool_choice", None)) is None:
-        return
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "tool":
-        name = text_at(choice, "tool_choice", "name")
-        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
-    elif kind in _CHOICES:
-        fields["tool_choice"] = _CHOICES[kind]
-    else:
-        raise wrong("tool_choice.type", "must be auto, any, tool or none")
-    if kind == "auto" and not fields.get("tools"):
-        del fields["tool_choice"]
-    if choice.get("disable_parallel_tool_use"):
-        fields["parallel_tool_calls"] = False
+    number, name = (text_at(block, path, key) for key in ("id", "name"))
+    return to_chat.call_of(number, name, block["input"])
 
 
 # --------------------------------------------------------------------------- what they read
@@ -217,16 +167,16 @@ class Messages(InParts):
 
     def __init__(self, model: str, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
         super().__init__(fields, new_reader=new_reader)
-        prompt, self._id = fields["prompt"], g.id
         self._head = {"id": f"msg_{g.id}", "type": "message", "role": "assistant", "model": model}
-        self._num_prompt = len(prompt) if _is_counted(prompt) else 0
-        self._kind, self._index = "", -1  # of the block that is being told
+        self._id, self._kind, self._index = g.id, "", -1  # kind and index of the block being told
 
     @property
     def opening(self) -> str:
         """A stream begins with the message without its content."""
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = self._head | nothing | {"usage": _usage(self._num_prompt, 0, 0)}
+        prompt = self._fields["prompt"]
+        count = len(prompt) if isinstance(prompt, Conversation) else 0
+        message = self._head | nothing | {"usage": _usage(count)}
         return event("message_start", message=message) + event("ping")
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
@@ -239,11 +189,8 @@ class Messages(InParts):
         return told + event("content_block_delta", index=self._index, delta=delta)
 
     def _stop(self) -> str:
-        """The events that end the block, if there is one."""
-        about, told = {"index": self._index}, ""
-        if self._kind == "thinking":  # clients wait for this one
-            told = event("content_block_delta", **about, delta=_SIGNATURE)
-        return told + event("content_block_stop", **about) if self._kind else ""
+        """The event that ends the block, if there is one."""
+        return event("content_block_stop", index=self._index) if self._kind else ""
 
     def whole(self, body: Json) -> Json:
         """The message. A call that was cut has no input."""
@@ -252,7 +199,7 @@ class Messages(InParts):
             block, delta = _said(part)
             kind = block["type"]
             if isinstance(part, Call):
-                content.append(block | {"input": _parsed(part.arguments)})
+                content.append(block | {"input": to_chat.arguments_of(part) or {}})
             elif content and content[-1]["type"] == kind:
                 content[-1][kind] += delta[kind]
             else:
@@ -262,57 +209,39 @@ class Messages(InParts):
     def last(self, body: Json) -> Iterator[str]:
         """The rest of the blocks, and why the message ended, with figures."""
         yield from (self.part(0, part) for part in self.readers[0].finish())
-        if not self._kind:
-            yield self.part(0, "")
-        yield self._stop()
+        yield ("" if self._kind else self.part(0, "")) + self._stop()
         yield event("message_delta", delta=self._ending(body), **_figures(body))
         yield event("message_stop")
 
     def failed(self, error: RequestError) -> str:
         """An error in a stream."""
-        return f"event: error\n{sse(error_body(error, self._id))}"
+        return event("error", **error_body(error, self._id))
 
     def _ending(self, body: Json) -> Json:
-        reason, stop = "end_turn", None
-        if body["finish_reason"] == "length":
-            reason = "max_tokens"
-        elif self.readers[0].num_calls:
-            reason = "tool_use"
-        elif stop := body.get("stop_reason"):
-            reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stop}
+        stop, has_called = body.get("stop_reason"), self.readers[0].num_calls
+        reason = "tool_use" if has_called else "stop_sequence" if stop else "end_turn"
+        reason = "max_tokens" if body["finish_reason"] == "length" else reason
+        return {"stop_reason": reason, "stop_sequence": None if has_called else stop}
 
 
 def _said(part: Part) -> tuple[Json, Json]:
     """The block that a part begins, and the delta that has it."""
-    if isinstance(part, str):
-        return {"type": "text", "text": ""}, {"type": "text_delta", "text": part}
-    if isinstance(part, Thought):
-        delta = {"type": "thinking_delta", "thinking": part.text}
-        return {"type": "thinking", "thinking": "", "signature": ""}, delta
-    block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
-    return block | {"input": {}}, {"type": "input_json_delta", "partial_json": part.arguments}
+    if isinstance(part, Call):
+        block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
+        return block | {"input": {}}, {"type": "input_json_delta", "partial_json": part.arguments}
+    kind, text = ("thinking", part.text) if isinstance(part, Thought) else ("text", part)
+    more = {"signature": ""} if kind == "thinking" else {}
+    return {"type": kind, kind: ""} | more, {"type": f"{kind}_delta", kind: text}
 
 
-def _parsed(arguments: str) -> Json:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _usage(prompt: int, cached: int, output: int) -> Json:
+def _usage(prompt: int, cached: int = 0, written: int = 0, *_: int) -> Json:
     """Tokens in Anthropic's words. Theirs of the prompt are those that no cache had."""
     cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
-    return {"input_tokens": prompt - cached} | cache | {"output_tokens": output}
+    return {"input_tokens": prompt - cached} | cache | {"output_tokens": written}
 
 
 def _figures(body: Json) -> Json:
-    """What /generate tells of an answer; clients of this protocol take `timings` for an error."""
-    told = figures(body)
-    usage, timings = told.pop("usage") or {}, told.pop("timings", None)
-    if "metrics" in told:
-        told["metrics"] = told["metrics"] | {"timings": timings}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    prompt, output = (usage.get(f"{name}_tokens") or 0 for name in ("prompt", "completion"))
-    return {"usage": _usage(prompt, cached, output)} | told
+    """What /generate tells of an answer, with `timings` where clients do not look for them."""
+    told = figures(body) | {"usage": _usage(*to_chat.counts(body))}
+    timings = told.pop("timings", None)
+    return told | {"metrics": body.get("metrics", {}) | {"timings": timings}}
