@@ -391,6 +391,10 @@ def test_behind_reasoning_a_format_begins_where_that_ends(thinking, name, way, m
         thought, tag, answer = said_in(engine, plain["trace"]).rpartition("</think>")
         assert thought + tag == begin.strip() and plain["choices"][0]["finish_reason"] == "stop"
         assert re.fullmatch(PATTERNS["schema"], answer.strip(" \n")), answer
+        ids = [token["id"] for event in plain["trace"] for token in event["tokens"]]
+        end = engine.target.tokenizer.added_tokens_encoder.get("</think>")
+        counted = plain["usage"].get("completion_tokens_details", {})  # of tags that are tokens
+        assert counted == ({} if end is None else {"reasoning_tokens": ids.index(end) + 1})
         crossed = 0
         for drafter, k in product({*engine.pool.choices} - {"prediction"}, (5, 6, 8)):
             more = {"drafter": drafter, "num_speculative_tokens": k}

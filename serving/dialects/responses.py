@@ -237,8 +237,8 @@ class Responses(InParts):
         status = "incomplete" if why else "completed"
         told = ("" if self._items or self._item else self.part(0, "")) + self._close(status)
         given, cached, written, reasoning = to_chat.counts(body)
-        usage = {"input_tokens": given, "input_tokens_details": {"cached_tokens": cached}}
-        usage |= {"output_tokens": written, "total_tokens": given + written}
+        usage = {"input_tokens": given, "output_tokens": written, "total_tokens": given + written}
+        usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
         usage["output_tokens_details"] = {"reasoning_tokens": reasoning}
         more = figures(body) | {"usage": usage, "incomplete_details": why}
         self._response = self._state(status, **more)

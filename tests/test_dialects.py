@@ -1,0 +1,501 @@
+"""Clients of Anthropic's and OpenAI's newer protocols get the answers of a chat, in their shapes.
+
+A request is translated into a chat's, so most tests compare with that. What a model says in the
+first tests is written here; then tiny models speak.
+"""
+
+import json
+from functools import partial
+
+import openai
+import pytest
+import speculative_decoding as core
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from server import JSON, request, serving
+from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service  # noqa: F401, I001 fixtures
+
+from messages import RequestError
+from serving.dialects import anthropic as their
+from serving.dialects import responses as newer
+
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+CHAT, KEY = "/v1/chat/completions", "secret key"
+HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+BODIES = {MESSAGES: HI, COUNT: HI, RESPONSES: {"input": "Hi"}, CHAT: HI}
+FLAT = WEATHER | {"type": "function"}
+TOOL = {"name": "weather", "input_schema": WEATHER["parameters"]}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ROME}}
+ROME_ALONE = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def events_of(data):
+    """The data of a stream's events, each of which has its type as a name, too."""
+    blocks = [block for block in data.decode().split("\n\n") if block and block != ": ping"]
+    events = []
+    for block in blocks:
+        name, said = block.split("\n")
+        events.append(json.loads(said.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+@pytest.fixture
+def post(service):  # noqa: F811
+    """(status, body or events) of what the canned service answers."""
+    app = core.create_app(service)
+    client = app.test_client()
+
+    def post(path, **fields):
+        answer = client.post(path, json=BODIES[path] | fields)
+        is_stream = answer.mimetype == "text/event-stream"
+        return answer.status_code, events_of(answer.data) if is_stream else answer.json
+
+    yield post
+    app.extensions["worker"].drain(60)
+
+
+# ------------------------------------------------------------------------------- what is read
+
+ASSISTANT = {"role": "assistant", "content": "I ask."}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "Sunny"}
+SAME = [  # a chat, and what says the same in Anthropic's and in OpenAI's newer protocol
+    (
+        {"messages": [{"role": "system", "content": "Be brief."}, *HI["messages"]]},
+        {"system": "Be brief."},
+        {"instructions": "Be brief."},
+    ),
+    (
+        {"messages": [{"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}]},
+        {"system": [{"type": "text", "text": "x-anthropic-billing-header: cch=1"},
+                    {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+                    {"type": "text", "text": "b"}],
+         "messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "cd"]}]},
+        {"input": [{"role": "system", "content": "ab"}, {"type": "message", "role": "user",
+                    "content": [{"type": "input_text", "text": t} for t in "cd"]}]},
+    ),
+    (
+        {"messages": [*HI["messages"], ASSISTANT | {"tool_calls": [CALL]}, RESULT,
+                      {"role": "user", "content": "So?"}],
+         "tools": [{"type": "function", "function": WEATHER}], "parallel_tool_calls": False},
+        {"messages": [
+            *HI["messages"],
+            {"role": "assistant", "content": [
+                {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "I ask."},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": json.loads(ROME)}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "is_error": False,
+                 "content": [{"type": "text", "text": "Sunny"}]},
+                {"type": "text", "text": "So?"}]}],
+         "tools": [TOOL | {"type": "custom", "description": "Tells the weather."}],
+         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"input": [
+            *HI["messages"], {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+             "content": [{"type": "output_text", "text": "I ask.", "annotations": []}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": ROME},
+            {"type": "function_call_output", "call_id": "c1", "output": "Sunny"},
+            {"role": "user", "content": "So?"}],
+         "tools": [FLAT | {"strict": True}], "parallel_tool_calls": False},
+    ),
+    *(
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": choice},
+            {"tools": [{"name": "f"}], "tool_choice": theirs},
+            {"tools": [{"type": "function", "name": "f"}], "tool_choice": flat},
+        )
+        for choice, theirs, flat in (
+            ("required", {"type": "any"}, "required"), ("none", {"type": "none"}, "none"),
+            ({"type": "function", "function": {"name": "f"}}, {"type": "tool", "name": "f"},
+             {"type": "function", "name": "f"}),
+        )
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+    ),
+    (
+        {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop": ["a"], "seed": 1},
+        {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop_sequences": ["a"],
+         "seed": 1, "metadata": {"user_id": "x"}, "thinking": {"type": "disabled"}},
+        {"max_output_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop": ["a"],
+         "seed": 1, "store": True, "metadata": {}, "user": "x", "truncation": "auto", "tools": [],
+         "tool_choice": "auto", "background": False, "stream_options": {"a": 1}},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("chat", "theirs", "newer"), SAME, ids=range(len(SAME)))
+@pytest.mark.parametrize("form", [TAGGED, GENERAL], ids=["tags", "general"])
+def test_a_request_is_that_of_a_chat(post, service, says, monkeypatch, form, chat, theirs, newer):  # noqa: F811
+    """The same tokens, and the same limits of the text."""
+    if form is TAGGED:
+        monkeypatch.setattr(service.engine.target.tokenizer, "chat_template", HERMES)
+    read = []
+    for path, fields in ((CHAT, chat), (MESSAGES, theirs), (RESPONSES, newer)):
+        says("", form)
+        status, _ = post(path, **{"max_tokens": 8} | fields)
+        assert status == 200
+        same = {name: value for name, value in service.fields.items() if value not in (None, False)}
+        if path == RESPONSES and "max_output_tokens" not in fields:
+            assert same["max_tokens"] == 8  # which /generate has, too
+        constraint = same.get("response_format", {})
+        read.append(
+            same | {"response_format": constraint.get("json_schema", constraint).get("schema")}
+        )
+    assert read[0] == read[1] == read[2]
+
+
+def test_reasoning_in_a_history_is_the_template_s_to_write(post, service, says, monkeypatch):  # noqa: F811
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    monkeypatch.setattr(service.engine.target.tokenizer, "chat_template", template)
+    said = [{"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "a"}]
+    turns = [*HI["messages"], {"role": "assistant", "content": said}]
+    with_thoughts = post(COUNT, messages=turns)[1]["input_tokens"]
+    assert (
+        with_thoughts
+        > post(COUNT, messages=[turns[0], ASSISTANT | {"content": "a"}])[1]["input_tokens"]
+    )
+    post(MESSAGES, messages=turns)
+    assert service.engine.target.tokenizer.decode(service.fields["prompt"]) == "|Hi;Hm|a;"
+
+
+# ------------------------------------------------------------------------------ what they read
+
+SAID = f"<think>\nHm.\n</think>\nI ask.\n{call_text('weather', ROME, TAGGED)}"
+THINKING = TAGGED._replace(thinks=True)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_message_has_blocks_whole_or_streamed(post, says, size):  # noqa: F811
+    says(SAID, THINKING, size=size)
+    _, body = post(MESSAGES, tools=[TOOL])
+    call = {"type": "tool_use", "id": body["content"][2]["id"], "name": "weather"}
+    assert body["content"] == [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "I ask."},
+        call | {"input": json.loads(ROME)},
+    ]
+    assert body["stop_reason"] == "tool_use" and body["type"] == "message"
+    assert body["id"].startswith("msg_") and call["id"].startswith("toolu_")
+    first, ping, *events, last, stop = post(MESSAGES, tools=[TOOL], stream=True)[1]
+    assert (first["type"], ping, stop) == (
+        "message_start",
+        {"type": "ping"},
+        {"type": "message_stop"},
+    )
+    assert first["message"]["content"] == [] and first["message"]["usage"]["input_tokens"] > 0
+    blocks, told = [], []
+    for event in events:
+        kind = event["type"].removeprefix("content_block_")
+        if kind == "start":
+            blocks.append(event["content_block"])
+            told.append("")
+        assert event["index"] == len(blocks) - 1
+        if kind == "delta":
+            (name,) = event["delta"].keys() - {"type"}
+            told[-1] += event["delta"][name]
+    assert told == ["Hm.", "I ask.", ROME]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+    assert [e["type"] for e in events].count("content_block_stop") == 3
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_response_has_items_whole_or_streamed(post, says, size):  # noqa: F811
+    """OpenAI's own classes check the shapes."""
+    says(SAID, THINKING, size=size)
+    _, body = post(RESPONSES, tools=[FLAT])
+    response, adapter = Response.model_validate(body), TypeAdapter(ResponseStreamEvent)
+    thought, message, call = response.output
+    assert thought.content[0].text == "Hm." and message.content[0].text == "I ask."
+    assert (call.name, call.arguments) == ("weather", ROME) and response.status == "completed"
+    assert {item.status for item in response.output} == {"completed"}
+    events = [adapter.validate_python(e) for e in post(RESPONSES, tools=[FLAT], stream=True)[1]]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert (kinds[:2], kinds[-1]) == (["created", "in_progress"], "completed")
+    once = [k for i, k in enumerate(kinds) if kinds[i - 1] != k][2:-1]
+    part = ["output_item.added", "content_part.added", "{0}.delta", "{0}.done", "content_part.done",
+            "output_item.done"]  # fmt: skip
+    texts = [kind.format(name) for name in ("reasoning_text", "output_text") for kind in part]
+    arguments = [f"function_call_arguments.{what}" for what in ("delta", "done")]
+    assert once == [*texts, part[0], *arguments, part[-1]]
+    items = [event.item for event in events if event.type == "response.output_item.done"]
+    assert items == events[-1].response.output
+    for item, index in zip(items, range(3), strict=True):
+        of_it = [e for e in events if getattr(e, "output_index", None) == index]
+        assert {getattr(e, "item_id", None) or e.item.id for e in of_it} == {item.id}
+    without_ids = [[item.model_copy(update={"id": "", "call_id": ""}) for item in each]
+                   for each in (items, response.output)]  # fmt: skip
+    assert without_ids[0] == without_ids[1]
+
+
+def test_what_was_cut_says_so(post, says):  # noqa: F811
+    cut = call_text("weather", ROME, TAGGED).partition("ome")[0]
+    says(cut, TAGGED, reason="length")
+    _, body = post(MESSAGES, tools=[TOOL])
+    assert body["stop_reason"] == "max_tokens" and body["content"][0]["input"] == {}
+    _, body = post(RESPONSES, tools=[FLAT])
+    assert body["status"] == "incomplete" and body["output"][0]["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    *_, last = post(RESPONSES, stream=True)[1]
+    assert last["type"] == "response.incomplete" and last["response"]["output"][0]["content"]
+    says("", TAGGED)  # nothing is a text, too: clients read the first block
+    assert post(MESSAGES)[1]["content"] == [{"type": "text", "text": ""}]
+    assert post(RESPONSES)[1]["output"][0]["content"][0]["text"] == ""
+    assert [e["type"] for e in post(MESSAGES, stream=True)[1]].count("content_block_start") == 1
+
+
+def test_an_error_in_a_stream_is_the_last_event(post, service, says, monkeypatch):  # noqa: F811
+    def fail(*_):
+        raise RequestError("no more", status=503, code="unavailable")
+
+    says("a", TAGGED)
+    monkeypatch.setattr(service, "answer", fail)
+    *_, last = post(MESSAGES, stream=True)[1]
+    assert last["error"] == {"type": "overloaded_error", "message": "no more"}
+    assert last["type"] == "error" and last["request_id"]
+    *_, last = post(RESPONSES, stream=True)[1]
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "unavailable", "message": "no more"}
+
+
+# ---------------------------------------------------------------------------- bad requests
+
+
+def user(*content):
+    return {"messages": [{"role": "user", "content": [*content]}]}
+
+
+def items(*given):
+    return {"input": [*given]}
+
+
+TEXT = {"type": "text", "text": "a"}
+BAD = [  # route, fields, what the message begins with
+    (MESSAGES, {"max_tokens": None}, "max_tokens must"),
+    (MESSAGES, {"messages": []}, "messages must"),
+    (MESSAGES, {"messages": [5]}, "messages[0] must"),
+    (MESSAGES, {"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role must"),
+    (MESSAGES, {"messages": [{"role": "user"}]}, "messages[0].content must"),
+    (MESSAGES, user(), "messages[0].content must"),
+    (MESSAGES, user(TEXT, {"type": "image"}), "messages[0].content[1] is of type image"),
+    (MESSAGES, user({"type": "document"}), "messages[0].content[0] is of type document"),
+    (MESSAGES, user({}), "messages[0].content[0] is of type no type"),
+    (MESSAGES, user({"type": "text", "text": 5}), "messages[0].content[0].text must"),
+    (MESSAGES, user({"type": "text", "text": "\ud800"}), "messages[0] holds a lone surrogate"),
+    (MESSAGES, user({"type": "tool_use"}), "messages[0].content[0] is of type tool_use"),
+    (MESSAGES, user({"type": "tool_result"}), "messages[0].content[0].tool_use_id must"),
+    (MESSAGES, user(TEXT, {"type": "tool_result", "tool_use_id": "c"}), "messages[0].content[1]"),
+    (MESSAGES, user({"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "image"}]}),
+     "messages[0].content[0].content[0] is of type image"),
+    (MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]},
+     "messages[0].content[0].input must"),
+    (MESSAGES, {"system": [{"type": "image"}]}, "system[0] is of type image"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305"}]}, "tools[0] is of type web"),
+    (MESSAGES, {"tools": [{"name": "a b"}]}, "tools[0].name must"),
+    (MESSAGES, {"tools": [{"name": "a", "input_schema": 5}]}, "tools[0].input_schema must"),
+    (MESSAGES, {"tool_choice": "any"}, "tool_choice.type must"),
+    (MESSAGES, {"stop_sequences": [5]}, "stop_sequences must"),
+    (MESSAGES, {"output_config": {"format": {"type": "xml"}}}, "output_config.format must"),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": 5}}},
+     "output_config.format.schema must"),
+    (MESSAGES, {"output_config": 5}, "output_config must"),
+    (MESSAGES, {"n": 2}, "n must be 1"),
+    (MESSAGES, {"temperature": -1}, "temperature must"),
+    (COUNT, {"messages": []}, "messages must"),
+    (RESPONSES, {"input": None}, "input must"),
+    (RESPONSES, {"input": []}, "input must"),
+    (RESPONSES, items(5), "input[0] must"),
+    (RESPONSES, items({}), "input[0] is of type no type"),
+    (RESPONSES, items({"type": "computer_call"}), "input[0] is of type computer_call"),
+    (RESPONSES, items({"type": "item_reference", "id": "a"}), "input[0] refers to an item"),
+    (RESPONSES, items({"id": "a"}), "input[0] refers to an item"),
+    (RESPONSES, items({"role": "user", "content": [{"type": "input_image"}]}),
+     "input[0].content[0] is of type input_image"),
+    (RESPONSES, items({"role": 5, "content": "a"}), "input[0].role must"),
+    (RESPONSES, items({"type": "function_call", "name": "a"}), "input[0].call_id must"),
+    (RESPONSES, items({"type": "reasoning"}, {"type": "function_call_output", "call_id": "a",
+                       "output": "a"}), "input[1] has"),
+    (RESPONSES, {"instructions": 5}, "instructions must"),
+    (RESPONSES, {"previous_response_id": "a"}, "previous_response_id is not supported: nothing"),
+    (RESPONSES, {"conversation": {"id": "a"}}, "conversation is not supported: nothing is kept"),
+    (RESPONSES, {"background": True}, "background is not supported"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0] is of type web_search"),
+    (RESPONSES, {"tools": [{"type": "function", "name": ""}]}, "tools[0].name must"),
+    (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice.type must"),
+    (RESPONSES, {"tool_choice": "required"}, "tool_choice goes with tools"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens must"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
+    (RESPONSES, {"text": 5}, "text must"), (RESPONSES, {"include": 5}, "include must"),
+    (RESPONSES, {"top_logprobs": 99}, "top_logprobs must"), (RESPONSES, {"n": 2}, "n must be 1"),
+]  # fmt: skip
+REFUSED = [(MESSAGES, {name: {"a": 1}}, f"{name} is not") for name in their._REFUSED]
+REFUSED += [(RESPONSES, {name: "a"}, f"{name} is not supported") for name in newer._REFUSED]
+
+
+@pytest.fixture(scope="module")
+def guarded(chat_folder):
+    """A tiny model behind a key."""
+    with serving(
+        "--model", str(chat_folder("llama")), "--api-key", KEY, "--drafter", "ngram"
+    ) as server:
+        yield server
+        server.end_well()
+
+
+@pytest.fixture(scope="module")
+def ask(guarded):
+    """(status, body or events) of a POST, with the key as Anthropic's clients send it."""
+
+    def ask(path, body=None, **fields):
+        body = BODIES[path] | fields if body is None else body
+        answer = guarded.call("POST", path, body, JSON | {"X-Api-Key": KEY})
+        is_stream = answer[1]["Content-Type"].startswith("text/event-stream")
+        return answer[0], events_of(answer[2]) if is_stream else json.loads(answer[2])
+
+    return ask
+
+
+@pytest.mark.parametrize(("path", "fields", "said"), BAD + REFUSED, ids=range(len(BAD + REFUSED)))
+def test_a_mistake_is_named_by_its_path(ask, path, fields, said):
+    status, body = ask(path, **fields)
+    assert status == 400 and body["error"]["message"].startswith(said), body
+    if path == RESPONSES:
+        assert said.startswith(body["error"]["param"])
+    else:
+        assert list(body) == ["type", "error", "request_id"] and body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+
+
+def test_what_changes_no_text_is_taken(ask):
+    """Unknown fields are named in a warning."""
+    for path, names in ((MESSAGES, their._HARMLESS), (RESPONSES, newer._HARMLESS)):
+        status, body = ask(path, **dict.fromkeys(names, {"a": 1}), max_tokens=1, new=1)
+        assert (status, body["warnings"]) == (200, ["unknown field 'new' was ignored"])
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+def test_each_error_has_anthropic_s_form(guarded, ask, path):
+    def of(method="POST", body=b"{}", **headers):
+        headers = JSON | {"X-Api-Key": KEY} | {n.replace("_", "-"): v for n, v in headers.items()}
+        return guarded.call(method, f"{path}?beta=true", body, headers)
+
+    for kind, status, answer in (
+        ("authentication_error", 401, of(X_Api_Key="wrong")),
+        ("authentication_error", 401, of(X_Api_Key="é".encode(), Authorization=b"Bearer \xe9")),
+        ("invalid_request_error", 405, of("GET", None)),
+        ("invalid_request_error", 415, of(Content_Type="text/plain")),
+        ("invalid_request_error", 400, of(body=b'{"messages": [{"role": "user", "con')),
+        ("not_found_error", 404, of(body=json.dumps(HI | {"model": "claude"}))),
+    ):
+        body = json.loads(answer[2])
+        assert answer[0] == status and body["type"] == "error" and body["error"]["type"] == kind
+        assert body["request_id"] == answer[1]["X-Request-Id"]
+    large = request(path, b"", "Content-Length: 9000000", f"X-Api-Key: {KEY}")
+    status, _, body = guarded.raw(large)
+    assert status == 413 and body["error"]["type"] == "request_too_large"
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_a_client_that_leaves_leaves_nothing_behind(guarded, path):
+    fields = BODIES[path] | {"max_tokens": 200, "stream": True, "logit_bias": {}}
+    body = json.dumps(fields).encode()
+    head = request(path, body, f"Content-Length: {len(body)}", f"X-Api-Key: {KEY}")
+    with guarded.open_socket() as client:
+        client.sendall(head)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+    guarded.wait_until_idle()
+
+
+# ---------------------------------------------------------------------------- a model speaks
+
+
+def test_the_text_and_the_figures_are_a_chat_s(ask):
+    """With any stop string; what was read before is counted apart."""
+    chat = ask(CHAT)[1]
+    text, usage = chat["choices"][0]["message"]["content"], chat["usage"]
+    for stop in (None, text[3:5]):
+        _, body = ask(MESSAGES, stop_sequences=stop and ["<none>", stop], drafter="ngram")
+        expected = text if stop is None else text[: text.index(stop)]
+        assert body["content"] == [{"type": "text", "text": expected}]
+        assert body["stop_sequence"] == stop
+        assert body["stop_reason"] == ("stop_sequence" if stop else "max_tokens")
+        assert body["metrics"]["timings"] and "timings" not in body and body["warnings"] == []
+    _, events = ask(MESSAGES, stream=True)
+    told = [event["delta"].get("text", "") for event in events if "delta" in event]
+    assert "".join(told) == text
+    sums = []
+    for counted in (events[0]["message"]["usage"], events[-2]["usage"], body["usage"]):
+        sums.append(counted["input_tokens"] + counted["cache_read_input_tokens"])
+        assert counted["cache_creation_input_tokens"] == 0
+    assert {*sums} == {usage["prompt_tokens"]} == {ask(COUNT)[1]["input_tokens"]}
+    assert events[-2]["usage"]["output_tokens"] == usage["completion_tokens"] == 8
+    _, body = ask(RESPONSES, max_output_tokens=8)
+    *_, last = ask(RESPONSES, max_output_tokens=8, stream=True)[1]
+    for response in (body, last["response"]):
+        assert response["output"][0]["content"][0]["text"] == text
+        counted = response["usage"]
+        assert counted["total_tokens"] == usage["total_tokens"]
+        assert counted["input_tokens_details"]["cached_tokens"] <= counted["input_tokens"]
+        assert response["metrics"]["speculative_decoding"] and response["timings"]
+
+
+def test_tokens_of_tools_are_counted(ask):
+    few, many = (ask(COUNT, tools=tools)[1]["input_tokens"] for tools in ([], [TOOL]))
+    assert few < many == ask(MESSAGES, tools=[TOOL], max_tokens=1)[1]["usage"]["input_tokens"]
+
+
+def test_log_probabilities_stand_with_their_text(ask):
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_tokens": 6}
+    expected = ask(CHAT, logprobs=True, top_logprobs=2, max_tokens=6)[1]["choices"][0]["logprobs"]
+    _, events = ask(RESPONSES, **asked, stream=True)
+    told = sum([e["logprobs"] for e in events if e["type"].endswith("text.delta")], [])
+    for entries in (ask(RESPONSES, **asked)[1]["output"][0]["content"][0]["logprobs"], told):
+        assert entries == expected["content"]
+
+
+@pytest.fixture(scope="module")
+def new(guarded):
+    """responses.create and .stream of the package openai."""
+    with guarded.openai(KEY) as client:
+        yield client.responses
+
+
+def test_openai_s_client_makes_calls(new):
+    name = new._client.models.list().data[0].id
+    tools = [{"type": "function", "name": "weather", "parameters": ROME_ALONE}]
+    ask = partial(new.stream, model=name, tools=tools, tool_choice="required")
+    with ask(input="Rome?") as stream:
+        final = stream.get_final_response()
+    (call,) = final.output
+    assert json.loads(call.arguments) == {"city": "Rome"}
+    answered = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny"}
+    history = [{"role": "user", "content": "Rome?"}, call, answered]
+    assert new.create(model=name, input=history, max_output_tokens=4).output_text
+    with pytest.raises(openai.BadRequestError, match="nothing is kept"):
+        new.create(model=name, input="a", previous_response_id=final.id)
+
+
+def test_anthropic_s_client_makes_calls(guarded):
+    anthropic = pytest.importorskip("anthropic")
+    url = f"http://127.0.0.1:{guarded.port}"
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+        name = client.models.list().data[0].id
+        tools = [{"name": "weather", "input_schema": ROME_ALONE}]
+        ask = partial(client.messages.stream, model=name, max_tokens=99, tools=tools)
+        turns = list(HI["messages"])
+        with ask(messages=turns, tool_choice={"type": "tool", "name": "weather"}) as stream:
+            final = stream.get_final_message()
+        (call,) = final.content
+        assert call.name == "weather" and call.input == {"city": "Rome"}
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sunny"}
+        turns += [{"role": "assistant", "content": final.content}]
+        turns += [{"role": "user", "content": [result]}]
+        with ask(messages=turns, max_tokens=4) as stream:
+            assert stream.get_final_message().usage.output_tokens == 4
+        with pytest.raises(anthropic.BadRequestError, match="messages must be a non-empty list"):
+            client.messages.create(model=name, max_tokens=4, messages=[])
