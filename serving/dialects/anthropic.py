@@ -19,13 +19,13 @@ from typing import Any
 
 from flask import Flask, Response, g
 
+import serving.dialects.translation as to_chat
 from messages import Json, RequestError
 from models.calls import AnswerReader, Call, Part, Thought
 from models.prompts import Conversation
 from serving.parsing import check_model, model_id
 from serving.service import Service, read_body
 
-from . import translation as to_chat
 from .chat import errors_name, read_chat
 from .shapes import InParts, Logprobs, event, figures
 from .translation import objects, text_at, text_of, wrong
