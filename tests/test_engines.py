@@ -93,6 +93,12 @@ def test_log_probabilities_and_openais_routes_have_their_own_shapes(ask):
     assert "".join(parts) == message["content"]
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] == 5
     assert ask.get("/v1/models").json["data"][0]["id"] == "target"
+    block = ask("/v1/messages", CHAT)[1]["content"][0]
+    fields = {name: value for name, value in CHAT.items() if name != "messages"}
+    (item,) = ask("/v1/responses", fields | {"input": CHAT["messages"]})[1]["output"]
+    assert block["text"] == item["content"][0]["text"] == message["content"]
+    status, body = ask("/v1/messages/count_tokens", CHAT)
+    assert status == 400 and "not counted with --engine" in body["error"]["message"]
 
 
 def test_llama_cpp_s_routes_and_gaps_need_our_own_tokenizer_alone_where_ids_do(ask):

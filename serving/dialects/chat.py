@@ -51,8 +51,9 @@ def errors_name(sent: dict[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         for path in sorted(sent, key=len, reverse=True):  # messages[1].role before messages
-            if re.match(rf"{re.escape(path)}(?!\w)", error.message):
-                error.message = sent[path] + error.message.removeprefix(path)
+            rest = error.message.removeprefix(path)
+            if rest != error.message and not re.match(r"\w", rest):
+                error.message = sent[path] + rest
                 break
         error.param = sent.get(error.param, error.param)
         raise
