@@ -99,6 +99,11 @@ SAME = [  # a chat, and what says the same in Anthropic's and in OpenAI's newer 
             {"role": "user", "content": "So?"}],
          "tools": [FLAT | {"strict": True}], "parallel_tool_calls": False},
     ),
+    (
+        {"messages": [*HI["messages"], ASSISTANT], "continue_final_message": True},
+        {"messages": [*HI["messages"], ASSISTANT]},
+        {"input": [*HI["messages"], ASSISTANT], "continue_final_message": True},
+    ),
     *(
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": choice},
@@ -152,14 +157,13 @@ def test_reasoning_in_a_history_is_the_template_s_to_write(post, service, says, 
     template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
     monkeypatch.setattr(service.engine.target.tokenizer, "chat_template", template)
     said = [{"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "a"}]
-    turns = [*HI["messages"], {"role": "assistant", "content": said}]
-    with_thoughts = post(COUNT, messages=turns)[1]["input_tokens"]
-    assert (
-        with_thoughts
-        > post(COUNT, messages=[turns[0], ASSISTANT | {"content": "a"}])[1]["input_tokens"]
-    )
+    (hi,) = HI["messages"]
+    turns = [hi, {"role": "assistant", "content": said}, hi]
+    without = [hi, {"role": "assistant", "content": said[1:]}, hi]
+    few, many = (post(COUNT, messages=each)[1]["input_tokens"] for each in (without, turns))
+    assert few < many
     post(MESSAGES, messages=turns)
-    assert service.engine.target.tokenizer.decode(service.fields["prompt"]) == "|Hi;Hm|a;"
+    assert service.engine.target.tokenizer.decode(service.fields["prompt"]) == "|Hi;Hm|a;|Hi;"
 
 
 # ------------------------------------------------------------------------------ what they read

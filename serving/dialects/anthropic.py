@@ -89,6 +89,9 @@ def _translate(fields: Json, sent: dict[str, str]) -> None:
     """Turn the fields, in place, into those of a chat. `sent` gets the clients' names of them."""
     to_chat.take(fields, _HARMLESS, _REFUSED)
     fields["messages"] = _read_messages(fields.pop("system", None), fields.get("messages"), sent)
+    last = fields["messages"][-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        fields["continue_final_message"] = True  # as this protocol has it
     to_chat.read_tools(fields, sent, ("custom", None), "input_schema")
     if (choice := fields.pop("tool_choice", None)) is not None:
         kind = choice.get("type") if isinstance(choice, dict) else None
