@@ -30,8 +30,8 @@ from .options import Options
 from .parsing import model_id
 from .worker import Worker, unavailable, wait_for
 
-MAX_CONNECTIONS = 1000
-_OTHER_CONNECTIONS = 32  # beside those of requests that run or wait
+_OTHER_THREADS = 32  # beside those of requests that run or wait: they read, and refuse
+_OTHER_CONNECTIONS = 448  # beside those that have a thread
 _OTHER_FILES = 128 + MAX_ACCEPTED  # beside connections
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
 _HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
@@ -190,16 +190,17 @@ def loading_app(options: Options) -> Flask:
 
 
 def room_for_connections(needed: int) -> int:
-    """How many connections may be open. Raises ValueError if that is fewer than are needed.
+    """How many connections may be open: more than are needed, where the system lets it.
 
-    Raises this process's limit of open files if need be and if it may.
+    Raises this process's limit of open files if need be and if it may. Raises ValueError if fewer
+    are possible than are needed.
     """
-    limit = MAX_CONNECTIONS
+    limit = needed + _OTHER_CONNECTIONS
     with suppress(ImportError, ValueError, OSError):  # elsewhere than on Unix there is none
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MAX_CONNECTIONS + _OTHER_FILES
+        wanted = limit + _OTHER_FILES
         if soft != resource.RLIM_INFINITY and soft < wanted:
             allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             limit = allowed - _OTHER_FILES
@@ -220,7 +221,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     if the server's thread has died. Raises OSError if the address is taken, ValueError if too few
     connections are possible, and what `load` raises.
     """
-    num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
+    num_threads = options.max_running + options.max_queued + _OTHER_THREADS
     limit = room_for_connections(num_threads)
     # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
     ends: queue.SimpleQueue[None] = queue.SimpleQueue()

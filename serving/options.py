@@ -26,6 +26,7 @@ from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 RUNNING_ELSEWHERE = 64  # requests at once in an engine outside this server
+MAX_QUEUED = 4096  # a thread waits for each request
 MOST_K = 7  # where the controller chooses K for each draft; else the request sets it
 _DEPENDING = "max_running", "num_speculative_tokens"  # options whose default others decide
 REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
@@ -211,8 +212,8 @@ class Options:
         f"8, or {RUNNING_ELSEWHERE} with --engine", type=between(1, 256), metavar="N",
     )  # fmt: skip
     max_queued: int = _option(
-        SERVING, 64, "requests that may wait; more are refused with status 429",
-        type=between(1, 1000), metavar="N",
+        SERVING, 512, "requests that may wait; more are refused with status 429",
+        type=between(1, MAX_QUEUED), metavar="N",
     )  # fmt: skip
     prefill_chunk: int = _option(
         SERVING, 256, "tokens of a long prompt that are read between two cycles", **_COUNTED

@@ -8,7 +8,7 @@ engines/app.py has a service whose engine runs elsewhere.
 from functools import partial
 from typing import Any
 
-from flask import Flask, Response, g, request
+from flask import Flask, Response, current_app, g, request
 
 from grammars import OPEN
 from messages import Engine, Json, Request, RequestError
@@ -31,8 +31,13 @@ from .parsing import model_id, parse_json, parse_request
 from .worker import Admission, Job, Worker, cancel
 
 
-def read_body() -> Json:
-    """The JSON object that was sent. Raises RequestError for anything else."""
+def read_body(takes_place: bool = True) -> Json:
+    """The JSON object that was sent. Raises RequestError for anything else.
+
+    `takes_place`: whether a request of this kind is queued; with a full queue it is not even read.
+    """
+    if takes_place:
+        current_app.extensions["worker"].expect_place()
     if not request.is_json:
         raise RequestError("the Content-Type must be application/json", status=415)
     if request.headers.get("Content-Encoding", "identity") != "identity":

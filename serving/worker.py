@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
+from itertools import chain
 from typing import Any
 
 from control.planner import FixedK
@@ -34,7 +35,7 @@ from .options import Options
 
 LOG = logging.getLogger("engine")
 PROGRESS = logging.getLogger("progress")
-POLL_S = 0.1
+POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is silent for a minute
 _REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
@@ -70,12 +71,16 @@ class Job:
     """
 
     def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
-        """`after` is a job that must have ended before this one begins.
+        """`after` is a job that must have ended before this one begins, and gives it its place.
 
         A choice begins as soon as the job before it has read the prompt, which is in the prefix
         cache then.
         """
         self.request, self.after = request, after
+        self.then: Job | None = None  # gets this one's place
+        if after and not self.is_choice:
+            after.then = self
+        self.at_cancel: Callable[[], None] = lambda: None
         self.cancelled = self.ended = False
         self.failure: Exception | None = None
         # When it got its place in the batch, and its first token.
@@ -96,6 +101,7 @@ class Job:
         with self._changed:
             self.cancelled = True
             self._changed.notify()
+        self.at_cancel()
 
     @property
     def num_prompt_tokens(self) -> int | None:
@@ -108,15 +114,8 @@ class Job:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the job before it has come far enough."""
-        if self.after is None or self.after.ended:
-            return True
-        return self.is_choice and self.after.first_token is not None
-
-    @property
-    def takes_place(self) -> bool:
-        """Whether it counts as waiting: it is a choice or may begin, and is not cancelled."""
-        return not self.cancelled and (self.is_choice or self.may_begin)
+        """Whether the job before it has come far enough, once it waits for a place."""
+        return self.after is None or self.after.ended or self.after.first_token is not None
 
     @property
     def wants_events(self) -> bool:
@@ -197,15 +196,15 @@ class Job:
 def read(jobs: list[Job]) -> Iterator[tuple[int, list[Json]]]:
     """The events of a request's jobs as they come, each time with the job's number.
 
-    Every 0.1 s without an event it gives []. Ends at once when the jobs are cancelled, and raises
-    the engine's error. Raises RequestError 504 past the deadline, whether the engine is busy with
-    others, slow or stuck.
+    Without an event it gives [] after 0.1 s, and then more and more rarely: hundreds may wait. Ends
+    at once when the jobs are cancelled, and raises the engine's error. Raises RequestError 504 past
+    the deadline, whether the engine is busy with others, slow or stuck.
     """
-    going, rested = dict(enumerate(jobs)), 0.0
+    going, rested, pause_s = dict(enumerate(jobs)), 0.0, POLL_S
     while going:
         first, *others = going.values()
         with first._changed:
-            first._sleep(max(POLL_S, rested - time.monotonic()), *others)
+            first._sleep(max(pause_s, rested - time.monotonic()), *others)
             taken = [(i, job, job._news, job.ended) for i, job in going.items()]
             for job in going.values():
                 job._news = []
@@ -213,6 +212,7 @@ def read(jobs: list[Job]) -> Iterator[tuple[int, list[Json]]]:
             return
         news = [(i, events) for i, _, events, _ in taken if events]
         has_nothing = not news and not any(has_ended for *_, has_ended in taken)
+        pause_s = min(2 * pause_s, LONGEST_POLL_S) if has_nothing else POLL_S
         yield from [(min(going), [])] if has_nothing else news
         for i, job, _, has_ended in taken:
             job._check()
@@ -230,13 +230,17 @@ def cancel(jobs: Iterable[Job]) -> None:
 
 
 class Admission:
-    """Takes requests in: places for `max_running` that run, and `max_queued` that wait."""
+    """Takes requests in: places for `max_running` jobs that run, and `max_queued` requests to wait.
+
+    The jobs of a request wait as one, and each begins when a place comes.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options, self.draining = options, False
         self.first_token_s = Histogram()
         self._began, self._failures_in_a_row = time.monotonic(), 0
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[list[Job]] = deque()  # of each request what has no place yet
+        self._has_left = False  # whether one of them was cancelled
         self._running: list[Job] = []
         self._changed = threading.Condition()
 
@@ -250,8 +254,10 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
+        """Requests of which a job waits for a place."""
         with self._changed:
-            return sum(job.takes_place for job in self._waiting)
+            self._sweep()
+            return len(self._waiting)
 
     @property
     def status(self) -> str:
@@ -260,29 +266,66 @@ class Admission:
             return "draining"
         return "failing" if self._failures_in_a_row >= _FAILURES_TO_TELL else "ok"
 
-    def _queue(self, jobs: list[Job]) -> None:
-        """Let the jobs of a request wait if there is a place for the first. With the lock held.
+    def expect_place(self) -> None:
+        """Raises what `submit` would raise: a refusal is cheap before the request is read."""
+        with self._changed:
+            self._check(1)
 
-        Raises RequestError: 429 if the queue is full, 503 where nothing can be served.
-        """
+    def _check(self, num_jobs: int) -> None:
+        """Raises RequestError: 429 without a place for a request, 503 where none can be served."""
         if (status := self.status) in WHY_NOT:
             raise unavailable(WHY_NOT[status])
-        waiting, free = self.num_waiting, max(0, self.options.max_running - len(self._running))
-        if waiting >= self.options.max_queued + free:
-            raise RequestError(f"{waiting} requests wait already", status=429, code="queue_full")
-        self._waiting.extend(jobs)
+        self._sweep()
+        free, num_left = self.options.max_running - len(self._running), 0
+        for needed in (*map(len, self._waiting), num_jobs):
+            num_left += needed > free
+            free = max(0, free - needed)
+        if num_left > self.options.max_queued:
+            why = f"{len(self._waiting)} requests wait already, as many as --max-queued allows"
+            raise RequestError(why, status=429, code="queue_full")
+
+    def _queue(self, jobs: list[Job]) -> None:
+        """Let a request wait: its choices, or the first of its other jobs. With the lock held.
+
+        Raises what `_check` raises.
+        """
+        jobs = jobs if jobs[0].is_choice else jobs[:1]
+        self._check(len(jobs))
+        self._wait(jobs, self._waiting.append)
+
+    def _wait(self, jobs: list[Job], put: Callable[[list[Job]], None]) -> None:
+        for job in jobs:
+            job.at_cancel = self._note_leave
+        put(list(jobs))
+        self._has_left |= any(job.cancelled for job in jobs)
+
+    def _note_leave(self) -> None:
+        self._has_left = True
+
+    def _sweep(self) -> None:
+        """End what waits and is cancelled. With the lock held."""
+        if not self._has_left:
+            return
+        self._has_left = False
+        for job in (job for jobs in self._waiting for job in jobs if job.cancelled):
+            job.end()
+        left = ([job for job in jobs if not job.ended] for jobs in self._waiting)
+        self._waiting = deque(filter(None, left))
 
     def _give_places(self) -> list[Job]:
         """Let waiting jobs run, oldest first, while there are places. With the lock held."""
-        joining = []
-        for job in list(self._waiting):
-            if job.cancelled:
-                self._waiting.remove(job)
-                job.end()
-            elif len(self._running) < self.options.max_running and job.may_begin:
-                self._waiting.remove(job)
-                self._running.append(job)
-                joining.append(job)
+        self._sweep()
+        joining = list[Job]()
+        for jobs in self._waiting:
+            free = self.options.max_running - len(self._running) - len(joining)
+            if free <= 0:
+                break
+            chosen = [job for job in jobs if job.may_begin][:free]
+            jobs[:] = [job for job in jobs if job not in chosen]
+            joining += chosen
+        if joining:
+            self._running += joining
+            self._waiting = deque(filter(None, self._waiting))
         return joining
 
     def _finish(self, timeout_s: float) -> None:
@@ -298,7 +341,7 @@ class Admission:
             self.draining = True
             self._changed.notify_all()
         self._finish(timeout_s)
-        left = [*self._running, *self._waiting]
+        left = [*self._running, *chain.from_iterable(self._waiting)]
         for job in left:  # a stream that merely ends looks whole
             job.end(unavailable(WHY_NOT["draining"]))
         return len(left)
@@ -340,8 +383,8 @@ class Worker(Admission):
     def submit(self, *requests: Request) -> list[Job]:
         """Queue requests that belong together: choices run at once, others one after the other.
 
-        Each choice takes a place, and others one together. Raises RequestError: 429 if the queue is
-        full, 503 without an engine that works.
+        Each choice takes a place to run, and others one together. Raises RequestError: 429 if the
+        queue is full, 503 without an engine that works.
         """
         jobs: list[Job] = []
         for i, request in enumerate(requests):
@@ -379,7 +422,7 @@ class Worker(Admission):
                 self._died = True
             for job in self._running:
                 job.end(RequestError("the engine has stopped", status=500, code="engine_dead"))
-            for job in self._waiting:
+            for job in chain.from_iterable(self._waiting):
                 job.end(unavailable(WHY_NOT["dead"]))
             self._running, self._waiting = [], deque()
 
@@ -433,6 +476,9 @@ class Worker(Admission):
         self._running.remove(job)
         self._failures_in_a_row += error is not None
         job.end(error)
+        if job.then and not (error or job.cancelled):
+            with self._changed:
+                self._wait([job.then], self._waiting.appendleft)
 
 
 @contextmanager
