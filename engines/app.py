@@ -144,6 +144,8 @@ def timings(job: RemoteJob) -> Json:
     spans_s = (None, None) if first is None else (first - (job.began or first), job.heard - first)
     prompt_ms, predicted_ms = (None if span is None else round(span * 1e3, 3) for span in spans_s)
     return {
+        "cache_n": job.num_cached,
+        "prompt_n": job.num_prompt_tokens and job.num_prompt_tokens - (job.num_cached or 0),
         "prompt_ms": prompt_ms,
         "predicted_ms": predicted_ms,
         "predicted_n": job.sequence.num_tokens,
@@ -206,7 +208,7 @@ class Remote(Service):
         names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
         usage = {n: s.usage.get(n) for n in names} | {"completion_tokens": s.num_tokens}
         ids = s.output if s.has_ids else None
-        return body_of(s, ids, notes, usage, rates(s.speculation), timings(job))
+        return body_of(job, ids, notes, usage, rates(s.speculation), timings(job))
 
     def health(self) -> Json:
         """The body of GET /health. What the engine does not tell is null."""

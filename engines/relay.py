@@ -199,6 +199,10 @@ class RemoteJob(Job):
     def num_prompt_tokens(self) -> int | None:
         return self.sequence.usage.get("prompt_tokens")
 
+    @property
+    def num_cached(self) -> int | None:
+        return (self.sequence.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
     def cancel(self) -> None:
         """The client has left: close the connection, so that the engine stops at once."""
         super().cancel()
@@ -230,7 +234,7 @@ class RemoteJob(Job):
             except (TypeError, ValueError, LookupError, AttributeError):
                 raise broke_off("an event of its stream has another shape than vLLM's") from None
             if event:
-                self.note_first(relay.first_token_s.observe)
+                self.note_first()
                 self.put(event)
             while self.is_behind() and not self.cancelled:
                 time.sleep(_BEHIND_S)  # and read nothing from the engine
@@ -285,6 +289,8 @@ class Relay(Admission):
             elif job.first_token is not None:
                 self._failures_in_a_row = 0
             self._running.remove(job)
+            job.failure, job.left = failure, time.monotonic()
+            self.meter.count(job)
             job.end(failure)
             self._admit()
             self._changed.notify_all()

@@ -44,6 +44,8 @@ _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves thos
 # What a comparison depends on.
 _CODE = "*.py", "kernels/*.py", "kernels/c/*", "cache/*.py", "models/*.py"
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
+_OF_THE_COPY = "_name_or_path", "transformers_version"  # in a configuration
+_SAMPLED = 128  # numbers of a weight, three times
 _MOST_NOTES = 100  # of files that were compared; a new version of this code writes them anew
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
 
@@ -127,10 +129,45 @@ def _note(cached: Model) -> Path | None:
     """Where it is noted that a file was compared by this code; None if it is no packed file."""
     if cached.fingerprint is None:
         return None
+    digest = _digest(cached.fingerprint, str(cached.max_length))
+    return cache_folder() / "compared" / digest
+
+
+def _digest(*what: str) -> str:
+    """A hash of these texts, of the code that computes, and of what it computes with."""
     code = [path.read_bytes() for part in _CODE for path in sorted(ROOT.glob(part))]
-    versions = torch.__version__, transformers.__version__, str(cached.max_length)
-    digest = hashlib.sha256(b"".join(code) + " ".join((cached.fingerprint, *versions)).encode())
-    return cache_folder() / "compared" / digest.hexdigest()
+    versions = torch.__version__, transformers.__version__
+    return hashlib.sha256(b"".join(code) + " ".join((*what, *versions)).encode()).hexdigest()
+
+
+def contents_of(model: PreTrainedModel) -> str:
+    """A hash of a model's configuration, and of the first, middle and last bytes of each weight.
+
+    To be taken before kernels/ take the weights. It reads three pages of each.
+    """
+    config = model.config.to_dict()
+    known = {n: str(config[n]) for n in sorted(config) if n not in _OF_THE_COPY}
+    digest = hashlib.sha256(str(known).encode())
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {[*weight.shape]}".encode())
+        flat = weight.detach().flatten()
+        for begin in (0, len(flat) // 2, max(0, len(flat) - _SAMPLED)):
+            part = flat[begin : begin + _SAMPLED].cpu().contiguous()
+            digest.update(part.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def system_fingerprint(cached: Model, quantize: str | None) -> str | None:
+    """A short hash of the target's weights, its dtype, and the code and the machine's kernels.
+
+    With the same seed and the same hash the same text may be expected. It begins with b, as
+    llama.cpp's do. None of a model whose contents were not taken.
+    """
+    contents, fast, report = getattr(cached, "contents", None), cached.compiled, cached.report
+    if contents is None:
+        return None
+    known = cached.fingerprint, cached.model.dtype, quantize, fast and fast.description
+    return f"b{_digest(contents, *map(str, known), str(report and report.is_exact))[:15]}"
 
 
 def check(cached: Model) -> None:

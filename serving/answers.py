@@ -71,7 +71,9 @@ def _answer(job: Job, notes: list[str]) -> Json:
     if sequence.matcher and not sequence.matcher.may_end:
         limit = "max_tokens" if sequence.finish_reason == "length" else "a stop string"
         notes.append(f"{limit} cut the text, so it is not a whole one of its grammar")
-    body = body_of(sequence, sequence.output, notes, usage, counters, statistics.timings())
+    read = {"cache_n": job.num_cached, "prompt_n": prompt - job.num_cached}
+    timings = read | statistics.timings()
+    body = body_of(job, sequence.output, notes, usage, counters, timings)
     body["metrics"]["controller"] = (
         sequence.drafting.task.decision and sequence.drafting.task.decision.as_dict()
     )
@@ -115,11 +117,11 @@ def of_choices(bodies: list[Json]) -> Json:
 
 
 def body_of(
-    sequence: Any, token_ids: list[int] | None, notes: list[str],
+    job: Any, token_ids: list[int] | None, notes: list[str],
     usage: Json, counters: Json, timings: Json,
 ) -> Json:  # fmt: skip
-    """The parts of an answer that it has whichever engine ran the finished sequence."""
-    request = sequence.request
+    """The parts of an answer that it has whichever engine ran the finished job."""
+    sequence, request = job.sequence, job.request
     drafting = {"drafter": request.drafter or PLAIN} | counters
     body = {
         "text": sequence.text.text,
@@ -129,10 +131,24 @@ def body_of(
         "seed": request.seed,
         "warnings": notes,
         "usage": usage,
-        "metrics": {"speculative_decoding": drafting, "controller": None},
-        "timings": timings,
+        "metrics": job.times(timings["predicted_n"])
+        | {"speculative_decoding": drafting, "controller": None},
+        "timings": timings | _rates(timings),
     }
     return body if request.logprobs is None else body | {"logprobs": sequence.logprobs}
+
+
+def _rates(timings: Json) -> Json:
+    """llama.cpp's rates of both parts; the first token comes with the prompt's. None: unknown."""
+    rates: Json = {}
+    for part, free in (("prompt", 0), ("predicted", 1)):
+        ms, count = timings[f"{part}_ms"], timings[f"{part}_n"]
+        is_known, count = None not in (ms, count), (count or 0) - free
+        can_divide = is_known and count > 0 and ms > 0
+        unknown = 0.0 if is_known else None
+        rates[f"{part}_per_token_ms"] = ms / count if can_divide else unknown
+        rates[f"{part}_per_second"] = 1e3 / ms * count if can_divide else unknown
+    return rates
 
 
 def public(event: Json) -> Json:

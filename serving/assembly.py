@@ -12,7 +12,7 @@ from control import Controller
 from drafters.base import Sample
 from messages import Engine, Model
 from models import StartError, loading
-from models.reference import check, refusal
+from models.reference import check, contents_of, refusal
 
 from . import answers
 from .options import Options
@@ -41,6 +41,7 @@ def assemble_engine(
     target = load_model(options.model, options)
     draft = load_draft(options, load_model)
     context = drafters.Context(target, sample, draft, **options.for_drafters)
+    target.contents = contents_of(target.model)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # after the heads have read its weights
         with refusal(model, is_fast=True):

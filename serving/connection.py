@@ -52,7 +52,7 @@ CLIENT_BEHIND = "serving.client_behind"  # whether an answer piles up, as its cl
 LOG = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES = 1 << 16  # of a chunked body: sizes, extensions, trailers
-_MAX_HELD_BYTES = 64 << 20  # of all bodies that are not complete
+_MAX_HELD_BYTES = 64 << 20  # of all bodies that are not complete, and of all that are answered
 _MAX_UNREAD_BYTES = 64 << 20  # of an answer that its client has not taken yet
 _MAX_ALL_UNREAD_BYTES = 256 << 20
 _HEAD_S, _BODY_S, _IDLE_S, _READ_S, _LINGER_S = 10, 10, 30, 30, 5
@@ -143,6 +143,7 @@ class Connection(asyncio.Protocol):
         self.server = server
         self.has_left = False
         self.num_written = 0  # bytes handed to the transport
+        self.num_asked = 0  # bytes of the body that is being answered
         # When nothing was left unread for the last time, and how much had been taken by then.
         self.all_taken_at, self.num_taken = time.monotonic(), 0
         self.is_behind = False  # the client takes an answer more slowly than it is written
@@ -184,12 +185,14 @@ class Connection(asyncio.Protocol):
         self.has_left = True
         self.at_leave()
         self.drop_body()
+        self.ask(0)
         self.server.forget(self)
 
     # -------------------------------------------------------------------- reading a request
 
     def await_request(self, limit_s: float) -> None:
         """Be ready for a request that begins within `limit_s`."""
+        self.ask(0)
         self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.head, self.body = bytearray(), bytearray()
         self.num_framing = 0  # bytes of the body that are no content
@@ -282,12 +285,22 @@ class Connection(asyncio.Protocol):
         self.server.hold(-len(self.body))
         self.body = bytearray()
 
+    def ask(self, num_bytes: int) -> None:
+        """Count the bytes of a body that is being answered in place of those before."""
+        self.server.num_asked += num_bytes - self.num_asked
+        self.num_asked = num_bytes
+
     # ------------------------------------------------------------------------- answering
 
     def answer(self) -> None:
         """Have a thread run the application."""
         body = bytes(self.body)
         self.drop_body()
+        self.ask(len(body))
+        if self.server.num_asked > _MAX_HELD_BYTES and REFUSAL not in self.environ:
+            why = f"requests of {_MAX_HELD_BYTES} bytes wait already"
+            self.environ[REFUSAL], body = RequestError(why, status=429, code="queue_full"), b""
+            self.ask(0)
         self.head = bytearray()
         self.is_last |= bool(self.parser.trailing_data[0])
         # A proxy that parses chunks differently must not get a second request through (smuggling).
@@ -455,6 +468,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}  # without a whole request, oldest first
         self.num_held = 0  # bytes of bodies that are not complete
+        self.num_asked = 0  # and of those that are being answered
         self.environ = {
             "SERVER_NAME": host,
             "SERVER_PORT": str(port),

@@ -189,6 +189,11 @@ def loading_app(options: Options) -> Flask:
     return app
 
 
+def num_threads(options: Options) -> int:
+    """One for each request that runs or waits, and others."""
+    return options.max_running + options.max_queued + _OTHER_THREADS
+
+
 def room_for_connections(needed: int) -> int:
     """How many connections may be open: more than are needed, where the system lets it.
 
@@ -221,8 +226,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     if the server's thread has died. Raises OSError if the address is taken, ValueError if too few
     connections are possible, and what `load` raises.
     """
-    num_threads = options.max_running + options.max_queued + _OTHER_THREADS
-    limit = room_for_connections(num_threads)
+    limit = room_for_connections(num_threads(options))
     # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
     ends: queue.SimpleQueue[None] = queue.SimpleQueue()
     is_ending, is_loading = False, True
@@ -242,7 +246,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     flush_log = log_to_stderr()
     handle_signals(stop)
     check = Guard(options).check
-    server = Server(loading_app(options), check, options.host, port, num_threads, limit)
+    server = Server(loading_app(options), check, options.host, port, num_threads(options), limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
     say(f"loading {options.title}: {url} shows how far it is, and all else answers 503")

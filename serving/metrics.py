@@ -1,9 +1,13 @@
-"""GET /metrics: counters in Prometheus' text format, under the names that vLLM and llama.cpp share.
+"""GET /metrics: counters in Prometheus' text format, under vLLM's names and llama.cpp's.
 
 Counters are over the server's life, of requests that have ended. prometheus-client writes the
-format. The values are read from the engine and the worker at each request.
+format. The values are read from the engine and the worker at each request. Everything comes twice,
+plain and with the prefix of vLLM, and llama.cpp's names come with its own.
 """
 
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +24,8 @@ _COUNTERS = {
     "spec_decode_num_drafts": "drafts that were verified",
     "spec_decode_num_draft_tokens": "tokens drafted",
     "spec_decode_num_accepted_tokens": "drafted tokens accepted",
+    "prompt_tokens": "tokens of prompts of requests that ended",
+    "prompt_tokens_cached": "those of them that were known already",
     "generation_tokens": "tokens generated",
     "target_passes": "target forwards after prefill",
     "requests": "requests that got a first token, and ended",
@@ -37,20 +43,76 @@ _GAUGES = {
 # Without this every histogram comes with one more gauge, the time when it was made.
 prometheus_client.disable_created_metrics()
 
-# In no global registry: several servers may live in one process, each with a histogram.
-Histogram = partial(
+_SPANS = {  # of a request: between which of its job's moments
+    "time_to_first_token_seconds": ("submitted", "first_token"),
+    "request_queue_time_seconds": ("submitted", "began"),
+    "request_prefill_time_seconds": ("began", "first_token"),
+    "request_decode_time_seconds": ("first_token", "left"),
+    "request_inference_time_seconds": ("began", "left"),
+    "e2e_request_latency_seconds": ("submitted", "left"),
+}
+_WORDS = {"submitted": "arrival", "began": "place", "first_token": "first token", "left": "end"}
+# In no global registry: several servers may live in one process, each with its histograms.
+_Histogram = partial(
     prometheus_client.Histogram,
-    "time_to_first_token_seconds",
-    "from a request's arrival to its first token",
     registry=None,
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
+_LLAMA_CPP: dict[str, tuple[str, Callable[[Counter[str]], float]]] = {  # from sums by our names
+    "prompt_tokens_total": ("counter", lambda n: n["prompt_tokens"] - n["prompt_tokens_cached"]),
+    "prompt_tokens_cached_total": ("counter", lambda n: n["prompt_tokens_cached"]),
+    "prompt_seconds_total": ("counter", lambda n: n["prompt_seconds"]),
+    "tokens_predicted_total": ("counter", lambda n: n["generation_tokens"]),
+    "tokens_predicted_seconds_total": ("counter", lambda n: n["decode_seconds"]),
+    "n_decode_total": ("counter", lambda n: n["target_passes"] + n["requests"]),
+    "n_tokens_max": ("counter", lambda n: n["longest_text"]),
+    "spec_decode_num_drafts_total": ("counter", lambda n: n["spec_decode_num_drafts"]),
+    "spec_decode_num_draft_tokens_total": ("counter", lambda n: n["spec_decode_num_draft_tokens"]),
+    "spec_decode_num_accepted_tokens_total": (
+        "counter", lambda n: n["spec_decode_num_accepted_tokens"]
+    ),
+    "prompt_tokens_seconds": (
+        "gauge",
+        lambda n: (n["prompt_tokens"] - n["prompt_tokens_cached"]) / (n["prompt_seconds"] or 1),
+    ),
+    "predicted_tokens_seconds": (
+        "gauge", lambda n: (n["generation_tokens"] - n["requests"]) / (n["decode_seconds"] or 1)
+    ),
+    "requests_processing": ("gauge", lambda n: n["num_requests_running"]),
+    "requests_deferred": ("gauge", lambda n: n["num_requests_waiting"]),
+    "n_busy_slots_per_decode": ("gauge", lambda n: n["batched"] / (n["cycles"] or 1)),
+}  # fmt: skip
+
+
+class Meter:
+    """Counts jobs of a worker that have ended; each is counted once."""
+
+    def __init__(self) -> None:
+        self.values, self.finished = Counter[str](), Counter[str]()
+        self.histograms = {
+            name: _Histogram(name, f"from a request's {_WORDS[begin]} to its {_WORDS[end]}")
+            for name, (begin, end) in _SPANS.items()
+        }
+
+    def count(self, job: Any) -> None:
+        """Count a Job. Those that belong to the first of a request have no times of their own."""
+        self.finished[job.finish] += 1
+        if job.first_token is None:
+            return
+        length = job.num_prompt_tokens or 0
+        self.values["prompt_tokens"] += length
+        self.values["prompt_tokens_cached"] += job.num_cached or 0
+        longest = max(self.values["longest_text"], length + len(job.sequence.output))
+        self.values["longest_text"] = longest
+        if job.after is None:
+            for name, (begin, end) in _SPANS.items():
+                self.histograms[name].observe(getattr(job, end) - getattr(job, begin))
 
 
 class Figures(NamedTuple):
     """What an engine has counted. What it does not count is None or left out."""
 
-    values: dict[str, float | None]  # by the names in _COUNTERS and _GAUGES
+    values: dict[str, float | None]  # by the names in _COUNTERS and _GAUGES, and seconds
     accepted_at: Sequence[float]  # drafted tokens, by position in the draft
 
 
@@ -63,6 +125,8 @@ def figures_of(engine: Engine) -> Figures:
         "spec_decode_num_draft_tokens": total.num_draft_tokens,
         "spec_decode_num_accepted_tokens": total.num_accepted_draft_tokens,
         "generation_tokens": total.completion_tokens,
+        "prompt_seconds": total.prompt_ms / 1e3,
+        "decode_seconds": (total.draft_ms + total.verify_ms + total.other_ms) / 1e3,
         "target_passes": total.target_passes,
         "requests": total.prefills,
         "drafter_failures": engine.pool.failures.total(),
@@ -75,16 +139,20 @@ def figures_of(engine: Engine) -> Figures:
 
 
 class _Collector(Collector):
-    """Asks for the figures, and gives them to prometheus-client."""
+    """Gives figures to prometheus-client."""
 
-    def __init__(self, read: Callable[[], Figures], worker: Any) -> None:
-        self._read, self._worker = read, worker
+    def __init__(self, figures: Figures, finished: Counter[str]) -> None:
+        self._figures, self._finished = figures, finished
 
     def collect(self) -> Iterator[Metric]:
-        """Make every metric but the histogram, which is a collector itself."""
-        values, accepted_at = self._read()
-        values["num_requests_running"] = self._worker.num_running
-        values["num_requests_waiting"] = self._worker.num_waiting
+        """Make every metric but the histograms, which are collectors themselves."""
+        values, accepted_at = self._figures
+        ended = CounterMetricFamily(
+            "request_success", "requests that ended", labels=["finished_reason"]
+        )
+        for reason, count in sorted(self._finished.items()):
+            ended.add_metric([reason], count)
+        yield ended
         for family, meanings in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for name, meaning in meanings.items():
                 if (value := values.get(name)) is not None:
@@ -99,10 +167,23 @@ class _Collector(Collector):
 def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> None:
     """GET /metrics: what `read` gives, and what the worker knows of its requests."""
 
+    head = {"Process-Start-Time-Unix": str(int(time.time()))}  # as llama.cpp's
+
     @app.get("/metrics")
     def get_metrics() -> Response:
-        registry = CollectorRegistry()
-        registry.register(_Collector(read, worker))
-        registry.register(worker.first_token_s)
-        page = prometheus_client.generate_latest(registry)
-        return Response(page, content_type="text/plain; version=0.0.4")
+        meter, figures, registry = worker.meter, read(), CollectorRegistry()
+        values = dict(meter.values) | figures.values
+        values["num_requests_running"] = worker.num_running
+        values["num_requests_waiting"] = worker.num_waiting
+        registry.register(_Collector(Figures(values, figures.accepted_at), meter.finished))
+        for histogram in meter.histograms.values():
+            registry.register(histogram)
+        page = prometheus_client.generate_latest(registry).decode()
+        page += re.sub("(?m)^(# (?:HELP|TYPE) )?(?=[a-z])", r"\1vllm:", page)
+        known = Counter({name: value for name, value in values.items() if value is not None})
+        for name, (kind, value_of) in _LLAMA_CPP.items():
+            name = f"llamacpp:{name}"
+            page += (
+                f"# HELP {name} as in llama.cpp\n# TYPE {name} {kind}\n{name} {value_of(known)}\n"
+            )
+        return Response(page, content_type="text/plain; version=0.0.4", headers=head)

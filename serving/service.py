@@ -15,6 +15,7 @@ from messages import Engine, Json, Request, RequestError
 from models.calls import Form
 from models.fim import Gap, infill_prompt
 from models.prompts import Tokenizer, call_form, chat_prompt, read_prompts
+from models.reference import system_fingerprint
 from models.tools import Tools
 from page import register_page
 
@@ -58,6 +59,7 @@ class Service:
     worker: Admission
     tokenizer: Tokenizer | None  # None: another engine tokenises
     end_ids: list[int]  # tokens that end a text
+    fingerprint: str | None = None  # of an engine that runs elsewhere nothing is known
 
     def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
         """Without a worker it makes one."""
@@ -67,13 +69,14 @@ class Service:
         self.is_chat = options.is_chat(target.tokenizer)
         self.call_form: Form | None = call_form(target.tokenizer)
         self.tokenizer, self.end_ids = target.tokenizer, sorted(engine.eos_ids)
+        self.fingerprint = system_fingerprint(target, options.quantize)
 
     def new_app(self) -> Flask:
         """An application with the page and GET /metrics, and what all routes have in common."""
         app = base_app(self.options)
         register_page(app, read_prompts(self.is_chat))
         register_metrics(app, self.figures, self.worker)
-        app.extensions["worker"] = self.worker
+        app.extensions |= {"worker": self.worker, "fingerprint": self.fingerprint}
         return app
 
     def respond(self, fields: Json, shape: Shape | None = None) -> Response | Json:

@@ -30,7 +30,7 @@ from control.statistics import Totals
 from messages import Engine, Json, Request, RequestError, TextSequence
 
 from . import retry, trace
-from .metrics import Histogram
+from .metrics import Meter
 from .options import Options
 
 LOG = logging.getLogger("engine")
@@ -83,9 +83,10 @@ class Job:
         self.at_cancel: Callable[[], None] = lambda: None
         self.cancelled = self.ended = False
         self.failure: Exception | None = None
-        # When it got its place in the batch, and its first token.
+        # When it got its place in the batch, its first token, and its end.
         self.began: float | None = None
         self.first_token: float | None = None
+        self.left: float | None = None
         self.submitted = time.monotonic()
         self.deadline = self.submitted + timeout_s
         self.sequence: TextSequence | None = None  # the engine's, once it runs
@@ -106,6 +107,11 @@ class Job:
     @property
     def num_prompt_tokens(self) -> int | None:
         return len(self.request.prompt)
+
+    @property
+    def num_cached(self) -> int | None:
+        """Tokens of its prompt that were known already, once it runs."""
+        return self.sequence.drafting.num_cached
 
     @property
     def is_choice(self) -> bool:
@@ -133,18 +139,34 @@ class Job:
                 if time.monotonic() >= self._rested:
                     self._changed.notify()
 
-    def note_first(self, observe: Callable[[float], None]) -> None:
-        """Note the time of the first token, and have `observe` count the seconds that it took."""
+    def note_first(self) -> None:
+        """Note the time of the first token."""
         if self.first_token is None:
             self.first_token = time.monotonic()
-            if self.after is None:  # else the first job's time would count, too
-                observe(self.first_token - self.submitted)
+
+    def times(self, num_tokens: int) -> Json:
+        """Its times in ms as vLLM names them; where there is nothing to divide by, one is left out.
+
+        A mean is over the tokens after the first; tokens a second are from the place on.
+        """
+        if self.first_token is None or self.left is None:
+            return {}
+        decoding, computing = self.left - self.first_token, self.left - self.began
+        spans = {
+            "time_to_first_token_ms": self.first_token - self.submitted,
+            "generation_time_ms": decoding,
+            "queue_time_ms": self.began - self.submitted,
+        }
+        if num_tokens > 1:
+            spans["mean_itl_ms"] = decoding / (num_tokens - 1)
+        times = {name: round(span * 1e3, 3) for name, span in spans.items()}
+        return times | {"tokens_per_second": round(num_tokens / computing, 3) if computing else 0}
 
     def end(self, error: Exception | None = None) -> None:
         """Nothing more will come; an error is raised in the thread that iterates or waits."""
         with self._changed:
             self.failure = self.failure or error
-            self.ended = True
+            self.ended, self.left = True, self.left or time.monotonic()
             self._changed.notify()
 
     @property
@@ -237,7 +259,7 @@ class Admission:
 
     def __init__(self, options: Options) -> None:
         self.options, self.draining = options, False
-        self.first_token_s = Histogram()
+        self.meter = Meter()
         self._began, self._failures_in_a_row = time.monotonic(), 0
         self._waiting: deque[list[Job]] = deque()  # of each request what has no place yet
         self._has_left = False  # whether one of them was cancelled
@@ -428,6 +450,7 @@ class Worker(Admission):
 
     def _step(self) -> None:
         """A cycle of all running jobs. A fault in it fails only the job that it belongs to."""
+        self.meter.values.update(cycles=1, batched=len(self._running))
         try:
             cycles = retry.step(self._engine, [job.sequence for job in self._running])
         except Exception as error:
@@ -442,7 +465,7 @@ class Worker(Admission):
                 except Exception as error:
                     s.fail(error)
                 else:
-                    job.note_first(self.first_token_s.observe)
+                    job.note_first()
                     self._failures_in_a_row = 0
                     if event:
                         job.put(event)
@@ -475,6 +498,8 @@ class Worker(Admission):
             error = error or fault
         self._running.remove(job)
         self._failures_in_a_row += error is not None
+        job.failure, job.left = job.failure or error, time.monotonic()
+        self.meter.count(job)  # before its client can ask
         job.end(error)
         if job.then and not (error or job.cancelled):
             with self._changed:

@@ -168,37 +168,57 @@ def test_all_choices_end_when_their_client_leaves(is_streamed):
         fields = ENDLESS | {"n": 4, "temperature": 1, "stream": is_streamed}
         with server.connect("/generate", fields):
             server.wait_until_running(2)
-            assert server.health()["num_requests_waiting"] == 2
+            assert server.health()["num_requests_waiting"] == 1
         server.wait_until_idle()
 
 
-def test_each_choice_takes_a_place_and_the_first_decides_whether_there_is_one():
-    """A request with more choices than there are places can be served, if nobody waits."""
+def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place():
+    """Also where there are more of them than places to run."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine = client.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        places = relay.Relay(engine, "m", Options(max_running=1, max_queued=2))
+        places = relay.Relay(engine, "m", Options(max_running=2, max_queued=2))
+        (one,) = places.submit(relay.Wanted(), lambda: False)
         jobs = places.submit(relay.Wanted(n=8), lambda: False)
-        assert (places.num_running, places.num_waiting) == (1, 7)
-        with pytest.raises(RequestError, match="7 requests wait already"):
-            places.submit(relay.Wanted(), lambda: False)
-        for job in jobs[1:]:
+        assert (places.num_running, places.num_waiting) == (2, 1)
+        more = places.submit(relay.Wanted(n=8), lambda: False)
+        for n in (1, 8):
+            with pytest.raises(RequestError, match="2 requests wait already.*--max-queued"):
+                places.submit(relay.Wanted(n=n), lambda: False)
+        with pytest.raises(RequestError, match="2 requests wait already"):
+            places.expect_place()
+        for job in (one, *jobs[:6]):
             job.cancel()
-        (another,) = places.submit(relay.Wanted(), lambda: False)
-        assert places.num_waiting == 1
-        jobs[0].cancel()
-        another.cancel()
-        assert places.drain(LIMIT_S) == 0
+        until(lambda: jobs[7].began)
+        assert (places.num_running, places.num_waiting) == (2, 1)
+        for job in more[1:]:
+            job.cancel()
+        places.expect_place()
+        assert places.num_waiting == 1 and all(job.ended for job in more[1:])
+        for job in (*jobs, *more):
+            job.cancel()
+        assert places.num_waiting == 0 and places.drain(LIMIT_S) == 0
 
 
-def test_a_choice_begins_when_the_prompt_is_read_and_counts_before():
+def test_a_choice_begins_when_the_prompt_is_read_and_another_run_gets_the_place_of_the_first():
     wanted = Request([1], 9, n=2)
     first = Job(wanted, 60)
-    second, run = Job(wanted, 60, first), Job(replace(wanted, n=1), 60, first)
-    assert second.takes_place and not (second.may_begin or run.takes_place or run.may_begin)
-    first.note_first(lambda _: None)
-    assert second.may_begin and not run.may_begin
-    first.end()
-    assert run.may_begin and run.takes_place
+    second = Job(wanted, 60, first)
+    assert not second.may_begin and first.then is None
+    first.note_first()
+    assert second.may_begin
+    run = Job(replace(wanted, n=1), 60, first)
+    assert first.then is run
+
+
+def test_a_silent_stream_pings_ever_more_rarely():
+    """Hundreds may wait, and each ping takes a core from the running pass."""
+    pauses, job = [], Job(Request([1], 9), 60)
+    job._sleep = lambda limit_s, *_: pauses.append(limit_s)
+    seen = read([job])
+    assert [next(seen) for _ in range(9)] == [(0, [])] * 9
+    assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 10
+    job.put({})
+    assert next(seen) == (0, [{}]) and next(seen) == (0, []) and pauses[-1] < 0.2
 
 
 def test_another_engine_is_asked_for_each_choice():

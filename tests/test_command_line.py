@@ -267,7 +267,7 @@ MISTAKES = {  # what is said -> after which command lines
     "--repeats goes with --demo": ["--prompt x --repeats 2"],
     "must be more than 0": ["--port 5000 --stall-limit -1"],
     "cannot use the API key: it is empty": ["--port 5000 --api-key ''"],
-    "--max-queued ask for 1040 connections": ["--port 5000 --max-queued 1000"],
+    "must be from 1 to 4096": ["--port 5000 --max-queued 4097"],
     "it must be UTF-8": ["--port 5000 --api-key a\udcff"],
     "give it once": ["--port 5000 --api-key a --api-key-file b"],
     "No such file": ["--port 5000 --api-key-file no/such/file"],

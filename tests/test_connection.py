@@ -52,7 +52,7 @@ class Server:
     environ, limit = {}, 1 << 30
 
     def __init__(self):
-        self.asked, self.num_held = [], 0
+        self.asked, self.num_held, self.num_asked = [], 0, 0
 
     check = admit = forget = note = lambda *_, **__: None
 

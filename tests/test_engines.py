@@ -206,7 +206,8 @@ def test_health_and_metrics_have_the_engines_acceptance_and_null_for_the_rest(as
     assert figures["num_recovered_tokens"] is None
     text = ask.get("/metrics").data.decode()
     assert "\nspec_decode_num_accepted_tokens_per_pos_total{position=" in text
-    assert "\ngeneration_tokens_total " in text and "vllm" not in text
+    assert "\ngeneration_tokens_total " in text and "\nvllm:generation_tokens_total " in text
+    assert "\nllamacpp:tokens_predicted_total " in text
 
 
 def test_health_says_when_the_engine_is_gone(ask, replay):

@@ -10,7 +10,7 @@ import signal
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from server import ENDLESS, GOOD, is_error, module_server, request, serving, until
+from server import ENDLESS, GOOD, REQUESTS, is_error, module_server, request, serving, until
 
 JSON = "Content-Type: application/json"
 MANY_FILES = 4096
@@ -47,6 +47,33 @@ def test_who_comes_gets_in_when_1100_connections_idle(server):
     with crowd(server, 1100, b"GET /health HTTP/1.1\r\nHo"):
         assert is_served(server) and is_served(server)
     assert is_served(server)
+
+
+def test_a_burst_of_512_streams_waits_for_places_and_the_next_is_told_which_option_says_so():
+    """With default options. All of them may have long bodies, but not 64 MiB together."""
+    body = json.dumps(ENDLESS | {"stream": True}).encode()
+    fill = [request("/generate", body + b" " * n, f"Content-Length: {len(body) + n}")
+            for n in (0, 1_000_000)]  # fmt: skip
+    with serving("--model", "embedded") as server:
+
+        def are_told(number):
+            return sum(map(server.health().get, REQUESTS)) == number
+
+        with crowd(server, 520, fill[0]):
+            until(lambda: are_told(520))
+            status, _, said = server.raw(fill[0])
+            assert (status, said["error"]["code"]) == (429, "queue_full")
+            assert "512 requests wait already" in said["error"]["message"]
+            assert "--max-queued" in said["error"]["message"]
+        server.wait_until_idle()
+        with ExitStack() as stack:
+            for number in range(1, 67):  # few bodies of this size are read at once
+                stack.enter_context(crowd(server, 1, fill[1]))
+                until(lambda number=number: are_told(number))
+            status, _, said = server.raw(fill[1])
+            assert status == 429 and "bytes wait already" in said["error"]["message"]
+        server.wait_until_idle()
+        assert is_served(server)
 
 
 def memory_mib(server):

@@ -5,12 +5,19 @@ that the server was started with. What /v1 refuses is in test_bad_inputs.py.
 """
 
 import json
+import re
 from functools import partial
+from types import SimpleNamespace
 
 import openai
 import pytest
+import speculative_decoding as core
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from server import AT_WORK, COLOURS, is_error, module_server, request, serving, until
+
+from models.reference import contents_of, system_fingerprint
+from serving.options import Options
 
 KEY, ORIGIN = "secret key", "https://example.org"
 GUARDED = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
@@ -59,6 +66,18 @@ def test_a_completion_is_what_generate_answers(client, server, given):
     figures = result.metrics["speculative_decoding"]
     assert set(figures) == set(expected["metrics"]["speculative_decoding"])
     assert result.timings["predicted_n"] == 20 and result.seed == 1
+    timings, again = result.timings, generate(server, prompt=prompt, max_tokens=1)
+    assert timings["prompt_n"] + timings["cache_n"] == result.usage.prompt_tokens
+    for part, count in (("prompt", timings["prompt_n"]), ("predicted", 19)):  # one comes with it
+        ms = timings[f"{part}_per_token_ms"] * count
+        assert ms == pytest.approx(timings[f"{part}_ms"]) and ms > 0
+        assert timings[f"{part}_per_second"] == pytest.approx(1e3 * count / ms)
+    assert again["timings"]["predicted_per_second"] == 0
+    times = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "tokens_per_second"}
+    assert times <= again["metrics"].keys() and "mean_itl_ms" not in again["metrics"]
+    assert all(result.metrics[name] >= 0 for name in (*times, "mean_itl_ms"))
+    spent = result.metrics["mean_itl_ms"] * 19
+    assert spent == pytest.approx(result.metrics["generation_time_ms"], abs=0.1)
 
 
 def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chatting, server):
@@ -99,9 +118,35 @@ def test_a_completion_streams_its_text_and_its_figures(client):
     assert last.metrics["speculative_decoding"]["num_draft_tokens"] > 0
     assert last.timings["predicted_n"] == 20 and last.usage is None
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
-    *_, end, usage = ask(stream=True, stream_options={"include_usage": True})
-    assert end.choices[0].finish_reason == "length"
-    assert usage.choices == [] and usage.usage == whole.usage
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
+    *others, usage = ask(stream=True, stream_options={"include_usage": True})
+    assert others[-1].choices[0].finish_reason == "length"
+    assert usage.choices == [] and usage.usage == whole.usage and usage.metrics and usage.timings
+    for chunk in others:  # as OpenAI and vLLM have it: a null, and figures at the end alone
+        assert chunk.usage is None and "usage" in chunk.model_fields_set
+        assert not chunk.model_extra.keys() & {"metrics", "timings"}
+
+
+def test_a_fingerprint_changes_with_weights_dtype_and_kernels(tiny_folder):
+    """One number of one weight is enough here: all are small."""
+    engine = core.load_engine(Options(model=str(tiny_folder("llama")), kernels=False))
+    target, seen = engine.target, []
+
+    def take(**changed):
+        vars(target).update(changed)
+        seen.append(system_fingerprint(target, None))
+
+    take()
+    take()
+    assert seen[0] == seen.pop() and re.fullmatch("b[0-9a-f]{15}", seen[0])
+    assert system_fingerprint(target, "int8") not in seen
+    take(compiled=SimpleNamespace(description="other kernels"))
+    with torch.inference_mode():
+        [*target.model.parameters()][-1][-1] += 1
+    take(contents=contents_of(target.model))
+    target.model.to(torch.bfloat16)
+    take()
+    assert len({*seen}) == 4
 
 
 def test_our_own_fields_go_along(client):
@@ -172,7 +217,7 @@ def test_a_conversation_ends_before_a_stop_string_in_the_client_s_own_helper(cha
 def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
     """As the client `llm` asks. With --max-tokens that holds: see test_bad_inputs.py."""
     *_, last, usage = chat(stream=True, stream_options={"include_usage": True})
-    assert last.choices[0].finish_reason == "length" and last.warnings == []
+    assert last.choices[0].finish_reason == "length" and usage.warnings == []
     assert usage.usage.total_tokens == 256  # the model's context
 
 
@@ -254,3 +299,14 @@ def test_metrics_are_what_prometheus_reads(server):
     assert {families[name].type for name in AT_WORK} == {"gauge"}
     *buckets, count, total = (s.value for s in families["time_to_first_token_seconds"].samples)
     assert buckets == sorted(buckets) and buckets[-1] == count >= 1 and total > 0
+    for name in (*AT_WORK, "spec_decode_num_drafts", "prompt_tokens", "generation_tokens"):
+        assert value(f"vllm:{name}") == value(name)
+    read, cached = value("llamacpp:prompt_tokens"), value("llamacpp:prompt_tokens_cached")
+    assert read > 0 and read + cached == value("prompt_tokens")
+    assert value("llamacpp:tokens_predicted") == value("generation_tokens")
+    assert value("llamacpp:n_tokens_max") >= before["usage"]["total_tokens"]
+    assert value("llamacpp:n_busy_slots_per_decode") >= 1 > value("llamacpp:requests_deferred")
+    ended = {s.labels["finished_reason"]: s.value for s in families["request_success"].samples}
+    assert ended["length"] >= 1
+    for name in ("request_queue_time_seconds", "e2e_request_latency_seconds"):
+        assert [s.value for s in families[f"vllm:{name}"].samples if "_count" in s.name] == [count]

@@ -26,11 +26,31 @@ from server import COLOURS, GOOD, PATHS, SCRIPT, end_of, module_server, process,
 
 from kernels import library
 from page import FILES
-from serving.options import Options
+from serving.http import num_threads, room_for_connections
+from serving.options import MAX_QUEUED, Options
 
 server = module_server("--fixed-k")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
 LONG = {"prompt": list(range(100, 1100)), "max_tokens": 4}
+
+
+def test_every_queue_in_its_range_starts_where_so_many_files_may_be_open(monkeypatch):
+    """The default one starts with 1,024 files, as many systems have them."""
+    resource = pytest.importorskip("resource")
+    most = Options(max_queued=MAX_QUEUED, max_running=256)
+    for allowed, options in ((1024, Options()), (1 << 20, most), (1024, most)):
+        asked = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _, n=allowed: (256, n))
+        monkeypatch.setattr(resource, "setrlimit", lambda _, limits, to=asked: to.append(limits))
+        if allowed < options.max_queued:
+            with pytest.raises(ValueError, match="--max-queued ask for 4384 connections, and 640 "):
+                room_for_connections(num_threads(options))
+        else:
+            room = room_for_connections(num_threads(options))
+            assert num_threads(options) < room < asked[0][0] <= allowed
+    monkeypatch.undo()
+    with serving("--max-queued", str(MAX_QUEUED), "--max-running", "256") as server:
+        assert server.generate(**GOOD)[0] == 200
 
 
 def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):

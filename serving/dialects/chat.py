@@ -144,7 +144,7 @@ class Chat(InParts, OpenAIShape):
             "".join(delta.get(name, "") for delta in deltas)
             for name in ("content", "reasoning_content")
         )
-        message = {"role": "assistant", "content": content}
+        message = {"role": "assistant", "content": content, "refusal": None}
         if thought:
             message["reasoning_content"] = thought
         if calls := self._calls[index]:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flask import g
+from flask import current_app, g
 
 from messages import Json
 from models.calls import AnswerReader, Part
@@ -42,6 +42,7 @@ class OpenAIShape(Shape):
         super().__init__(fields)
         self._head = {"id": f"{self.prefix}-{g.id}"}  # the X-Request-Id
         self._head |= {"object": self.kind, "created": int(time.time()), "model": model}
+        self._head["system_fingerprint"] = current_app.extensions["fingerprint"]
         self._has_ids, self._num_tokens = fields.get("return_token_ids") is True, Counter[int]()
         self._new_ids = defaultdict[int, list[int]](list)  # by choice: those that no chunk has had
         self._told = set[int]()  # whose prompt a chunk has had
@@ -98,17 +99,21 @@ class OpenAIShape(Shape):
         kind = {"object": self.kind_of_chunk}
         if self._counts and choices:
             more["usage"] = self._usage(choices[0]["index"])
+        elif self._option("include_usage"):
+            more.setdefault("usage", None)
         return sse(self._head | kind | self._with_ids(choices) | more)
 
     def last(self, body: Json) -> Iterator[str]:
-        """Why each choice ended, at last with figures; the usage in its own chunk, if asked for."""
+        """Why each choice ended, at last with figures; or these with the usage, if asked for."""
         counted = figures(body)
-        usage = counted.pop("usage")
         ends = [self.end(i, each["finish_reason"]) for i, each in enumerate(bodies(body))]
-        yield from map(self.chunk, ends[:-1])
-        yield self.chunk(ends[-1], **counted)
         if self._option("include_usage"):
-            yield self.chunk(**counted, usage=usage)
+            yield from map(self.chunk, ends)
+            yield self.chunk(**counted)
+        else:
+            del counted["usage"]
+            yield from map(self.chunk, ends[:-1])
+            yield self.chunk(ends[-1], **counted)
 
 
 class InParts(Shape):
