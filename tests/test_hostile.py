@@ -67,7 +67,7 @@ def test_a_burst_of_512_streams_waits_for_places_and_the_next_is_told_which_opti
             assert "--max-queued" in said["error"]["message"]
         server.wait_until_idle()
         with ExitStack() as stack:
-            for number in range(1, 67):  # few bodies of this size are read at once
+            for number in range(1, 68):  # few bodies of this size are read at once
                 stack.enter_context(crowd(server, 1, fill[1]))
                 until(lambda number=number: are_told(number))
             status, _, said = server.raw(fill[1])
