@@ -65,7 +65,7 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post(f"{_PATH}/count_tokens")
     def count_tokens() -> Json:
         """Count the tokens of a conversation and its tools, as the model would read them."""
-        fields, sent = read_body(), dict[str, str]()
+        fields, sent = read_body(takes_place=False), dict[str, str]()
         check_model(fields.get("model") or name, service.name)
         with errors_name(sent):
             _translate(fields, sent)

@@ -89,11 +89,15 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/chat/completions/input_tokens")
     def count() -> Json:
-        return {"input_tokens": len(ids_of_chat(service, read_body()))}
+        return {"input_tokens": len(ids_of_chat(service, read_body(takes_place=False)))}
 
     @app.post("/apply-template")
     def apply_template() -> Json:
-        return {"prompt": text_of(tokenizer_of(service), ids_of_chat(service, read_body()))}
+        return {
+            "prompt": text_of(
+                tokenizer_of(service), ids_of_chat(service, read_body(takes_place=False))
+            )
+        }
 
     _register_figures(app, service)
 

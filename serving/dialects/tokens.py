@@ -28,7 +28,7 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/tokenize")
     def to_tokens() -> Json:
-        fields = read_body()
+        fields = read_body(takes_place=False)
         for name in _FLAGS:
             if not isinstance(fields.get(name), bool | None):
                 raise RequestError(f"{name} must be true or false", param=name)
@@ -48,7 +48,7 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/detokenize")
     def to_text() -> Json:
-        tokenizer, ids = tokenizer_of(service), read_body().get("tokens")
+        tokenizer, ids = tokenizer_of(service), read_body(takes_place=False).get("tokens")
         text = text_of(tokenizer, check_ids(ids, len(tokenizer)))
         return {"content": text, "prompt": text}
 
