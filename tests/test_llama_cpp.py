@@ -152,6 +152,10 @@ BAD = [  # path, fields, what the message says
     ("/completion", {"prompt": "a", "n_predict": -2}, "n_predict must be"),
     ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "multimodal"),
     ("/completion", {"prompt": 5}, "prompt must be"),
+    ("/completion", {"prompt": [5, "\ud800"]}, "prompt must be a text"),
+    ("/completion", {"prompt": [5, "a"] * 2000}, "prompt has 4000 parts"),
+    ("/completion", {"prompt": "a", "logit_bias": [["\ud800", 1]]}, "logit_bias must be a text"),
+    ("/completion", {"prompt": "a", "logit_bias": [["a", 1]] * 301}, "logit_bias must be"),
     ("/completion", {"prompt": "a", "samplers": ["top_q"]}, "samplers must be"),
     ("/completion", {"prompt": "a", "return_tokens": 1}, "return_tokens must be"),
     ("/completion", {"prompt": "a", "n_indent": 2, "stream": True}, "n_indent"),
@@ -176,7 +180,8 @@ def test_bad_input_is_refused_in_llama_cpp_s_form(server, path, fields, said):
     status, body = post(server, path, **fields)
     assert status == 400 and list(body["error"]) == ["code", "message", "type", "param"]
     assert body["error"]["code"] == 400 and said in body["error"]["message"]
-    assert body["error"]["type"] == "invalid_request_error"
+    kinds = "invalid_request_error", "exceed_context_size_error"
+    assert body["error"]["type"] in kinds
 
 
 def test_a_prompt_that_is_too_long_says_how_long(server):

@@ -19,13 +19,13 @@ from flask import Flask, Response, request
 from messages import Json, RequestError
 from models.fim import File, Gap
 from serving.fields import LIMITS, check_dialect
-from serving.parsing import Check, model_id
+from serving.parsing import MAX_BIASES, Check, model_id
 from serving.service import Service, read_body
 
 from .chat import errors_name, respond
 from .infill import check_text
 from .llama_shapes import SAMPLERS, LlamaChat, LlamaCompletion, error_form, settings
-from .tokens import ids_of_chat, text_of, tokenizer_of
+from .tokens import ids_of, ids_of_chat, text_of, tokenizer_of
 
 _OURS = "/completion /completions /infill /chat/completions /models /props /slots".split()
 _OURS += "/apply-template /chat/completions/input_tokens /tokenize /detokenize".split()
@@ -167,7 +167,7 @@ def _respond(service: Service, fields: Json) -> Response | Json:
         del fields["seed"]
     if service.options.max_tokens is None and all(fields.get(name) is None for name in LIMITS):
         fields["n_predict"] = -1
-    if "logit_bias" in fields:
+    if fields.get("logit_bias") is not None:
         fields["logit_bias"] = _biases(fields["logit_bias"], service)
     for name in SAMPLERS.keys() - set(asked["samplers"] or SAMPLERS):
         fields |= SAMPLERS[name]
@@ -186,10 +186,13 @@ def _read_prompt(value: Any, service: Service) -> Any:
         value = value.get("prompt_string")
     kinds = {type(part) for part in value} if isinstance(value, list) else set()
     if kinds == {int, str}:
+        if len(value) > service.max_length:
+            why = f"prompt has {len(value)} parts: the context holds {service.max_length} tokens"
+            raise RequestError(why, param="prompt", code="context_length_exceeded")
         tokenizer, ids = tokenizer_of(service), list[int]()
         for i, part in enumerate(value):
-            special = {"add_special_tokens": i == 0, "verbose": False}
-            ids += [part] if isinstance(part, int) else tokenizer(part, **special)["input_ids"]
+            is_id = isinstance(part, int)
+            ids += [part] if is_id else ids_of(part, tokenizer, "prompt", has_special=i == 0)
         return ids
     if kinds & {list, dict, str}:
         if len(value) > 1:
@@ -201,16 +204,16 @@ def _read_prompt(value: Any, service: Service) -> Any:
 def _biases(value: Any, service: Service) -> Any:
     """Biases as OpenAI has them; llama.cpp has pairs, too, texts in place of ids, and false."""
     pairs, biases = list(value.items()) if isinstance(value, dict) else value, dict[str, Any]()
-    if not isinstance(pairs, list):
-        return value
+    if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
+        why = f"logit_bias must be an object or a list of pairs, of at most {MAX_BIASES}"
+        raise RequestError(why, param="logit_bias")
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str):
             raise RequestError("logit_bias has an entry that is no pair", param="logit_bias")
         key, bias = pair
         ids = [key]
         if isinstance(key, str) and not key.isdecimal():
-            options = {"add_special_tokens": False, "verbose": False}
-            ids = tokenizer_of(service)(key, **options)["input_ids"]
+            ids = ids_of(key, tokenizer_of(service), "logit_bias", has_special=False)
         biases |= {str(token): _NEVER if bias is False else bias for token in ids}
     return biases
 

@@ -41,7 +41,7 @@ def register_routes(app: Flask, service: Service) -> None:
             ids = ids_of_chat(service, fields)
         else:
             special = fields.get("add_special_tokens") is not False
-            ids = _ids(fields.get("prompt"), tokenizer, "prompt", has_special=special)
+            ids = ids_of(fields.get("prompt"), tokenizer, "prompt", has_special=special)
         texts = tokenizer.convert_ids_to_tokens(ids) if wants_texts else None
         answer = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
         return answer | {"token_strs": texts}
@@ -98,7 +98,7 @@ def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
         return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def _ids(
+def ids_of(
     text: Any, tokenizer: Tokenizer, name: str, *, has_special: bool, is_plain: bool = False
 ) -> list[int]:
     """The ids of a text of any length, `has_special` with those that begin a text.
@@ -116,7 +116,9 @@ def _ids(
 
 def _for_llama_cpp(fields: Json, tokenizer: Tokenizer) -> Json:
     is_plain, has_special = fields.get("parse_special") is False, bool(fields.get("add_special"))
-    ids = _ids(fields["content"], tokenizer, "content", has_special=has_special, is_plain=is_plain)
+    ids = ids_of(
+        fields["content"], tokenizer, "content", has_special=has_special, is_plain=is_plain
+    )
     if not fields.get("with_pieces"):
         return {"tokens": ids}
     return {"tokens": [{"id": i, "piece": _piece(i, tokenizer)} for i in ids]}
