@@ -306,7 +306,8 @@ class Sequence:
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
         self.warnings = self.drafting.warnings
-        self.statistics, self.logprobs = control.Statistics(), list[dict[str, Any]]()
+        self.statistics, self.reading = control.Statistics(), control.Reading(request)
+        self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.failure: Exception | None = None  # with it the finish_reason is "error"
 
@@ -421,15 +422,14 @@ class Engine:
         return cycles
 
     def read_prompts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Read a chunk of one long prompt; others wait. Returns those with at most a chunk left."""
+        """Read a chunk of one long prompt; others wait. Returns those with a cycle to run."""
         lengths, size = self.target.cache.lengths, self.prefill_chunk
-        reading = [s for s in sequences if len(s.tokens) - lengths[s.row] > size]
-        if reading:
-            s = reading[0]
-            began, cached = self.now(), lengths[s.row]
-            layers = self.pool.layers([s.drafting])
-            output = self.target.forward([s.row], [s.tokens[cached : cached + size]], [1], layers)
+        reading = {s: fed for s in sequences if (fed := s.reading.chunk(lengths[s.row], size))}
+        for s, fed in list(reading.items())[:1]:
+            began, cached, layers = self.now(), lengths[s.row], self.pool.layers([s.drafting])
+            output = self.target.forward([s.row], [fed], [s.reading.num_logits(fed)], layers)
             s.drafting.hidden[cached] = {i: states for i, (states,) in output.hidden.items()}
+            s.finish_reason = s.reading.note(cached, fed, output.logits[0])
             s.statistics.prompt_ms += (self.now() - began) * 1e3
         return [s for s in sequences if s not in reading]
 

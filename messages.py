@@ -88,12 +88,15 @@ class TracedSampling(Sampling):
         return not self.is_greedy
 
 
-def check_prompt(prompt: list[int], context: int, vocab_size: int) -> None:
-    """Raises ValueError if a prompt is empty, leaves no room in the context or has unknown ids."""
+def check_prompt(prompt: list[int], context: int, vocab_size: int, max_tokens: int = 1) -> None:
+    """Raises ValueError if a prompt is empty, leaves no room in the context or has unknown ids.
+
+    It needs no room if no token is to follow.
+    """
     length, largest = len(prompt), vocab_size - 1
     if not prompt:
         raise ValueError("the prompt is empty")
-    if length >= context:
+    if length + min(max_tokens, 1) > context:
         raise ValueError(f"the prompt's {length} tokens leave no room in a context of {context}")
     if not all(0 <= token <= largest for token in prompt):
         raise ValueError(f"the prompt has a token id outside 0 to {largest}")
@@ -104,7 +107,7 @@ class Request:
     """One generation. Without a drafter, or with 0 speculative tokens, it is plain decoding."""
 
     prompt: list[int]
-    max_tokens: int = 128
+    max_tokens: int = 128  # 0: the prompt is read, and nothing is generated
     drafter: str | None = None  # the name of a loaded one
     num_speculative_tokens: int = 5
     stop: tuple[str, ...] = ()
@@ -119,7 +122,15 @@ class Request:
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
     returns: frozenset[str] = frozenset()  # what else events and answers have: see serving/trace.py
+    # Log-probabilities of the prompt's tokens, and of this many likeliest ones; None = none.
+    prompt_logprobs: int | None = None
     n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them
+    num_prompts: int = 1  # of the list that this one is of
+
+    @property
+    def texts(self) -> int:
+        """How many texts are wanted: the choices for each prompt of the list."""
+        return self.n * self.num_prompts
 
     @property
     def ends(self) -> tuple[tuple[str, ...], frozenset[int], bool, int]:
@@ -128,9 +139,13 @@ class Request:
 
     @property
     def choices(self) -> list["Request"]:
-        """A request for each of the n texts; their seeds are seed, seed + 1 and so on."""
+        """A request for each of the n texts; their seeds are seed, seed + 1 and so on.
+
+        The prompt is scored once, for the first.
+        """
         seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
-        return [replace(self, seed=seed) for seed in seeds]
+        first, *others = (replace(self, seed=seed) for seed in seeds)
+        return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
     def admitted(self, context: int, vocab_size: int) -> tuple["Request", list[str]]:
         """The request as it can be served, and warnings. Raises ValueError for a bad prompt.
@@ -138,7 +153,7 @@ class Request:
         Fewer tokens where the context of so many has no room for more; no drafter where none may
         be drafted.
         """
-        check_prompt(self.prompt, context, vocab_size)
+        check_prompt(self.prompt, context, vocab_size, self.max_tokens)
         room, warnings = context - len(self.prompt), list[str]()
         if room < self.max_tokens:
             what = f"max_tokens was lowered from {self.max_tokens} to {room}"

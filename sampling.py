@@ -43,6 +43,7 @@ and Suresh, arXiv 2408.07978; the keys are splitmix64's.
 
 from collections import Counter
 from math import factorial, inf, isfinite, log2, nextafter, sqrt
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ _NOTHING_LEFT = "no probabilities to draw from: the request's fields together al
 _WORD = (1 << 64) - 1
 _WHOLE = 2.0**40  # units in the largest weight; top-p adds whole units
 _NEAR = -5.0, -12.0  # a typical token mostly weighs more than exp(the first)
+_AT_ONCE = 16  # rows of logits that are scored together: their softmax is in memory
 _FIRST = 32  # `ranked` looks at so many tokens with the largest weights
 
 _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
@@ -351,6 +353,37 @@ def confidence(logits: Tensor, token: int) -> float:
     except ValueError:
         return 0.0
     return float(weights[token]) / total(weights)
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities of n tokens where they stand, and of `count` likeliest ones beside each."""
+
+    logprobs: Tensor  # [n] float32
+    ranks: Tensor  # [n]: 1 is the likeliest
+    top: Tensor  # [n, count]: the likeliest ids, by falling probability
+    top_logprobs: Tensor  # [n, count] float32
+
+
+@torch.inference_mode()
+def scores_of(logits: Tensor, tokens: list[int], count: int) -> TokenScores:
+    """Score `tokens`, each by a row of raw logits [at least n, V], before every transform.
+
+    A row's numbers depend on that row alone. Raises ValueError if they are none.
+    """
+    logits = logits[: len(tokens)]
+    if kernels.can_choose() and logits.is_cpu:
+        return TokenScores(*kernels.score_rows(logits, tokens, count))
+    parts = list[TokenScores]()
+    for begin in range(0, len(tokens), _AT_ONCE):
+        part = tokens[begin : begin + _AT_ONCE]
+        rows = logits[begin : begin + len(part)].float().log_softmax(-1)
+        own = rows.gather(1, torch.tensor(part, device=rows.device)[:, None])
+        if own.isnan().any():
+            raise ValueError(NO_NUMBERS)
+        top = rows.topk(min(count, rows.shape[-1]))
+        ranks = 1 + (rows > own).sum(-1)
+        parts.append(TokenScores(own[:, 0], ranks, top.indices, top.values))
+    return TokenScores(*(torch.cat(each).cpu() for each in zip(*parts, strict=True)))
 
 
 def draw(weights: Tensor, u: float) -> int:

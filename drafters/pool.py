@@ -142,7 +142,8 @@ class DrafterPool:
                 failed[name] = error
         for name, error in failed.items():
             self._lose(text, name, "open", error)
-        if self.prefixes and not request.is_alone:
+        is_scored = request.prompt_logprobs is not None  # then all of the prompt has to be read
+        if self.prefixes and not (request.is_alone or is_scored):
             hidden = self.prefixes.restore(text.row, request.prompt, self.layers([text]))
             text.num_cached = self.prefixes.length(text.row)
             # Of no layers, too: what is read next does not begin at the text's first token.
@@ -167,6 +168,8 @@ class DrafterPool:
 
         A token has the same keys and values read or written where bits are equal, and only there.
         """
+        if text.hidden:  # of a prompt behind which nothing was generated
+            self.remember_prompt(text, joined(list(text.hidden.values())))
         if text.states_read:
             self.prefixes.remember(text.row, tokens, joined(text.states_read))
 

@@ -87,6 +87,8 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
         ("trace", body.get("trace") is True, "does not tell p, q, u or its cache"),
         ("compare", body.get("compare") is True, "cannot decode plainly beside its drafter"),
         ("verification", body.get("verification") == "coupled", "has a rule of its own"),
+        ("prompt_logprobs", body.get("prompt_logprobs") is not None, "is not asked for them"),
+        ("max_tokens", body.get("max_tokens") == 0, "generates at least one token"),
         ("prediction", bool(body.get("prediction")), "cannot draft from it"),
         ("speculative", does_draft and body.get("speculative") is False, always),
         ("drafter", does_draft and body.get("drafter") == PLAIN, always),
@@ -184,6 +186,11 @@ class Remote(Service):
         if wanted.is_streamed:
             jobs[0].await_first()
         return jobs, wanted.is_streamed, notes
+
+    def read_list(self, prompts: list[Any], field: str) -> list[list[int]]:
+        """Raises RequestError: only the engine could tell the ids of a text."""
+        why = "is not supported" if field == "echo" else "must be one"
+        raise RequestError(f"{field} {why}: the engine ({self.engine.kind}) reads it", param=field)
 
     def read_chat(
         self, messages: Any, fields: Json, tools: Tools | None = None, how: Json | None = None

@@ -14,6 +14,7 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     vocabulary_of                the tokens that such a draft chooses among
     can_choose, choose, survivors, leaders, confidence
                                  what sampling.py computes, with the same bits
+    score_rows                   log-probabilities, with about those of torch
     Panels, LANES                a matrix in panels of so many outputs: floats, or a file's bytes
     put_panels, put_experts      let a module compute with panels; matrices_of names the experts'
     num_weights, why_not_int8    of a model, packed or not; why a device has no int8
@@ -37,7 +38,7 @@ _FILES = {
         "run_mtp_layer",
     ),
     "chain": ("draft_chain", "can_chain", "vocabulary_of"),
-    "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence"),
+    "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence", "score_rows"),
     "weights": ("Panels", "LANES", "why_not_int8"),
     "patches": ("put_panels", "num_weights", "with_globals"),
     "experts": ("matrices_of", "put_experts"),

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,27 @@ def leaders(
     code = _function("leaders")(how, address(row), len(row), most, _data(weights), _data(ids), at)
     count = checked(code)
     return weights[:count], ids[:count], total.value
+
+
+def score_rows(
+    scores: Tensor, tokens: list[int], most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A token's log-probability in each row of scores [n, V], and those of the `most` likeliest.
+
+    Returns logprobs [n] float32, ranks [n] from 1 on, ids [n, most] in order, and their logprobs.
+    Raises ValueError for no numbers.
+    """
+    scores = _numbers(scores)
+    (count, vocab), most = scores.shape, min(most, scores.shape[1])
+    if len(tokens) != count or not all(0 <= token < vocab for token in tokens):
+        raise IndexError(f"a token from 0 to {vocab - 1} is needed for each of {count} rows")
+    asked, integers = torch.tensor(tokens), partial(torch.empty, dtype=torch.int64, device="cpu")
+    logprobs, tops = library.room(count), library.room(count, most)
+    ranks, ids = integers(count), integers(count, most)
+    at, threads = partial(address, dtype=torch.int64), 1 if count == 1 else None
+    rest = at(asked), most, address(logprobs), at(ranks), at(ids), address(tops)
+    library.compute("score_rows", address(scores), count, vocab, *rest, threads=threads)
+    return logprobs, ranks, ids, tops
 
 
 def confidence(scores: Tensor, token: int) -> float:

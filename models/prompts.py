@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Json, Model, RequestError
+from messages import Json, Model, RequestError, check_prompt
 
 from .calls import Form, form_of
 from .catalogue import ROOT
@@ -167,6 +167,38 @@ def prompt_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
     raise RequestError(
         "prompt must be a non-empty string or a non-empty list of token ids", param="prompt"
     )
+
+
+@contextmanager
+def at_place(i: int) -> Iterator[None]:
+    """Let an error about the prompt name its place in the list."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = f"prompt[{i}]"
+            is_first = error.message.startswith("prompt ")
+            what = error.message.removeprefix("prompt ")
+            error.message = f"{error.param}{' ' if is_first else ': '}{what}"
+        raise
+
+
+def list_ids(
+    values: list[Any], tokenizer: Tokenizer, max_length: int, vocab_size: int
+) -> list[list[int]]:
+    """The ids of each prompt in a list, which the context can hold. Raises RequestError."""
+    sizes = [len(value) for value in values if isinstance(value, str)]
+    are_short = max(sizes, default=0) <= _LONG_TEXT  # else one of them takes the turn
+    every = list[list[int]]()
+    with long_texts.take(sum(sizes) if are_short else 0):
+        for i, value in enumerate(values):
+            with at_place(i) if len(values) > 1 else nullcontext():
+                every.append(prompt_ids(value, tokenizer, max_length))
+                try:
+                    check_prompt(every[-1], max_length, vocab_size, max_tokens=0)
+                except ValueError as error:
+                    raise RequestError(str(error), param="prompt") from error
+    return every
 
 
 def chat_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:

@@ -6,6 +6,7 @@ They read the core's sequences and engine, handed in; docs/api.md has examples o
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .comparison import comparison
 from .formats import reasoning_of
 from .options import Options
 from .parsing import model_id
+from .trace import prompt_logprobs
 from .worker import Job, Worker, cancel, read
 
 LOG = logging.getLogger("engine")
@@ -32,12 +34,13 @@ _POOR_FIRST_ACCEPTANCE = 0.2
 def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
     """What /generate returns for a finished job of a target in `dtype`.
 
-    Several jobs are choices. Where a comparison was asked for, every second one decodes the request
-    plainly, with a trace.
+    Several jobs are choices, for each of the prompts. Where a comparison was asked for, every
+    second one decodes the request plainly, with a trace.
     """
     job, *others = jobs
-    if job.sequence.request.n > 1:
-        return of_choices([_answer(job, notes) for job in jobs])
+    request = job.sequence.request
+    if request.texts > 1:
+        return of_choices([_answer(job, notes) for job in jobs], request.n)
     body = _answer(job, notes)
     if others:
         sequences = [job.sequence for job in jobs]
@@ -79,6 +82,8 @@ def _answer(job: Job, notes: list[str]) -> Json:
     )
     if trace.IDS in request.returns:
         body["prompt_token_ids"] = list(request.prompt)
+    if request.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs(sequence)
     if request.trace:
         body["trace"] = list(map(public, job.events))
     return body
@@ -96,12 +101,17 @@ def _reasoning_tokens(sequence: TextSequence) -> Json:
     return {"reasoning_tokens": count if has_begun else 0}
 
 
-def of_choices(bodies: list[Json]) -> Json:
+def of_choices(bodies: list[Json], n: int | None = None) -> Json:
     """One answer from those of a request's choices: the first, and all of them in `choices`.
 
-    In `usage` the prompt is counted once, and `warnings` has those of all.
+    They are `n` for each prompt, or all are for one. In `usage` each prompt is counted once, and
+    `warnings` has those of all.
     """
     usage, of_all = dict(bodies[0]["usage"]), ("usage", "warnings")
+    if len(firsts := [body["usage"] for body in bodies[:: n or len(bodies)]]) > 1:
+        usage["prompt_tokens"] = sum(first["prompt_tokens"] for first in firsts)
+        cached = (first["prompt_tokens_details"]["cached_tokens"] for first in firsts)
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
     usage["completion_tokens"] = sum(body["usage"]["completion_tokens"] for body in bodies)
     if "completion_tokens_details" in usage:
         every = [body["usage"]["completion_tokens_details"] for body in bodies]
@@ -201,6 +211,10 @@ class Shape:
             shown["logprobs"] = event["logprobs"]
         return sse(({"index": number} if has_choices else {}) | shown | text)
 
+    def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
+        """What a stream shows of a job before its first event; `scores` gives the prompt's."""
+        return ""
+
     def last(self, body: Json) -> Iterable[str]:
         """What a stream says when all is done."""
         return [sse(body)]
@@ -215,17 +229,24 @@ def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterato
 
     A stream that merely ended would look like a success. The jobs do not outlive it.
     """
+    silent = set(range(len(jobs)))  # jobs without an event so far
+
+    def head(number: int) -> str:
+        silent.remove(number)
+        return shape.head(number, partial(_scores_before, jobs, number))
+
     try:
         if opening := shape.opening:
             yield opening
         for number, events in read(jobs):
-            text = ""
+            text = head(number) if events and number in silent else ""
             for event in events:
                 shape.note(event, number)
                 text += shape.shown(event, number)
             if text or not events:
                 yield text or PING
         if not any(job.cancelled for job in jobs):
+            yield from filter(None, map(head, sorted(silent)))
             yield from shape.last(answer())
     except RequestError as error:
         yield shape.failed(error)
@@ -236,6 +257,11 @@ def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterato
         cancel(jobs)  # the client may have left
     if shape.closing:
         yield shape.closing
+
+
+def _scores_before(jobs: list[Job], number: int) -> list[Json | None]:
+    """The scores of the prompt of the job with this number, which the first of its choices has."""
+    return prompt_logprobs(jobs[number - number % jobs[number].request.n].sequence)
 
 
 def sse(data: Json) -> str:

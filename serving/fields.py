@@ -54,7 +54,7 @@ _BY_LOGPROBS = "logprobs tells of the likeliest tokens, by raw logits"
 _TEXT_ALONE = "this server reads and writes text alone"
 # The values that change nothing, the fields that have them, and what to know of others.
 _GROUPS: tuple[tuple[tuple[Any, ...], str, str], ...] = (
-    ((False,), "echo", "the answer is the new text alone"),
+    ((False,), "echo", "it goes with /v1/completions"),
     (("",), "suffix", "it goes with /v1/completions and /v1/fim/completions"),
     ((), "best_of", "it must equal n, as no choice is left out"),
     ((False,), "use_beam_search", "n gives several texts"),
@@ -109,7 +109,7 @@ _GROUPS: tuple[tuple[tuple[Any, ...], str, str], ...] = (
     ((False,), "return_logprob return_text_in_logprobs return_entropy", _BY_LOGPROBS),
     ((False,), "return_sampling_mask post_sampling_probs", _BY_LOGPROBS),
     ((False,), "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs", _BY_LOGPROBS),
-    ((False, 0), "prompt_logprobs top_logprobs_num", _BY_LOGPROBS),
+    ((False, 0), "top_logprobs_num", _BY_LOGPROBS),
     ((-1,), "logprob_start_len", "log-probabilities are of the new text"),
     (([],), "logprob_token_ids token_ids_logprob", _BY_LOGPROBS),
     ((), "sampling_logprobs_mode", _BY_LOGPROBS),

@@ -128,10 +128,12 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_
     if jobs:
         job, s = jobs[0], jobs[0].sequence
         line |= {"finish": job.finish, "drafter": job.request.drafter}
-        line["prompt_tokens"] = job.num_prompt_tokens
+        texts = jobs[: job.request.texts]  # without a comparison's other runs
+        counts = [each.num_prompt_tokens for each in texts[:: job.request.n]]
+        line["prompt_tokens"] = None if None in counts else sum(counts)
         if s:
-            texts = [each.sequence for each in jobs[: job.request.n] if each.sequence]
-            line["tokens"] = sum(len(text.output) for text in texts)
+            written = [each.sequence.output for each in texts if each.sequence]
+            line["tokens"] = sum(map(len, written))
             line["passes"] = s.statistics.passes
             line["acceptance"] = s.statistics.draft_acceptance_rate
         for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():

@@ -9,7 +9,7 @@ import re
 import reprlib
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,6 +18,7 @@ from drafters.pool import AUTO, PLAIN, TREE
 from messages import Engine, Json, Request, RequestError, Sampling, check_prompt
 from models.prompts import (
     Tokenizer,
+    at_place,
     chat_ids,
     is_text,
     large_bodies,
@@ -56,6 +57,7 @@ def parse_json(data: bytes) -> Json:
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
 MAX_BIASES, MAX_CHOICES, MAX_STOPS = 300, 8, 64
+MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of a request's prompts: 60 bytes of JSON each
 _PREDICTION = "prediction"  # the name of the field, and of its drafter
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
@@ -119,7 +121,7 @@ _FLAGS = (
 )  # fmt: skip
 _STOP = f"a non-empty string of at most {MAX_STOP_CHARACTERS} characters"
 _CHECKS: dict[str, Check] = {
-    "max_tokens": _integer(1, MAX_TOKENS_LIMIT),
+    "max_tokens": _integer(0, MAX_TOKENS_LIMIT),
     "n": _integer(1, MAX_CHOICES),
     "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
@@ -154,6 +156,7 @@ _CHECKS: dict[str, Check] = {
         lambda value: isinstance(value, bool) or _integer(0, 20)[0](value),
         "true, false or an integer from 0 to 20",
     ),
+    "prompt_logprobs": _integer(0, 20),
 }
 _CHECKS |= {other: _CHECKS[name] for other, name in OTHER_NAMES.items()}
 _CHECKS |= {"n_predict": _or_minus_1(_CHECKS["max_tokens"]), "n_probs": _integer(0, 20)}
@@ -224,7 +227,7 @@ def check_model(wanted: Any, model: str) -> None:
 def _read_prompt(
     known: Json, fields: Json, tokenizer: Tokenizer | None, max_length: int, vocab_size: int
 ) -> Any:
-    """The ids of a prompt, which leave room for more; without a tokenizer it may stay a text.
+    """The ids of a prompt, which leave room for what is to follow; without a tokenizer a text.
 
     Where max_tokens is -1 it becomes what the context holds beside, and None where nobody knows.
     """
@@ -232,13 +235,13 @@ def _read_prompt(
     prompt = (chat_ids if fields.pop("chat", False) else prompt_ids)(value, tokenizer, max_length)
     has_ids = not prompt or isinstance(prompt[0], int)  # a chat template may write nothing
     if has_ids:
-        least = 1 if is_open else fields["max_tokens"] or 1
+        least = 1 if is_open else fields["max_tokens"]
         prompt = _truncated(prompt, known, max_length - least)
     if is_open:
         fields["max_tokens"] = max(1, max_length - len(prompt)) if has_ids else None
     if has_ids:
         try:
-            check_prompt(prompt, max_length, vocab_size)
+            check_prompt(prompt, max_length, vocab_size, fields["max_tokens"])
         except ValueError as error:
             is_long = len(prompt) >= max_length
             raise RequestError(
@@ -247,7 +250,16 @@ def _read_prompt(
                 code="context_length_exceeded" if is_long else None,
                 counts={"n_prompt_tokens": len(prompt), "n_ctx": max_length} if is_long else None,
             ) from error
+    _check_scores(len(prompt), fields.get("prompt_logprobs"), fields.get("n", 1))
     return prompt
+
+
+def _check_scores(num_tokens: int, num_top: int | None, num_choices: int) -> None:
+    """Raises RequestError for more log-probabilities of prompts than an answer may have."""
+    if num_top is not None and num_tokens * (1 + num_top) * num_choices > MAX_PROMPT_SCORES:
+        most = MAX_PROMPT_SCORES // (1 + num_top) // num_choices
+        why = f"prompt_logprobs: so many likeliest tokens are for up to {most} tokens of prompts"
+        raise RequestError(why, param="prompt_logprobs")
 
 
 def _read_sampling(fields: Json, vocab_size: int) -> Sampling:
@@ -372,3 +384,24 @@ def parse_request(
     masks.take_masks(fields, target)
     fields["grammar"] = formats.grammar_of(body, engine, fields["prompt"])
     return Request(**fields), stream, compare, notes
+
+
+def parse_list(
+    body: Json, prompts: list[list[int]], engine: Engine, defaults: Json
+) -> tuple[list[Request], bool, list[str]]:
+    """`parse_request` for each of these prompts: (requests, stream, warnings).
+
+    Each has the fields of the body, its seed, too.
+    """
+    requests, notes = list[Request](), list[str]()
+    for i, prompt in enumerate(prompts):
+        with at_place(i):
+            request, stream, compare, notes = parse_request(
+                body | {"prompt": prompt}, engine, defaults
+            )
+        requests.append(replace(request, num_prompts=len(prompts)))
+    if compare:
+        raise RequestError("compare goes with one prompt", param="compare")
+    total = sum(len(request.prompt) for request in requests)
+    _check_scores(total, requests[0].prompt_logprobs, requests[0].n)
+    return requests, stream, notes

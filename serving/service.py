@@ -14,7 +14,7 @@ from grammars import OPEN
 from messages import Engine, Json, Request, RequestError
 from models.calls import Form
 from models.fim import Gap, infill_prompt
-from models.prompts import Tokenizer, call_form, chat_prompt, read_prompts
+from models.prompts import Tokenizer, call_form, chat_prompt, list_ids, read_prompts
 from models.reference import system_fingerprint
 from models.tools import Tools
 from page import register_page
@@ -28,7 +28,7 @@ from .formats import reasoning_of
 from .http import base_app
 from .metrics import Figures, figures_of, register_metrics
 from .options import Options
-from .parsing import model_id, parse_json, parse_request
+from .parsing import model_id, parse_json, parse_list, parse_request
 from .worker import Admission, Job, Worker, cancel
 
 
@@ -79,13 +79,16 @@ class Service:
         app.extensions |= {"worker": self.worker, "fingerprint": self.fingerprint}
         return app
 
-    def respond(self, fields: Json, shape: Shape | None = None) -> Response | Json:
+    def respond(
+        self, fields: Json, shape: Shape | None = None, prompts: list[list[int]] | None = None
+    ) -> Response | Json:
         """Answer a request when all is done, or stream it; in the shape of /generate or another.
 
-        Raises RequestError, and what made one of its jobs fail.
+        `prompts` stand for the field `prompt` if there are several. Raises RequestError, and what
+        made one of its jobs fail.
         """
         shape = shape or Shape(fields)
-        jobs, is_stream, notes = self.begin(fields)
+        jobs, is_stream, notes = self.begin_list(fields, prompts) if prompts else self.begin(fields)
         shape.requests = [job.request for job in jobs]
         if is_stream:
             events = stream(jobs, shape, lambda: self.answer(jobs, notes))
@@ -109,6 +112,27 @@ class Service:
         defaults = self.options.for_requests
         wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
         runs = runs_to_compare(wanted) if compare else wanted.choices
+        return watched(self.worker.submit(*runs)), is_stream, notes
+
+    def read_list(self, prompts: list[Any], field: str) -> list[list[int]]:
+        """The ids of prompts, which the request's `field` needs. Raises RequestError.
+
+        It names the prompt that is wrong.
+        """
+        target = self.engine.target
+        return list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of these ids."""
+        return self.engine.target.tokenizer.decode(ids)
+
+    def begin_list(
+        self, fields: Json, prompts: list[list[int]]
+    ) -> tuple[list[Any], bool, list[str]]:
+        """`begin` for each of these prompts: choices of the first, then those of the second, …"""
+        defaults = self.options.for_requests
+        wanted, is_stream, notes = parse_list(fields, prompts, self.engine, defaults)
+        runs = [run for each in wanted for run in each.choices]
         return watched(self.worker.submit(*runs)), is_stream, notes
 
     def read_chat(

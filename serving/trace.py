@@ -3,6 +3,8 @@
 docs/api.md says what each field means.
 """
 
+from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from math import inf, isfinite
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from messages import Cycle, Json, Judgement, TextSequence
 from models.prompts import Tokenizer
-from sampling import log_probabilities
+from sampling import TokenScores, log_probabilities, scores_of
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
@@ -200,17 +202,37 @@ def token_logprobs(
     logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
     they do not depend on the request's sampling. With `has_names` a token's text is "token_id:7".
     """
+    scores = scores_of(logits, tokens, num_top)
+    return _entries(tokens, scores, _naming(tokenizer, has_names))
 
+
+def prompt_logprobs(s: TextSequence) -> list[Json | None]:
+    """Log-probabilities of a prompt's tokens; nothing stands before the first one, which has none.
+
+    Beside what `token_logprobs` gives, an entry has the token's `rank`.
+    """
+    listed: list[Json | None] = [None]
+    # Many tokens come again and again.
+    text_of = cache(_naming(s.tokenizer, NAMES in s.request.returns))
+    for tokens, scores in s.reading.scores:
+        entries = _entries(tokens, scores, text_of)
+        ranks = scores.ranks.tolist()
+        listed += [e | {"rank": rank} for e, rank in zip(entries, ranks, strict=True)]
+    return listed
+
+
+def _naming(tokenizer: Tokenizer, has_names: bool) -> Callable[[int], str]:
+    """What gives a token's text."""
+    return lambda token: f"token_id:{token}" if has_names else tokenizer.decode([token])
+
+
+def _entries(tokens: list[int], scores: TokenScores, text_of: Callable[[int], str]) -> list[Json]:
     def entry(token: int, logprob: float) -> Json:
         # JSON has no -inf: -9999 is what the field sends for it.
-        text = f"token_id:{token}" if has_names else tokenizer.decode([token])
-        return {"id": token, "token": text, "logprob": max(logprob, -9999.0)}
+        return {"id": token, "token": text_of(token), "logprob": max(logprob, -9999.0)}
 
-    logprobs = logits[: len(tokens)].log_softmax(-1)
-    top = logprobs.topk(min(num_top, logits.shape[-1]))
+    columns = scores.logprobs.tolist(), scores.top.tolist(), scores.top_logprobs.tolist()
     return [
-        entry(token, float(row[token])) | {"top_logprobs": list(map(entry, ids, values))}
-        for token, row, ids, values in zip(
-            tokens, logprobs, top.indices.tolist(), top.values.tolist(), strict=True
-        )
+        entry(token, logprob) | {"top_logprobs": list(map(entry, ids, values))}
+        for token, logprob, ids, values in zip(tokens, *columns, strict=True)
     ]

@@ -70,11 +70,14 @@ class Job:
     iterating one at most every 25 ms: events in between come with the next one, or the end.
     """
 
-    def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
+    def __init__(
+        self, request: Request, timeout_s: float, after: "Job | None" = None,
+        entry: "Job | None" = None,
+    ) -> None:  # fmt: skip
         """`after` is a job that must have ended before this one begins, and gives it its place.
 
         A choice begins as soon as the job before it has read the prompt, which is in the prefix
-        cache then.
+        cache then. `entry` is the first job of a list of prompts: one thread waits for all.
         """
         self.request, self.after = request, after
         self.then: Job | None = None  # gets this one's place
@@ -92,7 +95,8 @@ class Job:
         self.sequence: TextSequence | None = None  # the engine's, once it runs
         self.events: list[Json] = []  # stored for a trace
         # Jobs of one request share it: one thread waits for all of them.
-        self._changed = after._changed if after else threading.Condition()
+        first = after or entry
+        self._changed = first._changed if first else threading.Condition()
         self._news: list[Json] = []  # events that nobody has taken yet
         self._is_read = True  # by iteration
         self._rested = 0.0  # from when on an event wakes the iterating thread
@@ -311,7 +315,7 @@ class Admission:
 
         Raises what `_check` raises.
         """
-        jobs = jobs if jobs[0].is_choice else jobs[:1]
+        jobs = jobs if jobs[0].request.texts > 1 else jobs[:1]
         self._check(len(jobs))
         self._wait(jobs, self._waiting.append)
 
@@ -335,9 +339,12 @@ class Admission:
         self._waiting = deque(filter(None, left))
 
     def _give_places(self) -> list[Job]:
-        """Let waiting jobs run, oldest first, while there are places. With the lock held."""
+        """Let waiting jobs run, oldest first, while there are places. With the lock held.
+
+        What is left of a list of prompts then waits behind the others.
+        """
         self._sweep()
-        joining = list[Job]()
+        joining, begun = list[Job](), list[list[Job]]()
         for jobs in self._waiting:
             free = self.options.max_running - len(self._running) - len(joining)
             if free <= 0:
@@ -345,9 +352,12 @@ class Admission:
             chosen = [job for job in jobs if job.may_begin][:free]
             jobs[:] = [job for job in jobs if job not in chosen]
             joining += chosen
+            if chosen and chosen[0].request.num_prompts > 1:
+                begun.append(jobs)
         if joining:
             self._running += joining
-            self._waiting = deque(filter(None, self._waiting))
+            others = [jobs for jobs in self._waiting if all(jobs is not each for each in begun)]
+            self._waiting = deque(filter(None, [*others, *begun]))
         return joining
 
     def _finish(self, timeout_s: float) -> None:
@@ -405,14 +415,19 @@ class Worker(Admission):
     def submit(self, *requests: Request) -> list[Job]:
         """Queue requests that belong together: choices run at once, others one after the other.
 
-        Each choice takes a place to run, and others one together. Raises RequestError: 429 if the
+        Each choice takes a place to run, and others one together. Jobs for a list
+        of prompts run at once, and wait as one. Raises RequestError: 429 if the
         queue is full, 503 without an engine that works.
         """
         jobs: list[Job] = []
         for i, request in enumerate(requests):
-            are_choices, timeout_s = request.n > 1, self.options.request_timeout
-            after = jobs[0 if are_choices else -1] if jobs else None
-            jobs.append(Job(request, timeout_s * (1 if are_choices else 1 + i), after))
+            (prompt, choice), is_listed = divmod(i, request.n), request.num_prompts > 1
+            before = jobs[i - choice] if choice else None
+            if jobs and request.n == 1 and not is_listed:
+                before = jobs[-1]
+            entry = jobs[0] if jobs and is_listed else None
+            limit_s = self.options.request_timeout * (1 + prompt)  # as if each came alone
+            jobs.append(Job(request, limit_s, before, entry))
         with self._changed:
             self._queue(jobs)
             self._changed.notify()
@@ -470,6 +485,8 @@ class Worker(Admission):
                     if event:
                         job.put(event)
             if s.finish_reason:
+                if not s.failure:  # without a cycle, if nothing was to be generated
+                    self._failures_in_a_row = 0
                 self._leave(job, s.failure)
 
     def _admit(self) -> list[Job] | None:

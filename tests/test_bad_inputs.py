@@ -107,11 +107,13 @@ def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(
 
 
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
-           [5] * CONTEXT, [1, True], [[]], ["a", "b"], [[5], [6]]]  # fmt: skip
+           [5] * CONTEXT, [1, True], [[]]]  # fmt: skip
+LISTS = [["a", "b"], [[5], [6]]]  # of prompts, for /v1/completions alone
 BIASES = [[], {"5": 101}, {"5": "1"}, {"5": True}, {"05": 1}, {"-1": 1}, {"five": 1}, {"4096": 1},
           {"9" * 400: 1}, {str(i): 1 for i in range(301)}]  # fmt: skip
 BAD = {  # out of range, right behind the limits, and of another kind
-    "max_tokens": [0, -1, 1.5, True, "5", 1_000_001, 10**400],
+    "prompt_logprobs": [-1, 21, True, "2", 1.0],
+    "max_tokens": [-1, 1.5, True, "5", 1_000_001, 10**400],
     "num_speculative_tokens": [-1, 17, "4", 1.0],
     "drafter": ["zzz", "", 3, ["ngram"], {}, "tests/faulty_server.py:Faulty"],
     "speculative": ["yes", 1],
@@ -159,7 +161,7 @@ BAD = {  # out of range, right behind the limits, and of another kind
     "n_cmpl": [0, 9],
 }
 UNSUPPORTED = {  # by /v1, where they would change the output
-    "best_of": [3, True, "1"], "echo": [True], "suffix": ["x"],
+    "best_of": [3, True, "1"], "echo": [1], "suffix": ["x"],
     "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
     "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
     "response_format": [
@@ -182,7 +184,7 @@ BAD_CHATS = {
                  [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]],
     "top_logprobs": [-1, 21, 1.5, "2", True],
     "logprobs": [2, "all"],
-    "max_completion_tokens": [0, "5"],
+    "max_completion_tokens": [-1, "5"],
     "add_generation_prompt": [1, "no"],
     "continue_final_message": [1, True],
     "add_special_tokens": ["no"],
@@ -190,9 +192,9 @@ BAD_CHATS = {
 }  # fmt: skip
 BAD_TEXTS = {"prompt": PROMPTS, "logprobs": [21, -1, 1.0, "all"]}
 REFUSED = {
-    GENERATE: BAD | BAD_TEXTS,
+    GENERATE: BAD | BAD_TEXTS | {"prompt": PROMPTS + LISTS},
     COMPLETIONS: BAD | BAD_TEXTS | UNSUPPORTED,
-    CHAT: BAD | BAD_CHATS | UNSUPPORTED,
+    CHAT: BAD | BAD_CHATS | UNSUPPORTED | {"echo": [True]},
 }
 EACH_FIELD = [(route, name) for route, fields in REFUSED.items() for name in fields]
 
@@ -243,7 +245,8 @@ def test_of_many_unknown_fields_some_are_named_in_the_warnings(post, route):
 
 
 TAKEN = {  # at the limits, and what is written otherwise
-    "max_tokens": [1, 1_000_000], "num_speculative_tokens": [0, 16], "drafter": ["ngram", "none"],
+    "max_tokens": [0, 1, 1_000_000], "prompt_logprobs": [0, 20],
+    "num_speculative_tokens": [0, 16], "drafter": ["ngram", "none"],
     "temperature": [0, 5e-324, 100], "top_p": [0, -0.0, 1], "top_k": [-1, 2**31], "min_p": [0, 1],
     "repetition_penalty": [1e-9, 100], "seed": [-(2**63), 2**64 - 1], "logprobs": [0, 20, False],
     "presence_penalty": [-2, 2.0], "frequency_penalty": [-2.0, 2],

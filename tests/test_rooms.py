@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
         "models": "messages kernels",
         "grammars": "messages models",
         "drafters": "messages kernels sampling cache models",
-        "control": "messages drafters",
+        "control": "messages sampling drafters",
         "serving": "messages kernels sampling cache models grammars drafters control page",
         "demo": "messages models control serving",
         "engines": "messages models drafters control serving demo",

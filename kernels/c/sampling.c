@@ -8,10 +8,12 @@
 
 #include <float.h>
 #include <limits.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "errors.h"
 #include "lanes.h"
+#include "threads.h"
 
 enum { CHUNK = 64, DOUBLES = VECTOR_BYTES / 8, AT_ONCE = 4, GROUP = AT_ONCE * DOUBLES, FEW = 1024, STEPS = 4096 };
 enum { HIGH = 4, LOW = 5 };  // uses of a position's noise
@@ -408,6 +410,52 @@ int64_t leaders(const choice *how, const float *scores, int vocab, int most, dou
   }
   end(&r);
   return count;
+}
+
+// ------------------------------------------------------------------------------------- scores
+typedef struct {
+  const float *scores;  // [rows, vocab]
+  const int64_t *tokens;
+  int rows, vocab, most;
+  float *logprobs, *top_logprobs;  // [rows], [rows, most]
+  int64_t *ranks, *top;
+  atomic_int result;
+} score_job;
+
+static int score(const score_job *j, int row) {
+  static const choice plain = {.temperature = 1, .top_p = 1};
+  const float *scores = j->scores + (size_t)row * (size_t)j->vocab, own = scores[j->tokens[row]];
+  score_row r;
+  int result = (int)begin(&r, &plain, scores, j->vocab);
+  if (result > 0) {
+    const double log_sum = (double)r.largest + log((double)whole_sum(&r) * 0x1p-40);
+    int above = 0;
+    for (int i = 0; i < j->vocab; ++i) above += scores[i] > own;
+    j->ranks[row] = 1 + above;
+    j->logprobs[row] = (float)(own - log_sum);
+    result = !j->most || find(&r, bound(&r, j->most), INFINITY) ? 0 : NO_MEMORY;
+    for (int i = 0; result >= 0 && i < j->most; ++i) {
+      const size_t at = (size_t)row * (size_t)j->most + (size_t)i;
+      j->top[at] = (uint32_t)r.ranked[i];
+      j->top_logprobs[at] = (float)(score_of(&r, r.ranked[i]) - log_sum);
+    }
+  }
+  end(&r);
+  return result;
+}
+
+static void score_some(void *task) {
+  score_job *j = task;
+  for (int row, result; take(j->rows, 1, &row) > 0;)
+    if ((result = score(j, row)) < 0) atomic_store(&j->result, result);
+}
+
+// Log-probabilities of a token in each row, its rank, and the `most` likeliest ones. Returns 0, or what went wrong.
+int score_rows(const float *scores, int rows, int vocab, const int64_t *tokens, int most, float *logprobs, int64_t *ranks,
+               int64_t *top, float *top_logprobs, int threads) {
+  score_job j = {scores, tokens, rows, vocab, most, logprobs, top_logprobs, ranks, top, 0};
+  run_in_threads(threads, score_some, &j);
+  return atomic_load(&j.result);
 }
 
 double confidence(const float *scores, int vocab, int token) {

@@ -22,7 +22,7 @@ from serving.formats import FIELDS, constraint_of
 from serving.parsing import model_id
 from serving.service import Service, read_body
 
-from .shapes import InParts, Logprobs, OpenAIShape
+from .shapes import InParts, Logprobs, OpenAIShape, by_id, refuse_streamed_scores
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -35,6 +35,7 @@ def register_routes(app: Flask, service: Service) -> None:
 
 def respond(service: Service, fields: Json, shape: "Callable[..., Chat]") -> Response | Json:
     """Answer a conversation in this shape. Errors name the fields as the client does."""
+    refuse_streamed_scores(fields)
     sent = dict[str, str]()
     with errors_name(sent):
         new_reader = read_chat(service, fields, sent)
@@ -155,6 +156,11 @@ class Chat(InParts, OpenAIShape):
     def end(self, index: int, reason: str) -> Json:
         """The choice in the chunk that ends it, which says nothing more."""
         return _choice(index, self._reason(index, reason), delta={})
+
+    def whole(self, body: Json) -> Json:
+        """The body, with the scores of its prompt if they were asked for."""
+        scores = body.get("prompt_logprobs")
+        return super().whole(body) | ({"prompt_logprobs": by_id(scores)} if scores else {})
 
     def _reason(self, index: int, reason: str) -> str:
         has_called = self.readers[index].num_calls  # a call that a stop string cut is none

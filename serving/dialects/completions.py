@@ -6,8 +6,9 @@ llama.cpp's `timings`. What would change the output and is not supported is refu
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from flask import Flask, Response
 
@@ -17,7 +18,9 @@ from serving.parsing import model_id
 from serving.service import Service, read_body
 
 from .infill import fill_in
-from .shapes import Logprobs, OpenAIShape
+from .shapes import Logprobs, OpenAIShape, bodies, by_id, refuse_streamed_scores
+
+_MOST_PROMPTS = 128
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -27,37 +30,111 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/v1/completions")
     def completions() -> Response | Json:
         fields = read_body()
+        echo = fields.pop("echo", None) or False
+        if not isinstance(echo, bool):
+            raise RequestError("echo must be true or false", param="echo")
         fill_in(service, fields)
         check_dialect(fields)
-        fields["prompt"] = _single(fields.get("prompt"))
-        return service.respond(fields, Completion(name, fields))
+        refuse_streamed_scores(fields)
+        is_scored, begins = fields.get("prompt_logprobs") is not None, list[Begin]()
+        prompts = _prompts_of(fields.get("prompt"))
+        is_list = len(prompts) > 1
+        if echo or is_list:
+            prompts = service.read_list(sent := prompts, "echo" if echo else "prompt")
+        if echo:
+            if fields.get("truncate_prompt_tokens") is not None:
+                why = "truncate_prompt_tokens does not go with echo"
+                raise RequestError(why, param="truncate_prompt_tokens")
+            _score(fields)
+            for each, ids in zip(sent, prompts, strict=True):
+                text = each if isinstance(each, str) else service.decode(ids)
+                has_name = fields.get("return_tokens_as_token_ids") is True
+                first = f"token_id:{ids[0]}" if has_name else service.decode(ids[:1])
+                begins.append(Begin(text, first))
+        fields["prompt"] = prompts[0]
+        shape = Completion(name, fields, len(prompts), begins, is_scored)
+        return service.respond(fields, shape, prompts if is_list else None)
 
 
-def _single(prompt: Any) -> Any:
-    """A list of prompts may have one: its only string, or its only list of ids."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise RequestError("one prompt per request is supported", param="prompt")
-        return prompt[0]
+class Begin(NamedTuple):
+    """What an echo repeats of a prompt."""
+
+    text: str
+    first: str  # its first token, which has no log-probability
+
+
+def _score(fields: Json) -> None:
+    """Let what an echo repeats be scored where log-probabilities are asked for, if they can be."""
+    wanted, scored = fields.get("logprobs"), fields.get("prompt_logprobs")
+    if (count := _count(wanted)) is not None and isinstance(scored, int | None):
+        fields["prompt_logprobs"] = max(count, scored or 0)
+
+
+def _count(logprobs: Any) -> int | None:
+    """How many likeliest tokens are asked for; None: no log-probabilities are."""
+    if isinstance(logprobs, bool):
+        return 0 if logprobs else None
+    return logprobs if isinstance(logprobs, int) else None
+
+
+def _prompts_of(prompt: Any) -> list[Any]:
+    """The prompts of a list of texts, or of lists of ids; anything else is one."""
+    if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))):
+        return [prompt]
+    if len(prompt) > _MOST_PROMPTS:
+        why = f"prompt has {len(prompt)} entries; at most {_MOST_PROMPTS} are taken"
+        raise RequestError(why, param="prompt")
     return prompt
 
 
 class Completion(OpenAIShape):
-    """The shape of /v1/completions."""
+    """The shape of /v1/completions: the choices of the first prompt, then those of the next."""
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, fields: Json) -> None:
+    def __init__(
+        self, model: str, fields: Json, num_prompts: int = 1, begins: Sequence[Begin] = (),
+        is_scored: bool = False,
+    ) -> None:  # fmt: skip
+        """`begins` has, for an echo, what stands before the choices of each prompt.
+
+        `is_scored`: the client asks for `prompt_logprobs`.
+        """
         super().__init__(model, fields)
+        self._num_prompts, self._begins, self._is_scored = num_prompts, begins, is_scored
         self._offsets: Counter[int] = Counter()  # where in a choice's text the next token begins
+
+    @property
+    def num_choices(self) -> int:
+        return self._num_prompts * self._per_prompt
+
+    @property
+    def _per_prompt(self) -> int:
+        return super().num_choices
+
+    def whole(self, body: Json) -> Json:
+        self._scores = [each.get("prompt_logprobs") for each in bodies(body)]
+        return super().whole(body)
 
     def choice(self, index: int, body: Json) -> Json:
         """A choice of a whole answer."""
-        return self._choice(index, body["text"], body.get("logprobs"), body["finish_reason"])
+        scores = self._scores[index - index % self._per_prompt]
+        text, logprobs = body["text"], body.get("logprobs")
+        if self._begins:
+            before, scored = self._echo(index, scores)
+            text, logprobs = before + text, logprobs if scored is None else [*scored, *logprobs]
+        choice = self._choice(index, text, logprobs, body["finish_reason"])
+        return choice | ({"prompt_logprobs": by_id(scores)} if self._is_scored else {})
 
     def end(self, index: int, reason: str) -> Json:
         """The choice in the chunk that ends it."""
         return self._choice(index, "", None, reason)
+
+    def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
+        """A chunk that repeats the prompt."""
+        if not self._begins or number >= self.num_choices:
+            return ""
+        return self.chunk(self._choice(number, *self._echo(number, scores())))
 
     def shown(self, event: Json, number: int) -> str:
         """A chunk for an event of a choice; a comparison's other runs are not shown."""
@@ -69,6 +146,14 @@ class Completion(OpenAIShape):
         """A choice in a chunk."""
         return self._choice(index, text, logprobs)
 
+    def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
+        """The text of a choice's prompt, and with logprobs its tokens."""
+        begin = self._begins[index // self._per_prompt]
+        if _count(self._fields.get("logprobs")) is None:
+            return begin.text, None
+        first = {"token": begin.first, "logprob": None, "top_logprobs": None}
+        return begin.text, [first, *filter(None, scores)]
+
     def _choice(self, index: int, text: str, logprobs: Logprobs, reason: str | None = None) -> Json:
         """A choice, or a part of it, with the log-probabilities of its tokens."""
         listed = None
@@ -79,10 +164,14 @@ class Completion(OpenAIShape):
             listed = {
                 "tokens": tokens,
                 "token_logprobs": [entry["logprob"] for entry in logprobs],
-                "top_logprobs": [
-                    {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-                    for entry in logprobs
-                ],
+                "top_logprobs": list(map(self._tops, logprobs)),
                 "text_offset": starts,
             }
         return {"index": index, "text": text, "logprobs": listed, "finish_reason": reason}
+
+    def _tops(self, entry: Json) -> Json | None:
+        """The likeliest tokens where one stands, and that one."""
+        if (tops := entry["top_logprobs"]) is None:
+            return None
+        listed = [*tops[: _count(self._fields["logprobs"])], entry]
+        return {top["token"]: top["logprob"] for top in listed}

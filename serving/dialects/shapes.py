@@ -7,7 +7,7 @@ from typing import Any
 
 from flask import current_app, g
 
-from messages import Json
+from messages import Json, RequestError
 from models.calls import AnswerReader, Part
 from serving.answers import Shape, sse
 
@@ -29,6 +29,27 @@ def event(kind: str, **data: Any) -> str:
 def bodies(body: Json) -> list[Json]:
     """The answers of /generate to each choice."""
     return body.get("choices", [body])
+
+
+def refuse_streamed_scores(fields: Json) -> None:
+    """Raises RequestError where a stream is to have a prompt's scores."""
+    if fields.get("prompt_logprobs") is not None and fields.get("stream"):
+        why = "prompt_logprobs goes with stream: false"
+        raise RequestError(why, param="prompt_logprobs")
+
+
+def by_id(scores: list[Json | None]) -> list[Json | None]:
+    """`prompt_logprobs` as vLLM has them: null, or by token id."""
+
+    def entry(one: Json, rank: int) -> Json:
+        return {"logprob": one["logprob"], "rank": rank, "decoded_token": one["token"]}
+
+    return [
+        one
+        and {str(one["id"]): entry(one, one["rank"])}
+        | {str(top["id"]): entry(top, i) for i, top in enumerate(one["top_logprobs"], 1)}
+        for one in scores
+    ]
 
 
 class OpenAIShape(Shape):
