@@ -23,6 +23,7 @@ HONOURED = {  # by each route, beside prompt, messages and those in FIELDS of fo
     "stop": ["zzz"], "temperature": 0.5, "top_k": 4, "top_p": 0, "typical_p": 0.5, "min_p": 0.1,
     "repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": 1, "seed": 3,
     "logit_bias": {"5": 1}, "verification": "rejection", "logprobs": True, "prediction": "a b",
+    "prompt_logprobs": 1,
     "model": None, "stream_options": None, "ignore_eos": True, "min_tokens": 1,
     "stop_token_ids": [5], "allowed_token_ids": [5, 6], "bad_words": ["a"], "repeat_last_n": 0,
     "include_stop_str_in_output": True, "truncate_prompt_tokens": 1, "truncation_side": "right",
@@ -85,7 +86,7 @@ def test_what_is_harmless_or_has_the_value_that_changes_nothing_is_taken_silentl
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_is_refused_is_a_400_that_names_it_and_says_why(client, route):
     for name, (values, why) in REFUSED.items():
-        if (route == CHAT and name in IN_CHATS) or (route == COMPLETIONS and name == "suffix"):
+        if name in {CHAT: IN_CHATS, COMPLETIONS: ("suffix", "echo")}.get(route, ()):
             continue
         wrong = [{"enabled": "x"}, *([1] if values and isinstance(values[0], bool) else [])]
         for value in wrong:

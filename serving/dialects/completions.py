@@ -65,13 +65,16 @@ class Begin(NamedTuple):
 
 def _score(fields: Json) -> None:
     """Let what an echo repeats be scored where log-probabilities are asked for, if they can be."""
-    wanted, scored = fields.get("logprobs"), fields.get("prompt_logprobs")
-    if (count := _count(wanted)) is not None and isinstance(scored, int | None):
+    count, scored = _num_top(fields), fields.get("prompt_logprobs")
+    if count is not None and isinstance(scored, int | None):
         fields["prompt_logprobs"] = max(count, scored or 0)
 
 
-def _count(logprobs: Any) -> int | None:
+def _num_top(fields: Json) -> int | None:
     """How many likeliest tokens are asked for; None: no log-probabilities are."""
+    logprobs = fields.get("logprobs")
+    if logprobs is None:
+        logprobs = fields.get("n_probs") or None  # 0 is off there
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     return logprobs if isinstance(logprobs, int) else None
@@ -149,7 +152,7 @@ class Completion(OpenAIShape):
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
         begin = self._begins[index // self._per_prompt]
-        if _count(self._fields.get("logprobs")) is None:
+        if _num_top(self._fields) is None:
             return begin.text, None
         first = {"token": begin.first, "logprob": None, "top_logprobs": None}
         return begin.text, [first, *filter(None, scores)]
@@ -173,5 +176,5 @@ class Completion(OpenAIShape):
         """The likeliest tokens where one stands, and that one."""
         if (tops := entry["top_logprobs"]) is None:
             return None
-        listed = [*tops[: _count(self._fields["logprobs"])], entry]
+        listed = [*tops[: _num_top(self._fields)], entry]
         return {top["token"]: top["logprob"] for top in listed}
