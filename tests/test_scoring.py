@@ -308,8 +308,9 @@ def test_a_bad_list_is_refused_by_its_place_and_nothing_is_run(
 
 def test_a_list_waits_as_one_and_lets_others_pass():
     places, wanted = Admission(Options(max_running=2, max_queued=2)), Request([5])
-    first = Job(wanted, 60)
-    listed = [first, *(Job(wanted, 60, None, first) for _ in range(5))]
+    one = Request([5], num_prompts=6)
+    first = Job(one, 60)
+    listed = [first, *(Job(one, 60, None, first) for _ in range(5))]
     places._queue(listed)
     assert places.num_waiting == 1 and places._give_places() == listed[:2]
     places._queue([other := Job(wanted, 60)])
