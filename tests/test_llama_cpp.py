@@ -123,6 +123,13 @@ def test_prompts_and_biases_of_llama_cpp_s_kinds(server):
         for prompt in (COLOURS, ids, [COLOURS], [ids], {"prompt_string": COLOURS})
     }
     assert len(texts) == 1
+    prompts = [ids, {"prompt_string": "x = 1"}, [5, COLOURS]]
+    listed = told(server, "/completion", prompt=prompts, n_predict=8)
+    alone = [told(server, "/completion", prompt=prompt, n_predict=8) for prompt in prompts]
+    for i, (each, one) in enumerate(zip(listed, alone, strict=True)):
+        assert each["index"] == i and each["prompt"] == one["prompt"]
+        assert each["content"] == one["content"]
+        assert each["tokens_evaluated"] == one["tokens_evaluated"]
     mixed = told(server, "/completion", prompt=[5, COLOURS, 6], n_predict=2)
     assert mixed["prompt"] == tokenizer.decode([5, *ids, 6])
     first = told(server, "/completion", prompt=COLOURS, n_predict=1, return_tokens=True)["tokens"]

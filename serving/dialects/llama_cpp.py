@@ -50,6 +50,7 @@ _ASKED: dict[str, Check] = {
     "n_indent": (_is_count, "a number of spaces"),
     **dict.fromkeys(("t_max_predict_ms", "t_max_prompt_ms"), (_is_count, "a number of ms")),
 }
+_MOST_PROMPTS = 128
 _NEVER = -100  # the bias of a token that must not come
 _GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
 
@@ -62,8 +63,10 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/completions", endpoint="llama_completions")
     def completion() -> Response | Json:
         fields = read_body()
-        fields["prompt"] = _read_prompt(fields.get("prompt"), service)
-        return _respond(service, fields)
+        prompts = _read_prompts(fields.get("prompt"), service)
+        fields["prompt"] = prompts[0]
+        listed = service.read_list(prompts, "prompt") if len(prompts) > 1 else None
+        return _respond(service, fields, listed)
 
     @app.post("/infill")
     def infill() -> Response | Json:
@@ -155,8 +158,10 @@ def _register_figures(app: Flask, service: Service) -> None:
 # ------------------------------------------------------------------------- what clients send
 
 
-def _respond(service: Service, fields: Json) -> Response | Json:
-    """Answer a request whose prompt was read."""
+def _respond(
+    service: Service, fields: Json, prompts: list[list[int]] | None = None
+) -> Response | Json:
+    """Answer a request whose prompt was read, or whose `prompts` were, of a list."""
     asked = {name: fields.pop(name, None) for name in _ASKED}
     for name, (is_valid, what) in _ASKED.items():
         if asked[name] is not None and not is_valid(asked[name]):
@@ -175,7 +180,18 @@ def _respond(service: Service, fields: Json) -> Response | Json:
         fields["temperature"] = 0
     check_dialect(fields)
     told = partial(settings, service, fields)  # asked for once they are known to be valid
-    return service.respond(fields, LlamaCompletion(service, fields, asked, told))
+    shape = LlamaCompletion(service, fields, asked, told, prompts)
+    return service.respond(fields, shape, prompts)
+
+
+def _read_prompts(value: Any, service: Service) -> list[Any]:
+    """The prompts of a request: several where a list has texts alone, lists or objects."""
+    kinds = {type(part) for part in value} if isinstance(value, list) else set()
+    are_several = bool(kinds & {list, dict}) or kinds == {str}
+    if are_several and len(value) > _MOST_PROMPTS:
+        why = f"prompt has {len(value)} entries; at most {_MOST_PROMPTS} are taken"
+        raise RequestError(why, param="prompt")
+    return [_read_prompt(each, service) for each in (value if are_several else [value])]
 
 
 def _read_prompt(value: Any, service: Service) -> Any:
@@ -194,10 +210,6 @@ def _read_prompt(value: Any, service: Service) -> Any:
             is_id = isinstance(part, int)
             ids += [part] if is_id else ids_of(part, tokenizer, "prompt", has_special=i == 0)
         return ids
-    if kinds & {list, dict, str}:
-        if len(value) > 1:
-            raise RequestError("one prompt per request is supported", param="prompt")
-        return _read_prompt(value[0], service)
     return value
 
 

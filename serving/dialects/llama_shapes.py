@@ -51,14 +51,23 @@ class LlamaCompletion(Shape):
     closing = ""
 
     def __init__(
-        self, service: Service, fields: Json, asked: Json, settings: Callable[[], Json]
-    ) -> None:
-        """`asked` says what the answer is to have; it also shows the `settings`."""
+        self, service: Service, fields: Json, asked: Json, settings: Callable[[], Json],
+        prompts: list[list[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """`asked` says what the answer is to have; it also shows the `settings`.
+
+        `prompts` are those of a list; each has as many texts.
+        """
         super().__init__(fields)
         self._name, self._length = model_id(service.name), service.max_length
         self._tokenizer, self._ends = service.tokenizer, frozenset(service.end_ids)
-        self._asked, self._settings = asked, settings
+        self._asked, self._settings, self._prompts = asked, settings, prompts or [None]
         self._counts = defaultdict[int, int](int)  # tokens that a stream has shown, by choice
+
+    @property
+    def num_choices(self) -> int:
+        """How many texts the request wants, of all prompts."""
+        return len(self._prompts) * super().num_choices
 
     def whole(self, body: Json) -> Json:
         """The body, or a list of those of several texts."""
@@ -99,7 +108,9 @@ class LlamaCompletion(Shape):
         usage, word, kind = whole["usage"], self._stopping_word(body), "limit"
         if body["finish_reason"] == "stop":
             kind = "word" if word else "eos"
+        prompt = self._prompts[index * len(self._prompts) // self.num_choices]
         evaluated, predicted = usage["prompt_tokens"], body["timings"]["predicted_n"]
+        evaluated = evaluated if prompt is None else len(prompt)
         is_full = kind == "limit" and (evaluated or 0) + predicted >= self._length
         content = _indented(body["text"], self._asked["n_indent"] or 0)
         said = {
@@ -109,7 +120,7 @@ class LlamaCompletion(Shape):
             "tokens_predicted": predicted, "tokens_evaluated": evaluated,
             "tokens_cached": (usage["prompt_tokens_details"] or {}).get("cached_tokens"),
             "generation_settings": self._settings() | {"seed": body["seed"]},
-            "prompt": self._prompt(), "has_new_line": "\n" in content, "truncated": is_full,
+            "prompt": self._prompt(prompt), "has_new_line": "\n" in content, "truncated": is_full,
             "stop_type": kind, "stopping_word": word,
             **{f"stopped_{each}": kind == each for each in ("eos", "limit", "word")},
             **{name: body[name] for name in ("timings", "metrics") if name in body},
@@ -123,8 +134,8 @@ class LlamaCompletion(Shape):
         names = [name for name in ("t_max_predict_ms", "t_max_prompt_ms") if self._asked[name]]
         return [f"{name} was ignored: no clock cuts a text" for name in names]
 
-    def _prompt(self) -> str:
-        prompt = self._fields["prompt"]
+    def _prompt(self, prompt: list[int] | None) -> str:
+        prompt = prompt or self._fields["prompt"]
         is_text = isinstance(prompt, str) or self._tokenizer is None
         return prompt if is_text else text_of(self._tokenizer, list(prompt))
 
