@@ -41,7 +41,7 @@ def events_of(data):
     return events
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def post(service):  # noqa: F811
     """(status, body or events) of what the canned service answers."""
     app = core.create_app(service)
