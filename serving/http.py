@@ -85,6 +85,9 @@ class Guard:
             self._check_host(asked.headers.get("Host", ""))
         elif not _is_open(asked.path) and asked.method != "OPTIONS":
             self._check_key(asked.headers)
+        has_body = asked.content_length or "Transfer-Encoding" in asked.headers
+        if asked.method == "POST" and has_body:
+            check_kind(asked)
 
     def _check_host(self, host: str) -> None:
         """Without a key a page elsewhere must not call under a name that it made point to us.
@@ -110,6 +113,14 @@ class Guard:
         if not any([hmac.compare_digest(k.encode("latin-1"), self._key.encode()) for k in given]):
             how = "Authorization: Bearer KEY, or as X-Api-Key: KEY"
             raise RequestError(f"give the API key as {how}", status=401, code="invalid_api_key")
+
+
+def check_kind(asked: Request) -> None:
+    """Raises RequestError for a request whose body is not JSON, or is compressed."""
+    if not asked.is_json:
+        raise RequestError("the Content-Type must be application/json", status=415)
+    if asked.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError("a compressed body is not supported", status=415)
 
 
 def _is_open(path: str) -> bool:

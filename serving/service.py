@@ -11,7 +11,7 @@ from typing import Any
 from flask import Flask, Response, current_app, g, request
 
 from grammars import OPEN
-from messages import Engine, Json, Request, RequestError
+from messages import Engine, Json, Request
 from models.calls import Form
 from models.fim import Gap, infill_prompt
 from models.prompts import Tokenizer, call_form, chat_prompt, list_ids, read_prompts
@@ -25,7 +25,7 @@ from .comparison import runs_to_compare
 from .connection import WHEN_LEFT
 from .fields import LIMITS
 from .formats import reasoning_of
-from .http import base_app
+from .http import base_app, check_kind
 from .metrics import Figures, figures_of, register_metrics
 from .options import Options
 from .parsing import model_id, parse_json, parse_list, parse_request
@@ -39,10 +39,7 @@ def read_body(takes_place: bool = True) -> Json:
     """
     if takes_place:
         current_app.extensions["worker"].expect_place()
-    if not request.is_json:
-        raise RequestError("the Content-Type must be application/json", status=415)
-    if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestError("a compressed body is not supported", status=415)
+    check_kind(request)
     return parse_json(request.get_data(cache=False))
 
 

@@ -332,7 +332,7 @@ BAD = [  # route, fields, what the message begins with
     (RESPONSES, {"tools": [{"type": "function", "name": ""}]}, "tools[0].name must"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice.type must"),
     (RESPONSES, {"tool_choice": "required"}, "tool_choice goes with tools"),
-    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens must"),
+    (RESPONSES, {"max_output_tokens": -2}, "max_output_tokens must"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
     (RESPONSES, {"text": 5}, "text must"), (RESPONSES, {"include": 5}, "include must"),
     (RESPONSES, {"top_logprobs": 99}, "top_logprobs must"), (RESPONSES, {"n": 2}, "n must be 1"),
