@@ -175,7 +175,7 @@ class Anthropic(Checks):
 
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=300)
         self._messages = client.messages
-        self._fields = dict(model=model, max_tokens=64, temperature=0)
+        self._fields = dict(model=model, max_tokens=64, extra_body={"temperature": 0})
         weather = {"name": "weather", "description": "of a city", "input_schema": CITY}
         self._tools = dict(tools=[weather], tool_choice={"type": "any"}, **self._fields)
 
