@@ -24,6 +24,7 @@ from sampling import Noise, truncated_softmax
 from serving import assembly, retry, trace
 from serving.options import Options
 from serving.service import Service
+from serving.worker import Job
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
@@ -343,6 +344,13 @@ def finish(engine: Any, sequences: list[Any]) -> list[Any]:
     for sequence in sequences:
         engine.close(sequence)
     return sequences
+
+
+def finished(sequence, events=()):
+    """The job of a sequence that has ended, as the answers take it."""
+    job = Job(sequence.request, timeout_s=60.0)
+    job.sequence, job.events = sequence, [*events]
+    return job
 
 
 def together(engine: Any, requests: list[Any]) -> list[Any]:

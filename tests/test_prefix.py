@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import WAYS, finish, load, run, together
+from conftest import WAYS, finish, finished, load, run, together
 
 from cache.prefix import PrefixCache
 from messages import Output, Request
@@ -195,8 +195,7 @@ def test_health_metrics_and_answers_tell(engine):
     assert health["hit_tokens"] == sequence.drafting.num_cached > 0
     assert health["queried_tokens"] == len(FIRST) + len(SECOND)
     assert metrics.figures_of(engine).values["prefix_cache_hits"] == health["hit_tokens"]
-    job = type("Job", (), {"sequence": sequence, "events": []})()
-    usage = answers.answer([job], [], torch.float32)["usage"]
+    usage = answers.answer([finished(sequence)], [], torch.float32)["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": health["hit_tokens"]}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import credulous, probabilities, run, scripted_engine
+from conftest import credulous, finished, probabilities, run, scripted_engine
 
 from control import Statistics
 from messages import Request
@@ -260,7 +260,7 @@ def run_both_ways(engine, prompt, **fields):
         events = []
         for sequence, cycle in engine.generate(each):
             events.append(trace.event(sequence, cycle))
-        jobs.append(SimpleNamespace(sequence=sequence, events=events))
+        jobs.append(finished(sequence, events))
     return jobs
 
 
@@ -279,7 +279,7 @@ def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed
         verify_ms = pass_ms * sequence.statistics.target_passes
         times = {"draft_ms": 0.0, "verify_ms": verify_ms, "other_ms": 0.0}
         sequence.statistics = dataclasses.replace(sequence.statistics, **times)
-        return SimpleNamespace(sequence=sequence, events=job.events)
+        return finished(sequence, job.events)
 
     def compare(ours, theirs):
         pairs = zip(ours, theirs, strict=True)

@@ -32,7 +32,7 @@ def register_routes(app: Flask, service: Service) -> None:
         dialect.register_routes(app, service)
     name = model_id(service.name)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
-    card["max_model_len"] = service.max_length
+    card |= {"root": name, "parent": None, "max_model_len": service.max_length}
 
     @app.get("/v1/models")
     def models() -> Json:

@@ -13,6 +13,7 @@ from serving.answers import Shape, sse
 
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
+_OF_PROMPTS = {"prompt_logprobs": None, "prompt_token_ids": None}  # as vLLM has them: null first
 Logprobs = list[Json] | None
 
 
@@ -83,11 +84,17 @@ class OpenAIShape(Shape):
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once, from /generate's answer."""
-        choices = [self.choice(i, each) for i, each in enumerate(bodies(body))]
+        choices = [
+            {"stop_reason": each.get("stop_reason"), "token_ids": None}
+            | (_OF_PROMPTS if self.has_own_prompts else {})
+            | self.choice(i, each)
+            for i, each in enumerate(bodies(body))
+        ]
         if self._has_ids:
             for choice, each in zip(choices, bodies(body), strict=True):
                 self._new_ids[choice["index"]] = each["token_ids"]
-        return self._head | self._with_ids(choices) | figures(body)
+        absent = {} if self.has_own_prompts else _OF_PROMPTS
+        return self._head | absent | self._with_ids(choices) | figures(body)
 
     def note(self, event: Json, number: int) -> None:
         """Count the tokens of an event, and keep their ids for the choice's next chunk."""
