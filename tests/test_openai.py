@@ -100,9 +100,23 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
     assert chatting.health()["chat_template"] is True and server.health()["chat_template"] is False
 
 
+def test_an_answer_tells_what_ended_it(client, server):
+    text = generate(server, prompt=COLOURS, max_tokens=20)["text"]
+    ask = partial(client.completions.create, model="embedded", prompt=COLOURS)
+    last = generate(server, prompt=COLOURS, max_tokens=3)["token_ids"][-1]
+    for fields, stop, matched in (
+        ({"stop": text[5:8]}, text[5:8], text[5:8]),
+        ({"extra_body": {"stop_token_ids": [last]}}, None, last),
+        ({"max_tokens": 3}, None, None),
+    ):
+        choice = ask(**fields).choices[0]
+        assert (choice.stop_reason, choice.matched_stop) == (stop, matched)
+        assert choice.token_ids is None and choice.prompt_logprobs is None
+
+
 def test_models_are_listed_under_the_name_that_requests_may_use(client):
     (model,) = client.models.list().data
-    assert (model.id, model.max_model_len) == ("embedded", 2048)
+    assert (model.id, model.root, model.max_model_len) == ("embedded", "embedded", 2048)
     assert client.models.retrieve("embedded") == model
     assert client.completions.create(model=model.id, prompt="x", max_tokens=2).model == "embedded"
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-9'"):

@@ -53,6 +53,13 @@ def by_id(scores: list[Json | None]) -> list[Json | None]:
     ]
 
 
+def _stop(body: Json) -> Json:
+    """What ended a text, in vLLM's words and in SGLang's: a stop string, or there also a token."""
+    stop, ids = body.get("stop_reason"), body.get("token_ids")
+    last = ids[-1] if ids and body["finish_reason"] == "stop" else None
+    return {"stop_reason": stop, "matched_stop": stop or last}
+
+
 class OpenAIShape(Shape):
     """OpenAI's shape of an answer: a body with choices, or chunks of them and then the figures."""
 
@@ -85,7 +92,8 @@ class OpenAIShape(Shape):
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once, from /generate's answer."""
         choices = [
-            {"stop_reason": each.get("stop_reason"), "token_ids": None}
+            _stop(each)
+            | {"token_ids": None}
             | (_OF_PROMPTS if self.has_own_prompts else {})
             | self.choice(i, each)
             for i, each in enumerate(bodies(body))
