@@ -51,6 +51,7 @@ from tqdm import tqdm
 import benchmarks as bench
 from benchmarks import servers
 from benchmarks.lossless import SAMPLINGS
+from messages import Sampling
 from models.prompts import read_prompts
 from serving.options import seconds
 
@@ -64,7 +65,6 @@ GENERATE, POLL = "/generate", "GET /health"
 Ask = dict[str, Any]  # the fields of a request for text
 
 Sample = dict[str, float]  # the server at one moment: memory_mib, and what IN_USE names
-_NOT_SENT = "logit_bias", "prompt_length"  # of Sampling: a bias is an object of JSON
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
 
@@ -220,7 +220,7 @@ class Client:
         fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
         if rng.random() < 0.5:
             sampling = vars(rng.choice(list(SAMPLINGS.values())))
-            fields |= {name: value for name, value in sampling.items() if name not in _NOT_SENT}
+            fields |= {name: v for name, v in sampling.items() if v != getattr(Sampling, name)}
         if rng.random() < 0.25:
             fields["stop"] = rng.sample(STOPS, rng.randint(1, 3))
         if rng.random() < 0.2:
