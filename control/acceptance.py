@@ -22,11 +22,8 @@ from messages import Doubts
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 _DECAY, _OLDEST = 0.85, 4  # a factor of what was seen, with each cycle; at most of so many at once
 _TYPICAL_DECAY, _WEIGHT = 0.99, 4.0  # of a typical record, with each cycle; a prior's cases
-_GOES_ON, _SURE, _LONGEST = (
-    0.97,
-    0.9,
-    64,
-)  # a stretch of text goes on to the next; stretches that are told apart
+_GOES_ON = 0.97  # the chance that a text passes a stretch, before any was seen
+_SURE, _LONGEST = 0.9, 64  # of texts that are as long as is said; stretches that are told apart
 _LENGTH_DECAY = 0.97  # of what lengths say, with each text
 _FEW_TRIES = 4  # drafts: before so many it is not known what drafts bring
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
@@ -143,9 +140,10 @@ class Acceptance:
 
     @property
     def is_untried(self) -> bool:
-        """Whether next to nothing is known of this drafter, of no request."""
+        """Whether text is to be read for a drafter that has hardly drafted for any request."""
         typical = self.typical
-        return typical is not None and typical.cycles < _FEW_TRIES and typical.typical is None
+        is_new = typical is not None and typical.cycles < _FEW_TRIES and typical.typical is None
+        return is_new and self.unread > 0
 
     def with_evidence(self, evidence: int) -> "Acceptance":
         """The record of proposals that rest on so much; it begins with what is typical of them.

@@ -197,11 +197,13 @@ class Choice:
     def _drafts(self, name: str) -> dict[int, list[Option]]:
         """The best drafts of up to 1, 2, … tokens, by request; steps of a model apart."""
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
-        untried = [i for i, each in enumerate(self.candidates) if _is_untried(each.able.get(name))]
+        is_tried = False  # by a text of this batch: one is enough to see what it brings
         for i, candidate in enumerate(self.candidates):
-            if runs and i in untried[1:]:  # one text is enough to see what it brings
-                continue
             if record := candidate.able.get(name):
+                if runs and record.is_untried:
+                    if is_tried:
+                        continue
+                    is_tried = True
                 limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
                 served = min(_SERVED, max(1.0, candidate.remaining / 2))
                 once_ms = record.unread * price.read_ms / served if runs else 0.0
@@ -260,10 +262,6 @@ class Choice:
                 nearest, c = alpha - even, price.first_ms / self.prices.plain_ms
                 fields = name, option.num_tokens, alpha, c, even, more, speedup, i == self.probing
         return Decision(*fields)
-
-
-def _is_untried(record: Acceptance | None) -> bool:
-    return record is not None and record.is_untried and record.unread > 0
 
 
 class Controller:

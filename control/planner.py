@@ -10,7 +10,6 @@ was chosen serves several cycles where choosing takes long, and in a rest nothin
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import partial
 
 from drafters.pool import TREE, DrafterPool, Task
 from drafters.tree import longest
@@ -108,8 +107,8 @@ class Planner(FixedK):
         """Give each drafter of a new sequence a record, and a tree of them."""
         text, sampling = s.drafting, s.request.sampling
         names = [*text.states, TREE] if len(self._pool.members(text, TREE)) > 1 else text.states
-        record = partial(self.controller.record, rule=sampling.rule)
-        records = {name: record(name, temperature=sampling.temperature) for name in names}
+        how = sampling.rule, sampling.temperature
+        records = {name: self.controller.record(name, *how) for name in names}
         self.candidates[s] = Candidate({}, records=records, most=_FIRST)
         self.controller.join()
 

@@ -21,7 +21,6 @@ from .comparison import comparison
 from .formats import reasoning_of
 from .options import Options
 from .parsing import model_id
-from .trace import prompt_logprobs
 from .worker import Job, Worker, cancel, read
 
 LOG = logging.getLogger("engine")
@@ -83,7 +82,7 @@ def _answer(job: Job, notes: list[str]) -> Json:
     if trace.IDS in request.returns:
         body["prompt_token_ids"] = list(request.prompt)
     if request.prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_logprobs(sequence)
+        body["prompt_logprobs"] = trace.prompt_logprobs(sequence)
     if request.trace:
         body["trace"] = list(map(public, job.events))
     return body
@@ -261,7 +260,7 @@ def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterato
 
 def _scores_before(jobs: list[Job], number: int) -> list[Json | None]:
     """The scores of the prompt of the job with this number, which the first of its choices has."""
-    return prompt_logprobs(jobs[number - number % jobs[number].request.n].sequence)
+    return trace.prompt_logprobs(jobs[number - number % jobs[number].request.n].sequence)
 
 
 def sse(data: Json) -> str:

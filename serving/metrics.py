@@ -171,6 +171,7 @@ def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> No
 
     @app.get("/metrics")
     def get_metrics() -> Response:
+        """The counters, as a scraper reads them."""
         meter, figures, registry = worker.meter, read(), CollectorRegistry()
         values = dict(meter.values) | figures.values
         values["num_requests_running"] = worker.num_running

@@ -29,6 +29,7 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/v1/completions")
     def completions() -> Response | Json:
+        """Continue a prompt, or each of a list."""
         fields = read_body()
         echo = fields.pop("echo", None) or False
         if not isinstance(echo, bool):
@@ -84,10 +85,15 @@ def _prompts_of(prompt: Any) -> list[Any]:
     """The prompts of a list of texts, or of lists of ids; anything else is one."""
     if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))):
         return [prompt]
-    if len(prompt) > _MOST_PROMPTS:
-        why = f"prompt has {len(prompt)} entries; at most {_MOST_PROMPTS} are taken"
-        raise RequestError(why, param="prompt")
+    check_number(prompt)
     return prompt
+
+
+def check_number(prompts: list[Any]) -> None:
+    """Raises RequestError for more prompts than a list may have."""
+    if len(prompts) > _MOST_PROMPTS:
+        why = f"prompt has {len(prompts)} entries; at most {_MOST_PROMPTS} are taken"
+        raise RequestError(why, param="prompt")
 
 
 class Completion(OpenAIShape):

@@ -23,6 +23,7 @@ from serving.parsing import MAX_BIASES, Check, model_id
 from serving.service import Service, read_body
 
 from .chat import errors_name, respond
+from .completions import check_number
 from .infill import check_text
 from .llama_shapes import SAMPLERS, LlamaChat, LlamaCompletion, error_form, settings
 from .tokens import ids_of, ids_of_chat, text_of, tokenizer_of
@@ -50,7 +51,6 @@ _ASKED: dict[str, Check] = {
     "n_indent": (_is_count, "a number of spaces"),
     **dict.fromkeys(("t_max_predict_ms", "t_max_prompt_ms"), (_is_count, "a number of ms")),
 }
-_MOST_PROMPTS = 128
 _NEVER = -100  # the bias of a token that must not come
 _GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
 
@@ -188,9 +188,8 @@ def _read_prompts(value: Any, service: Service) -> list[Any]:
     """The prompts of a request: several where a list has texts alone, lists or objects."""
     kinds = {type(part) for part in value} if isinstance(value, list) else set()
     are_several = bool(kinds & {list, dict}) or kinds == {str}
-    if are_several and len(value) > _MOST_PROMPTS:
-        why = f"prompt has {len(value)} entries; at most {_MOST_PROMPTS} are taken"
-        raise RequestError(why, param="prompt")
+    if are_several:
+        check_number(value)
     return [_read_prompt(each, service) for each in (value if are_several else [value])]
 
 
