@@ -37,12 +37,12 @@ from flask import Flask, Response
 from torch import Tensor
 
 import cache
-import control
 import drafters
 import kernels
 import messages
 from messages import Draft, Judgement, Sampling
 from sampling import Noise, choose, draw, penalise, truncated_softmax
+from serving import statistics
 from text import TextStream
 
 
@@ -306,7 +306,7 @@ class Sequence:
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
         self.warnings = self.drafting.warnings
-        self.statistics, self.reading = control.Statistics(), control.Reading(request)
+        self.statistics, self.reading = statistics.Statistics(), cache.Reading(request)
         self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.failure: Exception | None = None  # with it the finish_reason is "error"
@@ -345,7 +345,7 @@ class Engine:
 
     def __init__(
         self, target: CachedModel, loaded: dict[str, drafters.Drafter], default: str | None = None,
-        prefill_chunk: int = 256, controller: control.Controller | None = None,
+        prefill_chunk: int = 256, controller: Any = None,
         draft_model: CachedModel | None = None, is_strict: bool = False,
         prefixes: cache.PrefixCache | None = None,
     ) -> None:  # fmt: skip
@@ -354,9 +354,9 @@ class Engine:
         self.eos_ids, self.default_drafter, self.controller = target.eos_ids, default, controller
         rest = default, is_strict, prefixes, bool(target.compiled and target.compiled.can_branch)
         self.pool = drafters.DrafterPool(loaded, target.vocab_size, *rest)
-        self.planner = control.Planner(controller, self.pool) if controller else control.FixedK()
-        self.totals = control.Totals(self.pool.choices)
-        self.now = control.clock(target.model.device)
+        self.planner = controller.planner(self.pool) if controller else drafters.FixedK()
+        self.totals = statistics.Totals(self.pool.choices)
+        self.now = statistics.clock(target.model.device)
 
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""
@@ -446,7 +446,7 @@ class Engine:
 
     def accept(
         self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor],
-        plan: control.Plan,
+        plan: drafters.Plan,
     ) -> messages.Cycle:  # fmt: skip
         """Judge the draft, append what stays, truncate; planner and drafters learn what came."""
         # A grammar is one more transform: what it forbids gets −inf.

@@ -22,7 +22,6 @@ import transformers
 from tqdm import tqdm
 
 from control.planner import TREE
-from control.statistics import PLAIN, Statistics, ratio
 from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
 from models.loading import StartError
 from models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
@@ -32,6 +31,7 @@ from serving.answers import setting
 from serving.comparison import steadiness
 from serving.options import Options
 from serving.parsing import parse_request
+from serving.statistics import PLAIN, Statistics, ratio
 
 _COLOURS = {"accepted": 32, "recovered": 33, "bonus": 36, "end": 2}
 _BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}", "end": ("", "")}

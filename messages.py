@@ -266,6 +266,50 @@ class Verdict:
         )
 
 
+class Decision(NamedTuple):
+    """What was chosen, and the numbers behind it; costs in passes of plain decoding."""
+
+    drafter: str
+    num_tokens: int
+    alpha: float = 0.0  # of the first position
+    c: float = 0.0
+    break_even: float = 1.0  # the chance of being accepted at which a draft of a token pays
+    least_chance: float = 0.0  # that at which one more token of a draft pays: its call is made
+    expected_speedup: float = 1.0  # of the whole batch
+    is_probe: bool = False
+    is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
+
+    def as_dict(self) -> "Json":
+        """A dict for JSON, with the sentence."""
+        values = {
+            name: round(v, 4) if isinstance(v, float) else v for name, v in self._asdict().items()
+        }
+        return values | {"says": str(self)}
+
+    def __str__(self) -> str:
+        if self.is_rest:
+            return "K=0 for a while: cycles with drafts were no faster than plain ones"
+        alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
+        if self.is_probe:
+            return f"a probe of {self.drafter}: α {alpha}, break-even {even} (c {c})"
+        if self.num_tokens:
+            expected = f"expected {self.expected_speedup:.2f}×"
+            return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
+        if self.break_even > 1:
+            return f"K=0 is faster here: even a certain {self.drafter} guess costs more (c {c})"
+        if self.alpha >= self.break_even:  # it has text to read first, say
+            return f"K=0 is faster now: {self.drafter} has α {alpha}, but to begin costs more"
+        return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
+
+
+RESTING = Decision("", 0, is_rest=True)  # a request without a decision yet
+
+
+def _short(value: float) -> str:
+    """Example: 0.714 -> ".71"."""
+    return f"{value:.2f}".removeprefix("0")
+
+
 class Doubts(NamedTuple):
     """When a draft in the making ends: where one more token is too unlikely to be worth its step.
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from control.statistics import Statistics
 from messages import Engine, Request
 from models.prompts import ids_of, prompts_of, read_prompts
 from serving.options import ROOT, Options, between
+from serving.statistics import Statistics
 
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")

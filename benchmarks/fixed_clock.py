@@ -24,8 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 import benchmarks as bench
-from control.controller import Controller
-from control.planner import CHOSEN, Plan, Planner
+from control.planner import CHOSEN, Controller, Plan, Planner
 from messages import Cycle, Draft, Engine, Request
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 

@@ -23,8 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 import benchmarks as bench
-from control.controller import Controller
-from control.planner import CHOSEN, Planner
+from control.planner import CHOSEN, Controller, Planner
 from drafters.pool import AUTO, Guess, Task
 from messages import Draft, Request, Sampling
 
@@ -61,6 +60,12 @@ class Machine(NamedTuple):
     pass_ms: list[float]  # of a pass over so many rows
     step_ms: float  # of the draft model for one request
     read_ms: float  # of a token that the draft model has not read
+
+    @property
+    def drafters(self) -> dict[str, dict[str, float]]:
+        """What the controller is told of drafters before it begins."""
+        price = {"call_ms": 0.0, "step_ms": self.step_ms, "read_ms": self.read_ms}
+        return {"draft_model": price}
 
     def a_pass(self, rows: int) -> float:
         return float(np.interp(rows, self.rows, self.pass_ms))
@@ -185,6 +190,7 @@ class Server:
         self.spent: dict[str, tuple[list[int], float]] = {}
         weights = {"draft_model": int(1000 * machine.step_ms / machine.pass_ms[0]), "ngram": 0}
         self.planner = Planner(Controller(1000, weights), self)  # type: ignore[arg-type]
+        self.planner.controller.costs.start_from(machine)
         self.ms, self.tokens, self.ms_of = 0.0, Counter[str](), Counter[str]()
 
     def members(self, text: Any, name: str) -> list[str]:

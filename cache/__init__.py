@@ -1,7 +1,8 @@
-"""The memory of a KV cache, the prompts that were read before, and recurrent states."""
+"""The memory of a KV cache, recurrent states, prompts that are read and that were read before."""
 
 from .prefix import PrefixCache
+from .reading import Reading
 from .slots import Place, SlotLayer, Slots
 from .states import follow_rows
 
-__all__ = ["Place", "PrefixCache", "SlotLayer", "Slots", "follow_rows"]
+__all__ = ["Place", "PrefixCache", "Reading", "SlotLayer", "Slots", "follow_rows"]

@@ -1,10 +1,6 @@
-"""Who drafts and how much: statistics, costs, the controller that decides; and reading prompts."""
+"""Who drafts and how much: planner.py chooses, by what estimates.py believes."""
 
-from .controller import Controller
-from .planner import FixedK, Plan, Planner
-from .reading import Reading
-from .statistics import Statistics, Totals, clock
+from .estimates import Costs
+from .planner import Controller, Planner
 
-__all__ = [
-    "Controller", "FixedK", "Plan", "Planner", "Reading", "Statistics", "Totals", "clock",
-]  # fmt: skip
+__all__ = ["Controller", "Costs", "Planner"]

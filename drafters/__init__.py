@@ -12,12 +12,13 @@ from sampling import Noise
 
 from .base import Context, Drafter, restoring_settings
 from .draft_model import check_words
+from .plan import FixedK, Plan
 from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
 from .timed import TimedDrafter, line_of
 
 __all__ = [
-    "LOG", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool", "Noise",
-    "Sampling", "Task", "Verdict", "check_words", "load", "load_all",
+    "LOG", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool", "FixedK", "Noise",
+    "Plan", "Sampling", "Task", "Verdict", "check_words", "load", "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for.

@@ -57,7 +57,7 @@ class SelfInt8Drafter(DraftModelDrafter):
     def __init__(self, context: Context) -> None:
         super().__init__(context, smaller_copy(context.target))
         self._target = context.target
-        # A step reads fewer bytes: that part of what a pass reads (control/costs.py).
+        # A step reads fewer bytes: that part of what a pass reads (control/estimates.py).
         num_bytes = fast.num_bytes if (fast := self._draft.compiled) else self.num_step_weights
         self.num_step_weights = num_bytes // context.target.model.dtype.itemsize
 

@@ -12,7 +12,7 @@ accepted. It belongs to the model, the drafter and the text, and not to the mach
 
 What was timed here does not hold there, so T comes from sizes. A device that decodes spends its
 time reading weights: c is the weights that a draft step reads, in those of the target. t_verify is
-what control/costs.py believes before it has measured: 2 % more for each further row.
+what control/estimates.py believes before it has measured: 2 % more for each further row.
 
 Not covered: batches, in which a pass has rows for many requests, and stops being free of cost.
 """
@@ -29,9 +29,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 import demo
-from control.controller import Controller
-from control.costs import Costs
-from control.statistics import Statistics
+from control.estimates import Costs
+from control.planner import Controller
 from drafters import NAMES
 from drafters.pool import PLAIN
 from drafters.vllm_proposer import TOKENS_ONLY, VARIABLE, Proposer
@@ -40,6 +39,7 @@ from models.catalogue import entry_of, place_of
 from models.prompts import ids_of, prompts_of
 from serving.options import ROOT, RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
+from serving.statistics import Statistics
 
 _LONGEST = 8  # drafts that are tried, unless --num-speculative-tokens is larger
 _WORTHWHILE = 1.05  # the least speed-up: speculation has more costs in an engine
@@ -94,11 +94,11 @@ def offer(name: str, counted: Statistics, costs: Costs, k: int) -> Offer:
     Example: 10 passes, the first token accepted in 6 and the second in 3, and a step that reads a
     tenth of the weights -> K = 2 gives 1.9 tokens in 0.2 + 1.04 passes, 1.53 times the speed.
     """
-    passes, line, c = max(1, counted.target_passes), costs.pass_line(1), costs.shares[name]
+    passes, c = max(1, counted.target_passes), costs.shares[name]
     tokens = 1 + sum(counted.accepted_at[:k]) / passes
     rows = 1 + sum(counted.drafted_at[:k]) / passes
     steps = c if name in costs.at_once else k * c
-    cost = steps + line.at(rows) / line.at(1)
+    cost = steps + costs.a_pass(1, rows) / costs.a_pass(1, 1)
     return Offer(name, k, tokens, c, cost, tokens / cost, tokens - steps)
 
 

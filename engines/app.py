@@ -9,7 +9,6 @@ from typing import Any
 
 from flask import request
 
-from control.statistics import FORMULAS, Statistics
 from drafters.pool import PLAIN
 from messages import Json, RequestError
 from models.fim import Gap
@@ -25,6 +24,7 @@ from serving.metrics import Figures
 from serving.options import Options
 from serving.parsing import READ, parse_fields
 from serving.service import Service, watched
+from serving.statistics import FORMULAS, Statistics
 from serving.trace import IDS, NAMES
 
 from .client import Client, Engine, positions_in

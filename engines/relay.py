@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from control.statistics import ratio
 from messages import Json, Request
 from serving.options import Options
+from serving.statistics import ratio
 from serving.worker import Admission, Job
 
 from .client import Client, broke_off, hang_up

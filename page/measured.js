@@ -45,7 +45,7 @@ export function fromRace({ compare, metrics }) {
 export function fromHealth(health) {
   const costs = health.controller?.costs_by_batch?.["1"];
   if (!costs?.pass_ms) return [];
-  const pass = costs.pass_ms + costs.token_ms;
+  const pass = costs.pass_ms;
   return Object.entries(health.speculative_decoding.per_drafter).flatMap(([name, metrics]) => {
     const alpha = metrics.conditional_acceptance_rate_per_position?.[0] ?? null;
     const step = costs.draft_step_ms?.[name];

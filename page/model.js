@@ -24,7 +24,7 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
     + "by the rule of rejection only the distribution is";
   const costs = health.controller?.costs_by_batch?.["1"];
-  const pass = costs ? costs.pass_ms + costs.token_ms : null;
+  const pass = costs ? costs.pass_ms : null;
   byId("model-card").replaceChildren(
     entry("model", model, card ? `${card.origin}, ${card.licence}` : ""),
     entry("parameters", `${(target.parameters / 1e6).toFixed(1)} M`, vocabulary),

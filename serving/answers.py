@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from control.statistics import FORMULAS, PLAIN, Statistics, ratio
+from control import Costs
 from grammars import OPEN
 from messages import Engine, Json, Request, RequestError, TextSequence, engine_failure
 from models.catalogue import entry_of
@@ -21,6 +21,7 @@ from .comparison import comparison
 from .formats import reasoning_of
 from .options import Options
 from .parsing import model_id
+from .statistics import FORMULAS, PLAIN, Statistics, ratio
 from .worker import Job, Worker, cancel, read
 
 LOG = logging.getLogger("engine")
@@ -336,11 +337,26 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         },
         "controller": controller
         and {  # what it has measured, and last said of each drafter
-            "costs_by_batch": controller.costs.as_dict(),
+            "costs_by_batch": _costs_by_batch(controller.costs),
             "last": {n: str(decision) for n, decision in dict(engine.planner.decisions).items()},
         },
         "warnings": _warnings(engine),
     }
+
+
+def _costs_by_batch(costs: Costs) -> Json:
+    """What passes and drafts take, by class of batches, as of the smallest batch of each."""
+    classes = {}
+    for size in sorted(costs.classes):
+        batch = 1 << size - 1
+        prices, rows_ms = costs.prices(batch, batch), costs.rows_ms(batch, batch, 1, 1)
+        drafts = {n: round(prices.drafts[n].first_ms, 4) for n in sorted(costs.drafters)}
+        classes["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
+            "pass_ms": round(prices.plain_ms, 4),
+            "token_ms": round(rows_ms[0], 4),
+            "draft_step_ms": drafts,
+        }
+    return classes
 
 
 def _warnings(engine: Engine) -> list[str]:

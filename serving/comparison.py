@@ -10,8 +10,9 @@ from statistics import median
 
 import torch
 
-from control.statistics import Statistics, ratio
 from messages import Json, Request, Sampling, TextSequence
+
+from .statistics import Statistics, ratio
 
 # A choice between scores this close is decided by rounding: logits of one row and of several differ
 # by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and

@@ -17,8 +17,9 @@ from flask import Flask, Response
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from control.statistics import Statistics
 from messages import Engine
+
+from .statistics import Statistics
 
 _COUNTERS = {
     "spec_decode_num_drafts": "drafts that were verified",

@@ -25,13 +25,13 @@ from copy import copy
 from itertools import chain
 from typing import Any
 
-from control.planner import FixedK
-from control.statistics import Totals
+from drafters import FixedK
 from messages import Engine, Json, Request, RequestError, TextSequence
 
 from . import retry, trace
 from .metrics import Meter
 from .options import Options
+from .statistics import Totals
 
 LOG = logging.getLogger("engine")
 PROGRESS = logging.getLogger("progress")

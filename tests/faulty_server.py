@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from control import Statistics
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
 from serving import assembly, http
+from serving.statistics import Statistics
 
 core = importlib.import_module("08_speculative_decoding")
 

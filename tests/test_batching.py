@@ -15,10 +15,10 @@ import speculative_decoding as core
 from conftest import WAYS, ScriptedDrafter, before, failing, finish, run, scripted_engine, together
 from server import at_once, until
 
-from control import Statistics
 from messages import Request
 from serving import retry, trace
 from serving.options import Options
+from serving.statistics import Statistics
 from serving.worker import Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")

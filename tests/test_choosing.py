@@ -14,7 +14,7 @@ import torch
 from conftest import needs_compiler
 
 import sampling as module
-from control.acceptance import Acceptance
+from control.estimates import Acceptance
 from kernels import sampling as compiled
 from sampling import Noise, choose, confidence, ranked, survivors
 

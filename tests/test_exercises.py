@@ -9,8 +9,8 @@ import speculative_decoding as core
 from conftest import credulous, run
 from test_docs import blocks, read
 
-from control.statistics import Statistics
 from messages import Draft
+from serving.statistics import Statistics
 
 
 def readme_drafter():

@@ -12,10 +12,10 @@ import speculative_decoding as core
 from conftest import ROOT, WAYS, run, together
 
 import kernels
-from control import Statistics
 from messages import Request
 from serving import answers
 from serving.options import Options
+from serving.statistics import Statistics
 from serving.worker import Worker
 
 DRAFT = str(ROOT / "demo_models/draft")

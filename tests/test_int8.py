@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks import quality
-from control.planner import FixedK
+from drafters import FixedK
 from kernels import start
 from kernels.experts import experts_of
 from kernels.patches import PanelEmbedding, PanelLinear

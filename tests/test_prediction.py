@@ -6,6 +6,7 @@ requests without a prediction.
 
 import json
 import random
+from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,9 +16,8 @@ from conftest import GREEDY, run, together
 
 from cache.prefix import PrefixCache
 from control import Controller
-from control.acceptance import Acceptance
-from control.controller import Candidate
-from control.rest import Rest
+from control.estimates import Acceptance
+from control.planner import Account, Candidate
 from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
 from engines.app import refuse_what_it_cannot
@@ -92,9 +92,11 @@ def test_an_exact_prediction_is_drafted_at_full_length(demo_engine, prompts, pla
 
 def unclocked(engine):
     """Costs stay as they are expected before any is measured: no clock has a say."""
-    costs, rest = engine.controller.costs, Rest()
-    costs.observe_pass = costs.observe_draft = rest.see = rest.see_plain = lambda *_: None
-    engine.controller.rest = lambda *_: rest
+    costs, account = engine.controller.costs, Account(deque(), drafted=0)
+    costs.observe_pass = costs.observe_draft = lambda *_: None
+    account.see = account.see_plain = lambda *_: None
+    engine.controller.account = lambda *_: account
+    engine.planner.observe_pass = lambda *_, **__: None  # so that it chooses in every cycle
     return engine
 
 
@@ -132,7 +134,7 @@ def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
     """Where drafts lose by the clock for other texts, a prediction is tried all the same."""
     for prediction in ((), (5, 6), ()):
         run(engine, prompts["easy_facts"], prediction=prediction, drafter="auto", max_tokens=6)
-    assert len({who for _, who in engine.controller._rests}) == 2
+    assert len({who for _, who in engine.controller._accounts}) == 2
 
 
 def test_a_certain_draft_pays_though_rows_have_become_dearer():

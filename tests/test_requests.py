@@ -19,9 +19,9 @@ import speculative_decoding as core
 import torch
 from conftest import credulous, finished, probabilities, run, scripted_engine
 
-from control import Statistics
 from messages import Request
 from serving import answers, comparison, trace
+from serving.statistics import Statistics
 from text import TextStream
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")

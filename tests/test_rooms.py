@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
         "page": "",
         "kernels": "messages",
         "sampling": "messages kernels",
-        "cache": "messages kernels",
+        "cache": "messages kernels sampling",
         "models": "messages kernels",
         "grammars": "messages models",
         "drafters": "messages kernels sampling cache models",

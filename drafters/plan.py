@@ -1,0 +1,77 @@
+"""What each request of a batch is to have drafted in a cycle: by its own wish, or the controller's.
+
+    plan → (the engine drafts and verifies) → learn, for each request → record_cycle
+
+With FixedK a request's first drafter proposes as much as the request allows. control/ has the plan
+of those who let the controller choose.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from messages import Cycle, Draft, TextSequence
+
+from .pool import TREE, Task
+
+IDLE = "idle"  # no request may draft
+
+
+@dataclass
+class Plan:
+    """The tasks of a batch in a cycle, and how they were chosen."""
+
+    tasks: list[Task]
+    kind: str = IDLE
+    account: Any = None  # the controller's, of such batches
+    choice_ms: float = 0.0  # what choosing took, and learning
+    unread: dict[str, int] = field(default_factory=dict)  # tokens that each drafter has to read
+
+
+def limit_of(s: TextSequence) -> int:
+    """How many tokens may be drafted for one of the core's sequences.
+
+    None are at the prefill, nor where one token is left, nor where a draft waits to be verified
+    again.
+    """
+    if not (s.num_steps and s.drafting.states) or s.drafting.draft is not None:
+        return 0
+    return min(s.request.num_speculative_tokens, s.remaining - 1)
+
+
+def fixed(s: TextSequence) -> Task:
+    """The first drafter, or all for a tree, and as much as is allowed."""
+    if not (limit := limit_of(s)):
+        return nothing(s)
+    return Task(TREE if s.request.drafter == TREE else next(iter(s.drafting.states)), limit)
+
+
+def nothing(s: TextSequence) -> Task:
+    """No draft. The last decision is still shown."""
+    return Task(decision=s.drafting.task.decision)
+
+
+class FixedK:
+    """Every draft has the length that its request asks for."""
+
+    def open(self, s: TextSequence) -> None:
+        """Begin with one of the core's sequences."""
+
+    def close(self, s: TextSequence) -> None:
+        """Forget a sequence."""
+
+    def plan(self, batch: list[TextSequence]) -> Plan:
+        """Give each sequence a drafter, and how many tokens it drafts at most."""
+        return Plan(list(map(fixed, batch)))
+
+    def learn(self, plan: Plan, s: TextSequence, cycle: Cycle) -> None:
+        """Learn from what became of one sequence's draft, before its drafters observe it."""
+
+    def record_cycle(
+        self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
+    ) -> None:
+        """Learn from what a cycle cost that verified these drafts, and gave these cycles of texts.
+
+        `times` says when it began, had drafted, had verified and was done. None where a prompt was
+        read, which costs something else.
+        """
