@@ -148,9 +148,9 @@ def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Ro
     ask(server, is_chat, warm, "plain")
     with bench.tqdm(total=flags.runs * len(cells), desc="rounds") as progress:
         for run_index in range(flags.runs):
-            for i, cell in enumerate(chance.sample(cells, len(cells))):
+            for i in chance.sample(range(len(cells)), len(cells)):
+                cell, order = cells[i], ORDERS[(run_index + i) % len(ORDERS)]
                 bodies = [body(cell, number) for number in islice(numbers[cell.kind], cell.clients)]
-                order = ORDERS[(run_index + i) % len(ORDERS)]
                 found[cell].append({way: ask(server, is_chat, bodies, way) for way in order})
                 progress.update()
     return found
