@@ -13,6 +13,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from functools import partial
+from itertools import permutations
 
 import gguf
 import pytest
@@ -21,11 +22,13 @@ from conftest import ROOT
 from gguf_files import TINY, write
 from server import serving
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 import benchmarks as bench
-from benchmarks import audition, fixed_clock, lossless, pair, served, servers, soak
-from benchmarks.batch import of_best
+from benchmarks import audition, fixed_clock, lossless, never_loses, pair, served, servers, soak
+from benchmarks.mixture import folder_of, mixture_of
 from benchmarks.passes import retype
+from messages import Request
 
 
 def forked(command):
@@ -108,19 +111,102 @@ def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
     assert all(row["rejection"]["tokens_per_pass"] > 1 for row in document["kept"])
 
 
-def test_speedups_are_medians_of_runs_and_the_best_is_chosen_by_the_other_runs():
+def test_speedups_are_medians_of_runs():
     assert bench.speedup([10, 30, 20], [5, 10, 20]) == bench.Spread(2.0, [1.5, 2.5])
     assert bench.speedup([3], [2]) == bench.Spread(1.5, [1.5, 1.5])  # of one run
-    lucky = [[1.0, 20.0, 20.0], [20.0, 1.0, 20.0], [20.0, 20.0, 1.0], [10.0, 10.0, 10.0]]
-    assert of_best([10.0] * 3, lucky) == 1.0  # none of the lucky runs counts
-    assert of_best([10.0], [[5.0], [8.0]]) == 0.5
 
 
-def test_the_benchmark_of_batches_asks_a_server_and_compares_outputs(measure):
-    document = measure("batch --tokens 3 --runs 1 --sizes 2")
-    assert [row["drafter"] for row in document["batches"]][::6] == ["none", "auto"]
-    assert all(row["identical"] and row["of_none"] > 0 for row in document["batches"])
-    assert document["batches"][-1]["of_best"] > 0
+def test_auto_and_plain_decoding_write_the_same_texts_and_the_worst_cell_comes_first(
+    measure, monkeypatch
+):
+    monkeypatch.setattr(never_loses, "memory_gb_per_s", lambda: 9.9)
+    few = "--kinds edit JSON --temperatures 1.2 --clients 1 3"
+    document = measure(f"never_loses --tokens 3 --runs 1 {few}")
+    rows = document["results"]
+    cells = {(row["kind"], row["temperature"], row["clients"]) for row in rows}
+    assert len(cells) == len(rows) == 2 * 2
+    assert all(row["differing"] == row["control_differing"] == 0 for row in rows)
+    speeds = [row["auto_of_plain"] for row in rows]
+    assert speeds == sorted(speeds) and speeds[0] > 0
+    whole, alone, _ = document["summary"]
+    assert whole["worst"] == speeds[0] <= whole["mean"] <= speeds[-1]
+    assert (whole["cells"], alone["clients"], alone["cells"]) == (4, "1", 2)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monkeypatch, is_chat):
+    asked, rounds = list[tuple[str, str]](), 6
+
+    def at_once(port, route, bodies):
+        told = [body["messages"][0]["content"] if is_chat else body["prompt"] for body in bodies]
+        asked.extend((body["drafter"], text) for body, text in zip(bodies, told, strict=True))
+        choices = [{"message": {"content": text}, "text": text} for text in told]
+        return 1.0, [servers.Told((1.0,), ({"choices": [choice]},)) for choice in choices]
+
+    monkeypatch.setattr(never_loses, "at_once", at_once)
+    monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
+    server = Namespace(port=0, health=lambda: {"chat_template": is_chat})
+    cells = [never_loses.Cell(kind, 0.0, 2) for kind in never_loses.KINDS]
+    found = never_loses.measure(server, cells, Namespace(runs=rounds, clients=[2], tokens=3))
+    texts = [text for drafter, text in asked[2:] if drafter == "auto"]  # behind the warm-up
+    assert len({*texts}) == len(texts) == len(cells) * 2 * rounds
+    assert sorted(text for drafter, text in asked[2:] if drafter == "none") == sorted(texts * 2)
+    for told in found.values():  # six rounds have all orders
+        assert sorted(map(tuple, told)) == sorted(permutations(("auto", "plain", "control")))
+
+
+def test_prompts_of_a_kind_are_all_different():
+    for kind in never_loses.KINDS:
+        prompts = {never_loses.prompt(kind, number) for number in range(1334)}
+        assert len(prompts) == 1334 and not any("{" in text for text in prompts), kind
+
+
+def test_cells_have_medians_of_rounds_and_count_texts_that_differ():
+    def told(**ways):
+        return {way: never_loses.Answers(ms, [*texts]) for way, (ms, texts) in ways.items()}
+
+    slow = told(auto=(20.0, "ab"), plain=(10.0, "ab"), control=(10.0, "ax"))
+    fast = told(auto=(5.0, "ab"), plain=(10.0, "ab"), control=(20.0, "ab"))
+    bad = never_loses.row_of(never_loses.Cell("a", 0.0, 2), [slow])
+    good = never_loses.row_of(never_loses.Cell("b", 0.0, 16), [fast, fast, slow])
+    assert (bad["auto_of_plain"], bad["control"], good["auto_of_plain"]) == (0.5, 1.0, 2.0)
+    assert (bad["differing"], bad["control_differing"], good["control_differing"]) == (0, 1, 1)
+    whole, two, _ = never_loses.summary([bad, good])
+    assert (whole["worst"], whole["mean"], whole["below_1"]) == (0.5, 1.0, 0.5)
+    assert (two["clients"], two["worst"], whole["control_differing"]) == ("2", 0.5, 2)
+    assert (whole["control_worst"], whole["control_below_1"]) == (0.5, 0.5)
+
+
+def test_a_mixture_has_the_dense_model_s_logits_and_its_tokens_choose_all_experts(tiny_folder):
+    dense = AutoModelForCausalLM.from_pretrained(tiny_folder("llama")).eval()
+    dense.model.embed_tokens.weight.data += 1  # what tokens have in common outweighs the rest
+    ids = torch.randint(4096, (1, 100), generator=torch.Generator().manual_seed(0))
+    copied = mixture_of(dense, ids.tolist())
+    chosen = list[torch.Tensor]()
+    for layer in copied.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda *told: chosen.append(told[-1][-1]))
+    with torch.no_grad():
+        torch.testing.assert_close(copied(ids).logits, dense(ids).logits, atol=1e-5, rtol=1e-5)
+    assert len(chosen) == len(dense.model.layers)
+    for experts in chosen:  # two of a token
+        counts = experts.flatten().bincount(minlength=8)
+        assert counts.sum() == 2 * 100 and 0 < counts.min() and counts.max() < 70, counts
+
+
+def test_a_mixture_is_made_once_and_served_with_the_dense_model_s_texts(
+    tiny_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("benchmarks.mixture.cache_folder", lambda: tmp_path)
+    place = str(tiny_folder("llama"))
+    folder = folder_of(place)
+    monkeypatch.setattr("benchmarks.mixture.load_pretrained", None)
+    assert folder_of(place) == folder
+    texts = []
+    for model in (place, folder):
+        engine = bench.load_engine(model=model, drafter="none", fixed_k=True)
+        requests = [Request(prompt, 12) for prompt in ([5, 6, 7], [900])]
+        texts.append([one.output for one in bench.run_together(engine, requests)])
+    assert engine.target.has_experts and texts[0] == texts[1]
 
 
 def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
