@@ -160,6 +160,11 @@ class Costs:
         self._this_cycle: list[tuple[str, list[int], int, float]] = []  # drafts of this cycle
         self._cycles: list[tuple[int, int, float, list[tuple]]] = []  # nobody has looked at yet
         self._prices: dict[tuple[int, int], Prices] = {}
+        self.curve: Any = None
+
+    def start_from(self, curve: Any) -> None:
+        """Begin with a measured Curve (serving/curve.py)."""
+        self.curve = curve
 
     def runs_model(self, name: str) -> bool:
         """Whether drafting takes steps of a model, which requests of a batch share."""

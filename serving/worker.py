@@ -261,6 +261,8 @@ class Admission:
     The jobs of a request wait as one, and each begins when a place comes.
     """
 
+    measurement: Any = None  # of the cost curve (measurement.py), where it is measured
+
     def __init__(self, options: Options) -> None:
         self.options, self.draining = options, False
         self.meter = Meter()
@@ -490,13 +492,24 @@ class Worker(Admission):
                 self._leave(job, s.failure)
 
     def _admit(self) -> list[Job] | None:
-        """Jobs that join now; wait while there is nothing to do. None: drained."""
+        """Jobs that join now; measure and wait while there is nothing to do. None: drained."""
+        if self.measurement:
+            while not (self._waiting or self._running or self.draining) and self._measure():
+                pass
+            self.measurement.pause()
         with self._changed:
             while not (self._waiting or self._running):
                 if self.draining:
                     return None
                 self._changed.wait()
             return self._give_places()
+
+    def _measure(self) -> bool:
+        """Measure for a cycle; False if all is measured."""
+        self._busy_since = time.monotonic()
+        had_more = self.measurement.measure()
+        self._busy_since = None
+        return had_more
 
     def _open(self, job: Job) -> None:
         """Without the lock: a drafter may be slow to open, and /health must not wait for it."""
