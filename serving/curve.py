@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from hashlib import sha256
 from math import inf
 from pathlib import Path
@@ -52,7 +53,8 @@ class Curve:
         times = [*passes.values(), *(ms for parts in drafters.values() for ms in parts.values())]
         if not all(0 <= ms < inf for ms in times) or not all(passes.values()):
             raise ValueError("it has impossible times")
-        return cls(passes, drafters, str(stored["measured_at"]), int(stored["context"]))
+        measured_at = datetime.fromisoformat(stored["measured_at"]).isoformat()
+        return cls(passes, drafters, measured_at, int(stored["context"]))
 
     @property
     def break_even(self) -> dict[str, float]:

@@ -32,7 +32,7 @@ _LONGEST_MS = 1500.0  # of measuring, in all, without waiting for a core
 _TIMES = 4  # each; the first time warms up
 _SHORT, _LONG = 1, 5  # tokens of drafts
 _UNREAD = 4  # tokens: a draft behind so many more is one that reads
-_PROMPT, _IDS = 32, range(300, 900)  # tokens; ids, which are mostly of frequent words
+_PROMPT, _IDS = 8, range(300, 900)  # tokens; ids, which are mostly of frequent words
 _ROOM = 20  # tokens that drafts and what is read of them take
 LOG = logging.getLogger("engine")
 
@@ -136,7 +136,7 @@ class Measurement:
         if _ROOM <= length:
             taken |= {name: len(self._drafts[name, _LONG]) for name in self._names}
         costs = {n: self._expected_ms(n) for n, count in taken.items() if count < _TIMES}
-        costs = {n: ms for n, ms in costs.items() if ms <= self._left_ms}
+        costs = {n: ms for n, ms in costs.items() if ms <= max(0.0, self._left_ms)}
         if costs:  # so far, and for one cycle more
             chosen = min(costs, key=lambda n: costs[n] * (taken[n] + 1 / len(_cycles(n))))
             self._planned += _cycles(chosen)
