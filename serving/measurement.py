@@ -21,6 +21,7 @@ from math import inf
 from statistics import median
 
 import kernels
+from cache.states import MOST_RECORDED
 from drafters.pool import AUTO, Task
 from drafters.timed import TimedDrafter
 from messages import Draft, Engine, Json, Request, TextSequence, in_short
@@ -32,7 +33,7 @@ _LONGEST_MS = 1500.0  # of measuring, in all, without waiting for a core
 _TIMES = 4  # each; the first time warms up
 _SHORT, _LONG = 1, 5  # tokens of drafts
 _UNREAD = 4  # tokens: a draft behind so many more is one that reads
-_PROMPT, _IDS = 8, range(300, 900)  # tokens; ids, which are mostly of frequent words
+_PROMPT, _IDS = 16, range(300, 900)  # tokens; ids, which are mostly of frequent words
 _ROOM = 20  # tokens that drafts and what is read of them take
 LOG = logging.getLogger("engine")
 
@@ -131,7 +132,10 @@ class Measurement:
 
     def _plan(self) -> bool:
         """Plan what took the least time so far, of what there is time for; False if nothing is."""
-        length = self._engine.target.max_length - len(self._prompt) - 2
+        target = self._engine.target
+        length = target.max_length - len(self._prompt) - 2
+        if target.cache.recurrent:  # nothing is accepted, and states do not go back further
+            length = min(length, MOST_RECORDED)
         taken = {n: len(self._passes[n]) for n in ROWS if n <= length}
         if _ROOM <= length:
             taken |= {name: len(self._drafts[name, _LONG]) for name in self._names}
@@ -187,7 +191,9 @@ class Measurement:
                 # A draft that copies text may be one step; a call alone is next to nothing.
                 steps = [(ms - first_ms) / (n - 1) for ms, n in long if n > 1] or [first_ms]
                 step_ms = min(first_ms, max(0.0, _typical(steps)))
-                reads = [(ms - first_ms) / unread for ms, unread in self._reads[name]]
+                # Of many tokens: a few are read along at next to no cost.
+                many = [each for each in self._reads[name] if each[1] >= len(self._prompt)]
+                reads = [(ms - first_ms) / unread for ms, unread in many]
                 parts = first_ms - step_ms, step_ms, max(0.0, _typical(reads or [0.0]))
                 drafters[name] = {part: round(ms, 4) for part, ms in zip(PARTS, parts, strict=True)}
         now = datetime.now(UTC).isoformat(timespec="seconds")
