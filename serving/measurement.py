@@ -43,7 +43,7 @@ class Measurement:
 
     def __init__(self, engine: Engine, fingerprint: str | None) -> None:
         """`fingerprint` is the target's; without one nothing is stored."""
-        self._engine, self._left_ms, self._is_done = engine, _LONGEST_MS, False
+        self._engine, self._left_ms, self.is_done = engine, _LONGEST_MS, False
         models = {n: d for n, d in engine.pool.drafters.items() if not isinstance(d, TimedDrafter)}
         sizes = {name: getattr(drafter, "num_step_weights", 0) for name, drafter in models.items()}
         self._names = [name for name, size in sizes.items() if size]
@@ -68,25 +68,22 @@ class Measurement:
         curve, status = self.curve, self.status
         return asdict(curve) | {"break_even": curve.break_even, "status": status}
 
-    def measure(self) -> bool:
-        """Run a cycle. Returns whether there was anything left to do."""
-        if self._is_done:
-            return False
+    def measure(self) -> None:
+        """Run a cycle, until all is measured."""
         began = time.thread_time()
         try:
             with self._uncounted() as twin:
-                self._is_done = not self._cycle(twin)
+                self.is_done = not self._cycle(twin)
             self._left_ms -= (time.thread_time() - began) * 1e3
-            if self.status == "measuring" or self._is_done:
-                self._tell(self._known(), "measured" if self._is_done else "measuring")
+            if self.status == "measuring" or self.is_done:
+                self._tell(self._known(), "measured" if self.is_done else "measuring")
         except Exception as error:
             LOG.warning("the cost curve is not measured any further: %s", in_short(error))
-            self._is_done = True
-        if self._is_done:
+            self.is_done = True
+        if self.is_done:
             self.pause()
             if self.status == "measured":
                 self._store.write(self.curve)
-        return True
 
     def pause(self) -> None:
         """Give back what the text holds: a request comes."""

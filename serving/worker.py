@@ -37,6 +37,7 @@ LOG = logging.getLogger("engine")
 PROGRESS = logging.getLogger("progress")
 POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is silent for a minute
 _REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
+_QUIET_S = 0.2  # before measuring: who asks again at once is not to wait for a pass
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
@@ -493,10 +494,8 @@ class Worker(Admission):
 
     def _admit(self) -> list[Job] | None:
         """Jobs that join now; measure and wait while there is nothing to do. None: drained."""
-        if self.measurement:
-            while not (self._waiting or self._running or self.draining) and self._measure():
-                pass
-            self.measurement.pause()
+        if self.measurement and not self.measurement.is_done:
+            self._measure()
         with self._changed:
             while not (self._waiting or self._running):
                 if self.draining:
@@ -504,12 +503,18 @@ class Worker(Admission):
                 self._changed.wait()
             return self._give_places()
 
-    def _measure(self) -> bool:
-        """Measure for a cycle; False if all is measured."""
-        self._busy_since = time.monotonic()
-        had_more = self.measurement.measure()
-        self._busy_since = None
-        return had_more
+    def _measure(self) -> None:
+        """Measure while there is nothing to do, once nothing has come for a while."""
+        with self._changed:
+            has_work = self._changed.wait_for(self._has_work, _QUIET_S)
+        while not (has_work or self.measurement.is_done):
+            self._busy_since = time.monotonic()
+            self.measurement.measure()
+            self._busy_since, has_work = None, self._has_work()
+        self.measurement.pause()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._running or self.draining)
 
     def _open(self, job: Job) -> None:
         """Without the lock: a drafter may be slow to open, and /health must not wait for it."""

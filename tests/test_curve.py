@@ -43,8 +43,8 @@ def served(**options):
 def measured(engine):
     """The measurement of an engine from its beginning to its end."""
     whole = Measurement(engine, "a target")
-    while whole.measure():
-        pass
+    while not whole.is_done:
+        whole.measure()
     return whole
 
 
@@ -75,7 +75,7 @@ def test_the_curve_is_measured_in_idle_time_and_used_at_the_next_start(monkeypat
     lines = [line.split() for line in counted.splitlines() if not line.startswith("#")]
     numbers = [float(value) for name, value in lines if "_total" in name]
     assert len(numbers) > 20 and {*numbers} == {0.0} and not rows_of(engine)
-    monkeypatch.setattr(Measurement, "measure", lambda _: False)
+    monkeypatch.setattr("serving.worker._QUIET_S", 3600)  # nothing is measured any more
     with served() as client:
         assert client.get("/curve").json == curve | {"status": "stored"}
         assert client.get("/health").json["controller"]["curve"] == curve["pass_ms"]
@@ -91,11 +91,10 @@ def test_a_request_gets_the_only_row_amid_a_measurement_that_then_goes_on(
     measure, holds, states = Measurement.measure, threading.Event(), []
 
     def hold(self):
-        had_more = measure(self)
+        measure(self)
         if any(self._reads.values()) and not holds.is_set():  # drafters have read the text
             states.append((self.status, bool(rows_of(self._engine)), self.curve.pass_ms))
             holds.wait(LIMIT_S)
-        return had_more
 
     monkeypatch.setattr(Measurement, "measure", hold)
     with served(max_running=1, fixed_k=True) as client:
@@ -169,8 +168,8 @@ def test_what_fails_is_not_measured_and_leaves_nothing_open(demo_engine, monkeyp
     assert drafters["scripted"].num_open == 0 and not demo_engine.pool.failures
     failing(demo_engine, monkeypatch, lambda call, num_logits: num_logits == [24])
     broken = Measurement(demo_engine, None)
-    while broken.measure():
-        pass
+    while not broken.is_done:
+        broken.measure()
     assert broken.status == "measuring" and 16 in broken.curve.pass_ms
     assert 24 not in broken.curve.pass_ms and not rows_of(demo_engine)
     (record,) = caplog.records
