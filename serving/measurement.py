@@ -70,20 +70,22 @@ class Measurement:
 
     def measure(self) -> None:
         """Run a cycle, until all is measured."""
-        began = time.thread_time()
+        began, is_whole = time.thread_time(), False
         try:
             with self._uncounted() as twin:
-                self.is_done = not self._cycle(twin)
+                is_whole = not self._cycle(twin)
             self._left_ms -= (time.thread_time() - began) * 1e3
-            if self.status == "measuring" or self.is_done:
-                self._tell(self._known(), "measured" if self.is_done else "measuring")
         except Exception as error:
             LOG.warning("the cost curve is not measured any further: %s", in_short(error))
             self.is_done = True
-        if self.is_done:
+        if is_whole or self.is_done:  # who hears of it finds nothing held any more
             self.pause()
-            if self.status == "measured":
-                self._store.write(self.curve)
+        if is_whole:
+            self._store.write(curve := self._known())
+            self._tell(curve, "measured")
+        elif self.status == "measuring":
+            self._tell(self._known(), "measuring")
+        self.is_done |= is_whole
 
     def pause(self) -> None:
         """Give back what the text holds: a request comes."""
