@@ -26,6 +26,7 @@ import benchmarks as bench
 from control.planner import CHOSEN, Controller, Planner
 from drafters.pool import AUTO, Guess, Task
 from messages import Draft, Request, Sampling
+from serving.curve import Curve
 
 _WRONG = -1  # a token that no text has
 _SAMPLED = 0.72  # of greedy text's accepted tokens, so many are accepted at temperature 0.8
@@ -62,10 +63,11 @@ class Machine(NamedTuple):
     read_ms: float  # of a token that the draft model has not read
 
     @property
-    def drafters(self) -> dict[str, dict[str, float]]:
-        """What the controller is told of drafters before it begins."""
+    def curve(self) -> Curve:
+        """What the controller is told of this machine before it begins."""
         price = {"call_ms": 0.0, "step_ms": self.step_ms, "read_ms": self.read_ms}
-        return {"draft_model": price}
+        measured = zip(self.rows, self.pass_ms, strict=True)
+        return Curve(dict(measured), {"draft_model": price})
 
     def a_pass(self, rows: int) -> float:
         return float(np.interp(rows, self.rows, self.pass_ms))
@@ -190,7 +192,7 @@ class Server:
         self.spent: dict[str, tuple[list[int], float]] = {}
         weights = {"draft_model": int(1000 * machine.step_ms / machine.pass_ms[0]), "ngram": 0}
         self.planner = Planner(Controller(1000, weights), self)  # type: ignore[arg-type]
-        self.planner.controller.costs.start_from(machine)
+        self.planner.controller.costs.start_from(machine.curve)
         self.ms, self.tokens, self.ms_of = 0.0, Counter[str](), Counter[str]()
 
     def members(self, text: Any, name: str) -> list[str]:

@@ -43,7 +43,7 @@ from kernels import DeltaNet, DeltaStates, Rule, softplus
 from messages import KeyCache, Model
 
 NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
-_MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
+MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
 _STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
 _RULED = {"get_recurrent_state", "update_recurrent_state"}  # what layers with a rule call
 
@@ -218,17 +218,17 @@ class RecurrentLayer:
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
         """Set a mark where the row will be; its state follows. Drop marks that are not needed.
 
-        A call that fails goes back to its beginning, and a verify by less than _MOST_RECORDED.
+        A call that fails goes back to its beginning, and a verify by less than MOST_RECORDED.
         """
         marks, begin = self._marks[row], self._begins.get(row, mark.length)
         # Copies: what is fed here is a part of a forward of more texts, or with pads.
-        mark.fed = fed.clone() if len(fed) <= _MOST_RECORDED else None
+        mark.fed = fed.clone() if len(fed) <= MOST_RECORDED else None
         end = mark.length + len(fed)
         marks.append(Mark(end, tail.clone()))
         marks[:-NUM_MARKS] = [
             m
             for m in marks[:-NUM_MARKS]
-            if m.length == begin or (m.length > begin and m.reach > end - _MOST_RECORDED)
+            if m.length == begin or (m.length > begin and m.reach > end - MOST_RECORDED)
         ]
 
     def _finish(self, row: int, state: Tensor, inputs: tuple[Tensor, ...]) -> None:

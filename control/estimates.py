@@ -336,7 +336,8 @@ class Costs:
 
     def start_from(self, curve: Any) -> None:
         """Believe what was measured of this machine and model: see serving/curve.py."""
-        self.curve = list(curve.rows), list(curve.pass_ms)
+        if len(curve.pass_ms) > 1:
+            self.curve = list(curve.pass_ms), list(curve.pass_ms.values())
         self._measured = {
             name: DraftPrice(each["call_ms"] + each["step_ms"], each["step_ms"], each["read_ms"])
             for name, each in curve.drafters.items()

@@ -14,6 +14,7 @@ from flask import Flask
 
 from messages import Engine
 from models.catalogue import with_model
+from serving.measurement import Measurement
 from serving.options import Options
 from serving.service import Service
 from serving.worker import Worker
@@ -35,7 +36,9 @@ def load_app(
     def load(worker: Worker) -> tuple[Engine, Flask]:
         chosen = with_model(options)
         engine = load_engine(chosen)
-        return engine, create_app(Service(engine, chosen, worker))
+        service = Service(engine, chosen, worker)
+        worker.measurement = Measurement(engine, service.fingerprint)
+        return engine, create_app(service)
 
     return Worker(None, options, load).app
 

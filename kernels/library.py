@@ -121,7 +121,7 @@ def load() -> ctypes.CDLL:
     if reason := why_not():
         raise ValueError(reason)
     try:
-        file = _cache() / f"{_key()}.so"
+        file = own_folder() / f"{_key()}.so"
         if not _is_whole(file):
             failed = file.with_suffix(".failed")
             if failed.exists():
@@ -173,7 +173,7 @@ def instructions() -> str:
     return load().describe().decode()
 
 
-def _cache() -> Path:
+def own_folder() -> Path:
     """A folder that only the user can write to, as code in it is run."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "speculative-decoding" / "compiled"

@@ -338,6 +338,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "controller": controller
         and {  # what it has measured, and last said of each drafter
             "costs_by_batch": _costs_by_batch(controller.costs),
+            "curve": worker.measurement and worker.measurement.curve.pass_ms,
             "last": {n: str(decision) for n, decision in dict(engine.planner.decisions).items()},
         },
         "warnings": _warnings(engine),

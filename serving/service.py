@@ -23,6 +23,7 @@ from . import answers
 from .answers import Shape, stream
 from .comparison import runs_to_compare
 from .connection import WHEN_LEFT
+from .curve import register_curve
 from .fields import LIMITS
 from .formats import reasoning_of
 from .http import base_app, check_kind
@@ -69,10 +70,11 @@ class Service:
         self.fingerprint = system_fingerprint(target, options.quantize)
 
     def new_app(self) -> Flask:
-        """An application with the page and GET /metrics, and what all routes have in common."""
+        """An application with the page, GET /metrics and /curve, and what all routes share."""
         app = base_app(self.options)
         register_page(app, read_prompts(self.is_chat))
         register_metrics(app, self.figures, self.worker)
+        register_curve(app, self.worker)
         app.extensions |= {"worker": self.worker, "fingerprint": self.fingerprint}
         return app
 

@@ -37,6 +37,7 @@ LOG = logging.getLogger("engine")
 PROGRESS = logging.getLogger("progress")
 POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is silent for a minute
 _REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
+_QUIET_S = 0.2  # before measuring: who asks again at once is not to wait for a pass
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
@@ -260,6 +261,8 @@ class Admission:
 
     The jobs of a request wait as one, and each begins when a place comes.
     """
+
+    measurement: Any = None  # of the cost curve (measurement.py), where it is measured
 
     def __init__(self, options: Options) -> None:
         self.options, self.draining = options, False
@@ -490,13 +493,28 @@ class Worker(Admission):
                 self._leave(job, s.failure)
 
     def _admit(self) -> list[Job] | None:
-        """Jobs that join now; wait while there is nothing to do. None: drained."""
+        """Jobs that join now; measure and wait while there is nothing to do. None: drained."""
+        if self.measurement and not self.measurement.is_done:
+            self._measure()
         with self._changed:
             while not (self._waiting or self._running):
                 if self.draining:
                     return None
                 self._changed.wait()
             return self._give_places()
+
+    def _measure(self) -> None:
+        """Measure while there is nothing to do, once nothing has come for a while."""
+        with self._changed:
+            has_work = self._changed.wait_for(self._has_work, _QUIET_S)
+        while not (has_work or self.measurement.is_done):
+            self._busy_since = time.monotonic()
+            self.measurement.measure()
+            self._busy_since, has_work = None, self._has_work()
+        self.measurement.pause()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._running or self.draining)
 
     def _open(self, job: Job) -> None:
         """Without the lock: a drafter may be slow to open, and /health must not wait for it."""

@@ -24,6 +24,7 @@ from control.planner import CHOICE_BUDGET, LOSS_BUDGET, PROBE_BUDGET, Account, C
 from drafters.pool import DraftedText, DrafterPool, Task
 from messages import Doubts, Request, Verdict
 from serving import assembly
+from serving.curve import Curve
 from serving.options import Options
 from serving.statistics import Statistics
 from serving.worker import warm_up
@@ -354,7 +355,7 @@ def test_a_first_measurement_does_not_end_drafting(costs):
 def test_neither_text_to_read_nor_an_accident_makes_a_step_dear(costs):
     """What a cycle that took far too long says of its draft is not believed."""
     drafters = {"model": {"call_ms": 0.5, "step_ms": 0.5, "read_ms": 0.06}}
-    costs.start_from(Mock(rows=[1, 2, 50], pass_ms=[10.2, 10.4, 20.0], drafters=drafters))
+    costs.start_from(Curve({1: 10.2, 2: 10.4, 50: 20.0}, drafters))
     measure(costs, model=1.0)
     for _ in range(3):
         step_ms = draft(costs, "model", 2, 2.0 + 6.0, unread=100)
@@ -379,7 +380,7 @@ def test_a_machine_that_becomes_another_one_is_learned_anew(costs):
 
 def test_it_starts_from_the_curve_and_corrects_it(costs):
     """Between points it goes straight on, and beyond the last one as it went before."""
-    costs.start_from(Mock(rows=[1, 4, 8], pass_ms=[10.0, 13.0, 37.0], drafters={}))
+    costs.start_from(Curve({1: 10.0, 4: 13.0, 8: 37.0}))
     assert [costs.a_pass(1, rows) for rows in (1, 2, 6, 9)] == [10, 11, 25, 43]
     assert costs.rows_ms(1, 1, 1, 5) == pytest.approx([1, 1, 1, 6, 6])
     assert costs.rows_ms(2, 2, 2, 2) == pytest.approx([1, 6])  # two that draft alike
@@ -851,7 +852,7 @@ def test_a_text_that_may_end_soon_is_not_read_and_one_that_goes_on_is():
     for left, expected in ((60.0, 1), (6.0, 0)):
         controller, record.unread = Controller(*WEIGHTS), 100
         drafters = {"model": {"call_ms": 0.0, "step_ms": 1.0, "read_ms": 1.0}}
-        controller.costs.start_from(Mock(rows=[1, 2], pass_ms=[10.2, 10.4], drafters=drafters))
+        controller.costs.start_from(Curve({1: 10.2, 2: 10.4}, drafters))
         asked = [Candidate({"model": record}, K, left)]
         assert bool(settle(controller, asked, 1)[0].num_tokens) is bool(expected)
 

@@ -395,7 +395,7 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
         pytest.skip("needs gcc's libasan")
     write_program(compiler := tmp_path / "cc", f'exec {gcc} "$@" {SANITIZERS}')
     unloaded(str(compiler))
-    library._compile(file := library._cache() / f"{library._key()}.so")
+    library._compile(file := library.own_folder() / f"{library._key()}.so")
     check_sanitized(tmp_path, "native", kernels=file)
     # As Python's own allocator would, so that sanitizers see the ends of what ctypes makes.
     environment = os.environ | NO_LEAKS | {"LD_PRELOAD": preloaded, "PYTHONMALLOC": "malloc"}

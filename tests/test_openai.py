@@ -249,7 +249,7 @@ def test_a_route_that_is_not_there_is_told_what_is(client, server):
         client.embeddings.create(model="embedded", input="x")
     status, _, data = server.call("GET", "/v2", headers=GUARDED)
     there = json.loads(data)["error"]["message"].partition("has ")[2].split(", ")
-    assert status == 404 and len(there) == 13
+    assert status == 404 and len(there) == 14
     for method, path in map(str.split, there):
         assert server.call(method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 

@@ -1,0 +1,132 @@
+"""The cost curve: what passes of the target and drafts take on this machine (measurement.py).
+
+It is stored beside the compiled kernels, and read at the next start of these models.
+"""
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from hashlib import sha256
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from flask import Flask
+
+import kernels
+from messages import Engine, Json, RequestError, in_short
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+PARTS = ("call_ms", "step_ms", "read_ms")
+_MOST_FILES = 100
+LOG = logging.getLogger("engine")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Milliseconds of passes and drafts for one request; what is not known is left out.
+
+    A draft of n tokens takes call_ms + n · step_ms, and read_ms for each token that its drafter has
+    not read.
+    """
+
+    pass_ms: dict[int, float] = field(default_factory=dict)  # by rows
+    drafters: dict[str, dict[str, float]] = field(default_factory=dict)  # PARTS of each
+    measured_at: str = ""
+    context: int = 0  # tokens in the KV cache meanwhile
+    rows: tuple[int, ...] = ROWS
+
+    @classmethod
+    def of(cls, stored: Json) -> "Curve":
+        """What was written as JSON. Raises some Exception for anything else."""
+        passes = {int(rows): float(ms) for rows, ms in stored["pass_ms"].items()}
+        known = stored["drafters"].items()
+        drafters = {name: {part: float(parts[part]) for part in PARTS} for name, parts in known}
+        if tuple(stored["rows"]) != ROWS or not passes or not passes.keys() <= {*ROWS}:
+            raise ValueError("its rows are others")
+        times = [*passes.values(), *(ms for parts in drafters.values() for ms in parts.values())]
+        if not all(0 <= ms < inf for ms in times) or not all(passes.values()):
+            raise ValueError("it has impossible times")
+        measured_at = datetime.fromisoformat(stored["measured_at"]).isoformat()
+        return cls(passes, drafters, measured_at, int(stored["context"]))
+
+    @property
+    def break_even(self) -> dict[str, float]:
+        """From which chance of being accepted a draft of one token pays; above 1 it never does.
+
+        Of each drafter, and of one that costs nothing ("free").
+
+        Example: 10 ms for one row, 11 for two, 4 for the draft -> (11 - 10 + 4) / 10 = .5.
+        """
+        one, two = map(self.pass_ms.get, (1, 2))
+        if not (one and two):
+            return {}
+        drafts = {name: d["call_ms"] + d["step_ms"] for name, d in self.drafters.items()}
+        drafts = {"free": 0.0} | drafts
+        return {name: round((two - one + ms) / one, 4) for name, ms in drafts.items()}
+
+
+class Store:
+    """The file of one curve. Whatever fails is told in a line of the log."""
+
+    def __init__(self, engine: Engine, fingerprint: str | None, sizes: dict[str, int]) -> None:
+        """`fingerprint` is the target's, without which nothing is stored.
+
+        `sizes` are numbers of weights of a draft's step, by drafter.
+        """
+        target, draft, self._file = engine.target, engine.draft_model, None
+        other = draft and (draft.fingerprint or draft.model.dtype)
+        known = fingerprint, sizes, target.model.dtype, other, torch.get_num_threads(), _cpu()
+        name = f"curve-{sha256(repr(known).encode()).hexdigest()[:16]}.json"
+        with self._telling("stored"):
+            self._file = kernels.own_folder() / name if fingerprint else None
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # anything may stand there
+            LOG.warning("the cost curve cannot be %s: %s", what, in_short(error))
+
+    def read(self) -> Curve | None:
+        """The curve of an earlier start, if there is one that can be used."""
+        with self._telling(f"read from {self._file}"):
+            if self._file and self._file.exists():
+                return Curve.of(json.loads(self._file.read_text("utf-8")))
+        return None
+
+    def write(self, curve: Curve) -> None:
+        """Write it in one piece; the oldest curves go."""
+        with self._telling("stored"):
+            if self._file:
+                part = self._file.with_suffix(f".{os.getpid()}")
+                part.write_text(json.dumps(asdict(curve)), "utf-8")
+                part.replace(self._file)
+                files = sorted(part.parent.glob("curve-*"), key=lambda file: file.stat().st_mtime)
+                for oldest in files[:-_MOST_FILES]:
+                    oldest.unlink(missing_ok=True)
+
+
+def _cpu() -> str:
+    """The name of this machine's CPU."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next((line for line in lines if line.startswith("model name")), platform.machine())
+    return platform.processor()
+
+
+def register_curve(app: Flask, worker: Any) -> None:
+    """GET /curve: a 404 where nothing is measured, as with another engine."""
+
+    @app.get("/curve")
+    def get_curve() -> Json:
+        """The curve, and from where on drafts pay."""
+        if worker.measurement is None:
+            raise RequestError("no cost curve is measured here", status=404)
+        return worker.measurement.as_dict()

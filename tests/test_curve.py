@@ -1,0 +1,200 @@
+"""The cost curve is measured while nobody waits, and nothing but the controller hears of it."""
+
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import inf
+
+import pytest
+import speculative_decoding as core
+from conftest import ScriptedDrafter, application, failing, load, run
+from server import LIMIT_S, until
+
+import engines
+import kernels
+from serving import measurement
+from serving.curve import PARTS, ROWS, Curve
+from serving.measurement import Measurement
+from serving.options import Options
+
+PROMPT = list(range(300, 320))
+FIELDS = {"prompt": PROMPT, "max_tokens": 24, "drafter": "draft_model"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where curves are stored; there is time for all."""
+    kernels.own_folder  # noqa: B018  (a name of the room is imported when it is first asked for)
+    monkeypatch.setattr(kernels, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(measurement, "_LONGEST_MS", inf)
+    return tmp_path
+
+
+@contextmanager
+def served(**options):
+    """A client of a served model, whose worker measures."""
+    chosen = Options(**{"model": "embedded"} | options)
+    app = engines.load_app(chosen, core.load_engine, core.create_app)
+    yield app.test_client()
+    app.extensions["worker"].drain(LIMIT_S)
+
+
+def measured(engine):
+    """The measurement of an engine from its beginning to its end."""
+    whole = Measurement(engine, "a target")
+    while not whole.is_done:
+        whole.measure()
+    return whole
+
+
+def rows_of(engine):
+    """The rows that are open in the caches of an engine's models."""
+    caches = [engine.target.cache, engine.draft_model.cache, *engine.pool.drafters["mtp"]._caches]
+    return [cache.rows for cache in caches if cache.rows]
+
+
+def test_the_curve_is_measured_in_idle_time_and_used_at_the_next_start(monkeypatch, caplog):
+    with served() as client:
+        until(lambda: client.get("/curve").json["status"] == "measured")
+        curve, health = client.get("/curve").json, client.get("/health").json
+        counted = client.get("/metrics").text
+        engine = client.application.extensions["worker"].measurement._engine
+    times = [curve["pass_ms"][str(rows)] for rows in ROWS]
+    assert curve["rows"] == [*ROWS] == [*map(int, curve["pass_ms"])]
+    assert times == sorted(times) and 0 < times[0] < times[-1] < inf
+    assert {*curve["drafters"]} == {"draft_model", "mtp"} and curve["context"] > 16
+    assert {*curve["break_even"]} == {"free", *curve["drafters"]}
+    for parts in curve["drafters"].values():
+        assert [*parts] == [*PARTS] and min(parts.values()) >= 0 < sum(parts.values())
+    # Nobody else hears of it: no counter, no cache, no drafter that learns from texts.
+    assert health["controller"] == {"costs_by_batch": {}, "curve": curve["pass_ms"], "last": {}}
+    assert health["speculative_decoding"]["num_spec_steps"] == 0 and health["warnings"] == []
+    assert health["num_requests_running"] == health["kv_cache_usage_perc"] == 0
+    assert health["prefix_cache"]["num_blocks"] == health["prefix_cache"]["queried_tokens"] == 0
+    lines = [line.split() for line in counted.splitlines() if not line.startswith("#")]
+    numbers = [float(value) for name, value in lines if "_total" in name]
+    assert len(numbers) > 20 and {*numbers} == {0.0} and not rows_of(engine)
+    monkeypatch.setattr("serving.worker._QUIET_S", 3600)  # nothing is measured any more
+    with served() as client:
+        assert client.get("/curve").json == curve | {"status": "stored"}
+        assert client.get("/health").json["controller"]["curve"] == curve["pass_ms"]
+        engine = client.application.extensions["worker"].measurement._engine
+    rows, ms = engine.controller.costs.curve
+    assert dict(zip(map(str, rows), ms, strict=True)) == curve["pass_ms"]
+    assert not [record for record in caplog.records if "curve" in record.getMessage()]
+
+
+def test_a_request_gets_the_only_row_amid_a_measurement_that_then_goes_on(
+    demo_engine, monkeypatch, plain
+):
+    """Its text and what is counted are those without one."""
+    measure, holds, states = Measurement.measure, threading.Event(), []
+
+    def hold(self):
+        measure(self)
+        if any(self._reads.values()) and not holds.is_set():  # drafters have read the text
+            states.append((self.status, bool(rows_of(self._engine)), self.curve.pass_ms))
+            holds.wait(LIMIT_S)
+
+    monkeypatch.setattr(Measurement, "measure", hold)
+    with served(max_running=1, fixed_k=True) as client:
+        worker, answers = client.application.extensions["worker"], []
+        until(lambda: states)
+        other = client.application.test_client()
+        ask = threading.Thread(target=lambda: answers.append(other.post("/generate", json=FIELDS)))
+        ask.start()
+        until(lambda: worker.num_waiting == 1)
+        holds.set()
+        ask.join(LIMIT_S)
+        until(lambda: client.get("/curve").json["status"] == "measured")
+        assert [*client.get("/curve").json["pass_ms"]] == [*map(str, ROWS)]
+        health, engine = client.get("/health").json, worker.measurement._engine
+    ((status, has_rows, known),) = states
+    assert status == "measuring" and has_rows and known
+    assert answers[0].status_code == 200 and not rows_of(engine)
+    assert answers[0].json["token_ids"] == plain(PROMPT, 24)
+    assert health["controller"] is None and health["warnings"] == []
+    ours, theirs = (body["speculative_decoding"] for body in (health, answers[0].json["metrics"]))
+    assert all(ours[name] == theirs[name] for name in ("num_spec_steps", "num_draft_tokens"))
+
+
+def test_the_curve_of_the_same_models_and_machine_is_found_again(demo_engine, folder, caplog):
+    before = run(demo_engine, PROMPT, max_tokens=24, drafter="mtp")[0].output
+    whole = measured(demo_engine)
+    assert Measurement(demo_engine, "a target").as_dict() == whole.as_dict() | {"status": "stored"}
+    assert Measurement(demo_engine, "another").status == "measuring"
+    assert measured(demo_engine).curve.pass_ms != whole.curve.pass_ms  # it is measured anew
+    assert Measurement(demo_engine, None).status == "measuring" and not caplog.records
+    assert len([*folder.iterdir()]) == 1
+    assert run(demo_engine, PROMPT, max_tokens=24, drafter="mtp")[0].output == before
+
+
+BROKEN = {
+    "rows": [1, 2], "pass_ms": {"1": 0.0}, "drafters": {"mtp": {"call_ms": 1}}, "context": None,
+    "measured_at": "soon",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["", *BROKEN])
+def test_a_stored_curve_that_is_broken_is_ignored_with_one_line(demo_engine, folder, caplog, part):
+    curve = Curve({1: 10.0, 2: 11.0}, {}, "2026-01-02T00:00:00", 32)
+    Measurement(demo_engine, "a target")._store.write(curve)
+    (file,) = folder.iterdir()
+    assert Measurement(demo_engine, "a target").curve == curve
+    file.write_text(json.dumps(asdict(curve) | {part: BROKEN[part]}) if part else '{"rows":')
+    assert Measurement(demo_engine, "a target").curve == Curve()
+    (record,) = caplog.records
+    assert "cannot be read" in record.getMessage()
+
+
+def test_without_a_folder_nothing_is_stored_and_nothing_fails(demo_engine, monkeypatch, caplog):
+    def refuse():
+        raise PermissionError("it belongs to others")
+
+    monkeypatch.setattr(kernels, "own_folder", refuse)
+    assert measured(demo_engine).status == "measured"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the cost curve cannot be stored: it belongs to others"
+    ]
+
+
+def test_what_fails_is_not_measured_and_leaves_nothing_open(demo_engine, monkeypatch, caplog):
+    """Others are measured if a drafter fails. A drafter from a file is never asked."""
+    drafters = demo_engine.pool.drafters
+    monkeypatch.setitem(drafters, "scripted", ScriptedDrafter(lambda *_: 1 / 0))
+    drafters["scripted"].num_step_weights = 10
+    curve = measured(demo_engine).curve
+    assert {*curve.drafters} == {"draft_model", "mtp"} and [*curve.pass_ms] == [*ROWS]
+    assert drafters["scripted"].num_open == 0 and not demo_engine.pool.failures
+    failing(demo_engine, monkeypatch, lambda call, num_logits: num_logits == [24])
+    broken = Measurement(demo_engine, None)
+    while not broken.is_done:
+        broken.measure()
+    assert broken.status == "measuring" and 16 in broken.curve.pass_ms
+    assert 24 not in broken.curve.pass_ms and not rows_of(demo_engine)
+    (record,) = caplog.records
+    assert "not measured any further: out of memory" in record.getMessage()
+
+
+def test_large_passes_are_left_out_where_time_or_context_ends(demo_engine, monkeypatch, caplog):
+    monkeypatch.setattr(demo_engine.target, "max_length", 48)
+    assert [*measured(demo_engine).curve.pass_ms] == [*ROWS[:-2]]
+    hybrid = load("hybrid")  # its states cannot go back over more than 32 tokens
+    assert [*measured(hybrid).curve.pass_ms] == [*ROWS[:-2]] and not caplog.records
+    monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
+    one = measured(demo_engine)
+    assert one.status == "measured" and [*one.curve.pass_ms] == [1] and not one.curve.break_even
+
+
+def test_break_even_is_what_a_draft_of_one_token_costs_in_passes():
+    parts = {"call_ms": 3.0, "step_ms": 1.0, "read_ms": 9.0}
+    curve = Curve({1: 10.0, 2: 11.0, 4: 90.0}, {"mtp": parts, "dear": parts | {"call_ms": 10.0}})
+    assert curve.break_even == {"free": 0.1, "mtp": 0.5, "dear": 1.2}
+    assert Curve({1: 10.0}).break_even == {}
+
+
+def test_where_nothing_is_measured_there_is_no_curve(demo_engine):
+    with application(demo_engine, Options()) as client:
+        answer = client.get("/curve")
+        assert answer.status_code == 404 and "no cost curve" in answer.json["error"]["message"]
