@@ -2,13 +2,14 @@
 
 In a round of a cell, so many clients ask prompts of the same kind in the same moment, once with
 `auto` and twice without a drafter. The second time is the control: what noise makes of two equal
-ways. A round's time ends with its last answer. Rounds go over all cells, in an order by chance, and
-the ways change places, so that a busy minute hits no cell and no way alone. Each prompt is in one
-round only, and nothing is remembered of prompts and texts.
+ways. A round's time is what its clients wait on average. Rounds go over all cells, in an order by
+chance, and the ways change places, so that a busy minute hits no cell and no way alone. Each prompt
+is in one round only, and nothing is remembered of prompts and texts.
 
 `auto_of_plain` is the speed of `auto` in plain decoding's, `control` that of the other plain
-decoding: medians of rounds, with quartiles; the worst cell comes first. The summary has geometric
-means, and `below_1`, a share of cells. `differing` counts texts that are not plain decoding's.
+decoding: medians of rounds, with quartiles; the worst cell comes first. `until_last` is that of
+`auto` if a round's time ends with its last answer. The summary has geometric means, and `below_1`,
+a share of cells. `differing` counts texts that are not plain decoding's.
 
     python -m benchmarks.never_loses [--kinds chat code …] [--temperatures 0 0.8 1.2] [--runs 7]
         [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME] [--mixture]
@@ -21,7 +22,7 @@ speed is measured before and after.
 import random
 from collections import defaultdict
 from itertools import count, islice, permutations, product
-from statistics import geometric_mean, median
+from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
 
 import benchmarks as bench
@@ -116,8 +117,9 @@ class Cell(NamedTuple):
 class Answers(NamedTuple):
     """What one way wrote in a round, and how long it took."""
 
-    ms: float
+    ms: float  # a client's, on average
     texts: list[str]
+    last_ms: float = 0.0  # until all are there
 
 
 Round = dict[str, Answers]  # by way
@@ -127,10 +129,10 @@ def ask(server: Server, is_chat: bool, bodies: list[dict[str, Any]], way: str) -
     """All requests in the same moment."""
     route = "/v1/chat/completions" if is_chat else "/v1/completions"
     drafter = {"drafter": bench.AUTO if way == bench.AUTO else PLAIN}
-    ms, told = at_once(server.port, route, [body | drafter for body in bodies])
+    last_ms, told = at_once(server.port, route, [body | drafter for body in bodies])
     choices = [answer.events[-1]["choices"][0] for answer in told]
     texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in choices]
-    return Answers(ms, texts)
+    return Answers(mean(answer.at_ms[-1] for answer in told), texts, last_ms)
 
 
 def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Round]]:
@@ -168,6 +170,8 @@ def row_of(cell: Cell, rounds: list[Round]) -> dict[str, Any]:
         row[name], row[f"{begin}quartiles"] = bench.speedup(*ms)
         texts = (sum((answers.texts for answers in each), []) for each in (plain, own))
         row[f"{begin}differing"] = sum(one != other for one, other in zip(*texts, strict=True))
+    until_last = bench.speedup(*([a[w].last_ms for a in rounds] for w in ("plain", bench.AUTO)))
+    row["until_last"] = until_last.median
     return row | {"plain_ms": round(median(each.ms for each in plain))}
 
 

@@ -440,8 +440,10 @@ class Costs:
             each = believed(first, _FREE_SHARE * plain_ms) if first else 0.0
             return DraftPrice(each, each, 0.0)
         grown = unit * self.a_pass(requests, requests) / max(plain_ms, 1e-9)
-        step_ms = 0.0 if name in self.at_once else believed(more, grown * known.step_ms)
-        return DraftPrice(believed(first, grown * known.first_ms), step_ms, unit * known.read_ms)
+        first_ms = believed(first, grown * known.first_ms)
+        step_ms = believed(more, first_ms * known.step_ms / max(known.first_ms, 1e-9))
+        step_ms = 0.0 if name in self.at_once else step_ms
+        return DraftPrice(first_ms, step_ms, unit * known.read_ms)
 
     def prices(self, batch: int, requests: int) -> Prices:
         """The prices of a batch in which so many requests may draft."""

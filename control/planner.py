@@ -36,7 +36,7 @@ from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
 
 from .estimates import Acceptance, Calibration, Costs, Lengths, TreeAcceptance
 
-PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.02, 0.02  # of the time, at most
+PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE = 6.0  # plain cycles: what a look at drafts may lose
 _OUTLIER = 3.0  # times as long as usual: the machine did something else
 _RENEWED, _PLAIN = 256, 4  # cycles with drafts until so many plain ones are measured again
@@ -146,13 +146,8 @@ class Choice:
         """The best drafts of up to 1, 2, … tokens, by request; steps of a model apart."""
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
         rows_ms = self.rows_ms(name, max(candidate.limit for candidate in self.candidates))
-        is_tried = False  # by a text of this batch: one is enough to see what it brings
         for i, candidate in enumerate(self.candidates):
             if record := candidate.able.get(name):
-                if runs and record.is_untried:
-                    if is_tried:
-                        continue
-                    is_tried = True
                 limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
                 served = min(_PAID_BACK, max(1.0, candidate.remaining / 2))
                 once_ms = record.unread * price.read_ms / served if runs else 0.0
@@ -179,6 +174,11 @@ class Choice:
             gain = sum(more) - self.rate * ms
             if gain > best[0]:
                 best = gain, ms, options
+        drafting = [i for i, option in best[2].items() if option.num_tokens]
+        new = {i for i in drafting if self.candidates[i].able[name].is_untried}
+        if new:  # it would pay if it is as good as is hoped: one text is enough to see that
+            new -= {*drafting[:1]} if len(new) == len(drafting) else set()
+            best = *best[:2], {i: each for i, each in best[2].items() if i not in new}
         return best
 
     def probe(self, name: str, saved: float) -> bool:

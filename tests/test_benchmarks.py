@@ -163,7 +163,7 @@ def test_prompts_of_a_kind_are_all_different():
 
 def test_cells_have_medians_of_rounds_and_count_texts_that_differ():
     def told(**ways):
-        return {way: never_loses.Answers(ms, [*texts]) for way, (ms, texts) in ways.items()}
+        return {way: never_loses.Answers(ms, [*texts], 2 * ms) for way, (ms, texts) in ways.items()}
 
     slow = told(auto=(20.0, "ab"), plain=(10.0, "ab"), control=(10.0, "ax"))
     fast = told(auto=(5.0, "ab"), plain=(10.0, "ab"), control=(20.0, "ab"))

@@ -19,6 +19,7 @@ from conftest import WAYS, ScriptedDrafter, before, run, run_beside_fresh, toget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import simulated
 from control.estimates import Acceptance, Costs, Lengths
 from control.planner import CHOICE_BUDGET, LOSS_BUDGET, PROBE_BUDGET, Account, Candidate, Controller
 from drafters.pool import DraftedText, DrafterPool, Task
@@ -564,6 +565,51 @@ def test_no_order_of_cycles_breaks_the_bound(cycles):
             account.see_plain(1, 10.0)
             time += 1
     assert won >= -(opened().balance + LOSS_BUDGET * time + accidents + 8.0) - 1e-6
+
+
+def lived_through(clients, step_ms=6.0, length=96, **texts):
+    """What 24 texts take on a made-up machine: (auto, plain, a plain pass for so many), in ms.
+
+    The draft model's steps take `step_ms`, and it was measured as a quick one.
+    """
+    spent, machine = [], simulated.MACHINES["pair"]
+    for is_plain in (False, True):
+        server = simulated.Server(machine._replace(step_ms=step_ms), is_plain, 0)
+        server.planner.controller.costs.start_from(machine.curve)
+        waiting, running = 24, list[simulated.Text]()
+        while waiting or running:
+            for _ in range(min(waiting, clients - len(running))):
+                text = simulated.Text.of("role", 0.0, random.Random(waiting))
+                text.length, waiting = length, waiting - 1
+                if "is_right" in texts:
+                    text.is_right = [texts["is_right"]] * len(text.is_right)
+                running.append(server.open(text))
+            server.step(running)
+            running = [text for text in running if not text.finish_reason]
+        spent.append(server.ms)
+    return *spent, machine.a_pass(clients)
+
+
+BAD = {
+    "never right": {"is_right": False},
+    "a step takes 200 ms": {"step_ms": 200.0, "is_right": False},
+    "slow and always right": {"step_ms": 200.0, "is_right": True},
+    "requests of three tokens": {"length": 3},
+    "requests that end after two": {"length": 2, "is_right": False},
+}
+
+
+@pytest.mark.parametrize("clients", [1, 4, 16])
+@pytest.mark.parametrize("name", BAD)
+def test_nobody_pays_more_than_the_bound_for_a_bad_drafter(name, clients):
+    """Many come in one moment, with all that choosing, probing, reading and drafting costs."""
+    auto_ms, plain_ms, pass_ms = lived_through(clients, **BAD[name])
+    assert auto_ms <= (1 + LOSS_BUDGET + CHOICE_BUDGET) * plain_ms + 8 * pass_ms
+
+
+def test_a_drafter_that_is_always_right_gains_where_it_pays():
+    auto_ms, plain_ms, _ = lived_through(1, is_right=True)
+    assert auto_ms < 0.8 * plain_ms
 
 
 def test_drafts_that_pay_are_never_paused_and_come_back_when_they_pay_again():
