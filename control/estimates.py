@@ -398,16 +398,24 @@ class Costs:
         if 0 < self._slow < _STAYS:
             self._this_cycle.clear()  # an accident says nothing of drafts, either
             return
-        if is_known and (is_slow or is_fast):  # it has become another machine
-            self._passes, self._drafts, self._slow = {batch.bit_length(): {rows: latest}}, {}, 0
-        if is_fast or (is_known and is_slow):
+        if is_known and (is_slow or is_fast):  # all that is known changes with the machine
+            self._scale(ms / max(usual, 1e-9))
+        elif is_fast:
             latest.clear()
         latest.append(ms)
-        for name, counts, unread, draft_ms in [] if is_slow else self._this_cycle:
+        for name, counts, unread, draft_ms in self._this_cycle:
             self._learn_draft(name, counts, unread, draft_ms)
         self._this_cycle.clear()
         if self._count < 2 * _RENEWED or not self._count % _RENEWED:
             self._prices.clear()
+
+    def _scale(self, factor: float) -> None:
+        """The machine has become slower or faster by this factor."""
+        self._slow, drafts = 0, [each for both in self._drafts.values() for each in both]
+        for known in [*(d for rows in self._passes.values() for d in rows.values()), *drafts]:
+            scaled = [ms * factor for ms in known]
+            known.clear()
+            known += scaled
 
     def _learn_draft(self, name: str, counts: list[int], unread: int, ms: float) -> None:
         steps, size = max(counts), len(counts)

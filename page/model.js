@@ -30,6 +30,7 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
     entry("parameters", `${(target.parameters / 1e6).toFixed(1)} M`, vocabulary),
     entry("layers", target.layers),
     entry("weights", bytes(target.weight_bytes), `${target.dtype}; every pass reads them all`),
+    entry("cost curve", rowsOf(health.controller?.curve), "time of a pass over so many tokens, in idle time"),
     entry("one pass", pass ? milliseconds(pass) : "–", "one token, as the controller has timed it so far"),
     health.bitwise_lossless ? entry("exact", "to the bit", exact)
       : entry("exact", "not to the bit", "rounding may decide near-ties"),
@@ -37,6 +38,12 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
   byId("drafters").replaceChildren(...drafters.map((name) => element("li", element("h3", name),
     element("p", KINDS[name] ?? "A drafter of your own."),
     element("p.note", costOf(costs?.draft_step_ms[name], pass)))));
+}
+
+/** What passes over more rows take, in those of one. */
+function rowsOf(curve) {
+  const known = Object.keys(curve ?? {}).filter((rows) => ["2", "4", "8", "16", "32", "64"].includes(rows));
+  return known.map((rows) => `${rows}: ${(curve[rows] / curve["1"]).toFixed(2)}×`).join(", ") || "–";
 }
 
 /** The same where another engine runs the model: it does not tell its weights or its costs. */

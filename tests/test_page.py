@@ -751,6 +751,9 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
     assert [body.get("fixed_k", False) for body in sent] == [True, False, True]
     see(page, {"#measured": "all runs of ngram so far"})  # What if? knows what it has timed
     see(page, {"#drafters": ("for each guess, c = ",)})
+    until(lambda: b'"measured"' in chatting.call("GET", "/curve")[2])
+    page.reload()
+    see(page, {"#model-card": (re.compile(r"cost curve2: \d\.\d\d×, 4: "),)})
 
 
 def form_of(page):
