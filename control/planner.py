@@ -37,7 +37,7 @@ from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
 from .estimates import Acceptance, Calibration, Costs, Lengths, TreeAcceptance
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
-_STAKE = 6.0  # plain cycles: what a look at drafts may lose
+_STAKE, _LOOK = 6.0, 1.5  # plain cycles: what may be lost in all, and after a rest
 _OUTLIER = 3.0  # times as long as usual: the machine did something else
 _RENEWED, _PLAIN = 256, 4  # cycles with drafts until so many plain ones are measured again
 _PAID_BACK = 32  # cycles in which the text that a model reads now has to pay
@@ -222,7 +222,7 @@ class Account:
         the allowance, in every cycle              + LOSS_BUDGET · time
         never more than                              _STAKE
 
-    Below 0 no drafts are chosen until the allowance has filled the account again. So over any
+    Below 0 no drafts are chosen until the allowance has brought it to _LOOK. So over any
     stretch of time drafts lose at most the stake, the allowance and what one cycle may lose. All of
     a cycle's time counts: drafting, choosing, and whatever else the machine did.
     """
@@ -241,7 +241,7 @@ class Account:
         if not self.left and self.drafted >= _RENEWED:
             self.left, self.drafted = _PLAIN, 0
         self.left -= (measures := self.left > 0)
-        self.is_resting &= self.balance < _STAKE
+        self.is_resting &= self.balance < _LOOK
         return not (measures or self.is_resting)
 
     def join(self) -> None:
