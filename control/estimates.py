@@ -39,6 +39,7 @@ _ROW_SHARE = 0.02  # what each further row costs of a pass, before anything is m
 _FREE_SHARE = 0.1  # of a pass: a token of a drafter without weights, until that is confirmed
 _READ_SHARE, _FEW_UNREAD = 0.05, 4  # of a step: a token to read; so many cost nothing
 _SLOWER, _STAYS = 1.3, 32  # times as long as usual: an accident, until so many passes are so
+_EXACT = 34  # rows up to which passes are told apart: a block's end may cost much
 _RENEWED = 8  # passes until prices are made again
 
 
@@ -388,7 +389,7 @@ class Costs:
         The drafts observed before this call are those of this cycle.
         """
         self._count += 1
-        rows = rows if rows < 8 else rows // 4 * 4
+        rows = rows if rows <= _EXACT else rows // 4 * 4
         known = self._passes.setdefault(batch.bit_length(), {})
         latest = known.setdefault(rows, deque(maxlen=_LATEST))
         is_known = len(latest) >= _CONFIRMED
