@@ -47,6 +47,7 @@ _PACE_DECAY = 0.95  # a factor of the pace of a text, with each cycle
 _WARMER = 0.5  # temperatures that differ by so much are told apart
 _FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 _SURE, _FOLLOWED = 0.9, 4  # the chance of a prediction's next token, behind so many that came true
+_READ_ALONG = 4  # tokens that a model reads at next to no cost
 _FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
 # Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, in a rest.
 CHOSEN, REUSED, RESTS = "chosen", "reused", "rests"
@@ -490,10 +491,17 @@ class Planner(FixedK):
             if candidate.guesses["prediction"].evidence >= _FOLLOWED:
                 return {"prediction": sure}  # no model needs to read the text, to be probed
         able = able or candidate.records  # guessing may have cost it a drafter
-        able = {name: record for name, record in able.items() if name in text.states}
+        # A model's reading pays where many cycles are like this one: not while a batch fills up.
+        fills = any(not other.num_steps for other in self.candidates)
+        names = [n for n in able if n in text.states and not (fills and self._reads(able[n], n))]
+        able = {name: able[name] for name in names}
         if s.request.drafter == TREE and len(self._pool.members(text, TREE)) > 1:
             able[TREE] = self._record(s, TREE)  # beside a chain of each of its drafters
         return able
+
+    def _reads(self, record: Acceptance, name: str) -> bool:
+        """Whether a model would first read text that it has missed."""
+        return record.unread > _READ_ALONG and self.controller.costs.runs_model(name)
 
     def _record(self, s: TextSequence, name: str) -> Acceptance:
         """A drafter's record, with what it has missed."""

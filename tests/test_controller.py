@@ -938,6 +938,24 @@ def test_of_a_drafter_that_was_never_tried_one_text_reads_its_prompt():
     assert drafting(0) == 1 and drafting(4) == 8
 
 
+def test_while_prompts_are_read_no_model_reads_another_text(demo_engine, prompts):
+    """The batch grows, and in a larger one the model may not be used."""
+    engine = engine_of(demo_engine, {"model": 1}, model=script_of(1))
+    engine.prefill_chunk = 4
+    first = engine.open(Request(prompts["code_class"][:4], 30, "model", 2))
+    engine.step([first])
+    second = engine.open(Request(prompts["code_class"], 30, "model", 2))
+    drafted = []
+    while not second.num_steps:
+        engine.step([first, second])
+        drafted.append(bool(first.drafting.drafts))
+    assert len(drafted) > 2 and not any(drafted)
+    engine.step([first, second])
+    assert first.drafting.drafts
+    for s in (first, second):
+        engine.close(s)
+
+
 def test_a_temperature_has_records_of_its_own_and_begins_with_the_nearest(controller):
     cold = controller.record("model", "coupled", 0.1)
     for _ in range(200):
