@@ -225,13 +225,15 @@ class Account:
 
     Below 0 no drafts are chosen until the allowance has brought it to _LOOK. So over any
     stretch of time drafts lose at most the stake, the allowance and what one cycle may lose. All of
-    a cycle's time counts: drafting, choosing, and whatever else the machine did.
+    a cycle's time counts: drafting, choosing, and whatever else the machine did. What models read
+    serves many cycles, so it is counted apart: beyond the stake nothing is read until what drafts
+    won, and the allowance, have paid for it.
     """
 
     plain: deque[float]  # ms of plain cycles; of more requests the root of their number more
     balance: float = _STAKE
     is_resting: bool = False
-    unpaid: float = 0.0  # for text that models have read, which serves the cycles that follow
+    unpaid: float = 0.0  # for text that models have read
     usual: float = 1.0  # the time of a cycle with drafts
     was_slow: bool = False
     drafted: int = _RENEWED  # cycles with drafts since plain ones were measured
@@ -258,22 +260,27 @@ class Account:
         if not self.plain:
             return
         plain_ms = median_low(self.plain) * sqrt(batch)
-        self.unpaid += read_ms / plain_ms
         time, most = max(0.0, ms - read_ms) / plain_ms, _OUTLIER * max(1.0, self.usual)
         # Once it may have been an accident.
         self.was_slow, time = time > most, time if self.was_slow else min(time, most)
         self.usual += 0.1 * (time - self.usual)
-        self.unpaid -= (paid := self.unpaid / _PAID_BACK)
-        self._add(tokens - time - paid + LOSS_BUDGET * time)
+        self.unpaid += read_ms / plain_ms - max(0.0, tokens - time)
+        self._add(tokens - time, time)
 
     def see_plain(self, batch: int, ms: float) -> None:
         """A cycle without drafts."""
         self.plain.append(ms / sqrt(batch))
-        self._add(LOSS_BUDGET)
+        self._add(0.0, 1.0)
 
-    def _add(self, won: float) -> None:
-        self.balance = min(_STAKE, self.balance + won)
+    def _add(self, won: float, time: float) -> None:
+        self.balance = min(_STAKE, self.balance + won + LOSS_BUDGET * time)
+        self.unpaid = max(0.0, self.unpaid - LOSS_BUDGET * time)
         self.is_resting |= self.balance < 0
+
+    @property
+    def may_read(self) -> bool:
+        """Whether models may read text that they have missed."""
+        return self.unpaid < _STAKE
 
 
 class Controller:
@@ -458,13 +465,15 @@ class Planner(FixedK):
         It is the first choice for so many cycles: 0, if it is one for newcomers alone.
         """
         began, asking = time.perf_counter(), list[TextSequence]()
+        # Reading pays where many cycles are like this one: not while a batch fills up.
+        may_read = plan.account.may_read and all(other.num_steps for other in self.candidates)
         for s in [s for s in sequences if s.num_steps]:  # the others read their prompts
             candidate, candidate.guesses = self.candidates[s], {}
             self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
             candidate.limit = min(limit_of(s), candidate.most)
             candidate.remaining = self.controller.lengths.left(len(s.output), s.remaining)
             if candidate.limit and not s.request.fixed_k:
-                candidate.able = self._able(s, candidate)
+                candidate.able = self._able(s, candidate, may_read)
                 asking += [s] if candidate.able else []
         decisions = self.controller.decide([self.candidates[s] for s in asking], batch, cycles)
         for s, decision in zip(asking, decisions, strict=True):
@@ -476,8 +485,11 @@ class Planner(FixedK):
         plan.choice_ms = (time.perf_counter() - began) * 1e3
         return decisions
 
-    def _able(self, s: TextSequence, candidate: Candidate) -> dict[str, Acceptance]:
-        """The records of the drafters to choose from: those that may have a proposal now."""
+    def _able(self, s: TextSequence, candidate: Candidate, may_read: bool) -> dict[str, Acceptance]:
+        """The records of the drafters to choose from: those that may have a proposal now.
+
+        Where models may not read, those that would have to are left out.
+        """
         text, able = s.drafting, dict[str, Acceptance]()
         for name in list(text.states):
             record = self._record(s, name)
@@ -491,9 +503,7 @@ class Planner(FixedK):
             if candidate.guesses["prediction"].evidence >= _FOLLOWED:
                 return {"prediction": sure}  # no model needs to read the text, to be probed
         able = able or candidate.records  # guessing may have cost it a drafter
-        # A model's reading pays where many cycles are like this one: not while a batch fills up.
-        fills = any(not other.num_steps for other in self.candidates)
-        names = [n for n in able if n in text.states and not (fills and self._reads(able[n], n))]
+        names = [n for n in able if n in text.states and (may_read or not self._reads(able[n], n))]
         able = {name: able[name] for name in names}
         if s.request.drafter == TREE and len(self._pool.members(text, TREE)) > 1:
             able[TREE] = self._record(s, TREE)  # beside a chain of each of its drafters

@@ -640,16 +640,19 @@ def test_plain_cycles_are_measured_again_now_and_then():
     assert won == 2 * (1000 - 4 * ((1000 + 4) // 260))
 
 
-def test_text_that_a_model_reads_is_paid_back_by_the_cycles_that_follow():
-    """Ten cycles' time is not lost at once, and not forgotten."""
+def test_text_that_a_model_reads_is_paid_by_what_drafts_win_or_no_more_is_read():
+    """It ends no drafting: it has been read. Where nothing is won, the allowance pays, in time."""
     account = opened()
-    account.see(1, 1, 110.0, 100.0)
-    assert 5 < account.balance < 6 and account.unpaid == pytest.approx(10, rel=0.05)
-    paid, balance = account.unpaid, account.balance
+    account.see(1, 1, 80.0, 70.0)
+    assert account.balance == opened().balance and not account.may_read
     lived(account, [(1, 10)] * 20)
-    paid -= account.unpaid
-    assert 4 < paid < 6
-    assert account.balance == pytest.approx(balance - paid + 20 * LOSS_BUDGET)
+    assert account.may_draft() and not account.may_read
+    lived(account, [(2, 15)] * 3)
+    paid = 3 * 0.5 + LOSS_BUDGET * (1 + 20 + 3 * 1.5)
+    assert account.may_read and account.unpaid == pytest.approx(7 - paid)
+    account.see(1, 1, 80.0, 70.0)
+    lived(account, [(1, 10)] * 400)
+    assert account.may_read
 
 
 def test_batches_of_other_sizes_and_others_who_may_draft_have_accounts_of_their_own(controller):
