@@ -24,6 +24,7 @@ from engines.app import refuse_what_it_cannot
 from messages import Draft, Request, RequestError
 from models import prompts as reading
 from models.prompts import prediction_ids
+from serving.curve import Curve
 from serving.options import Options
 from serving.service import Service
 
@@ -143,9 +144,7 @@ def test_a_certain_draft_pays_though_rows_have_become_dearer():
     record.accepted.cases = record.accepted.hits = [1e6] * 8
     candidate = Candidate({"prediction": record}, 8, 1000)
     for row_ms in (0.2, 5.0):
-        for rows in (1, 9) * 20:
-            own.costs.observe_pass(1, rows, 10 + row_ms * rows)
-            own.costs.prices(1, 1)
+        own.costs.start_from(Curve({rows: 10 + row_ms * rows for rows in (1, 9)}))
         assert {own.decide([candidate], 1)[0].num_tokens for _ in range(30)} == {8}
 
 
