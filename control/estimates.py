@@ -37,7 +37,7 @@ _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many ar
 _DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
 _ROW_SHARE = 0.02  # what each further row costs of a pass, before anything is measured
 _FREE_SHARE = 0.1  # of a pass: a token of a drafter without weights, until that is confirmed
-_READ_SHARE, _FEW_UNREAD = 0.05, 4  # of a step: a token to read; so many cost nothing
+_READ_SHARE, READ_ALONG = 0.05, 4  # of a step: a token to read; so many cost next to nothing
 _SLOWER, _STAYS = 1.3, 32  # times as long as usual: an accident, until so many passes are so
 _EXACT = 34  # rows up to which passes are told apart: a block's end may cost much
 _RENEWED = 8  # passes until prices are made again
@@ -429,7 +429,7 @@ class Costs:
         first, more = self._drafts.setdefault(
             (name, size.bit_length()), (deque(maxlen=_LATEST), deque(maxlen=_LATEST))
         )
-        if self.runs_model(name) and unread > _FEW_UNREAD * size:
+        if self.runs_model(name) and unread > READ_ALONG * size:
             ms = max(expected, ms - unread * price.read_ms)
         if steps == 1:
             first.append(ms)

@@ -34,7 +34,7 @@ from drafters.pool import TREE, DrafterPool, Guess, Task
 from drafters.tree import longest
 from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
 
-from .estimates import Acceptance, Calibration, Costs, Lengths, TreeAcceptance
+from .estimates import READ_ALONG, Acceptance, Calibration, Costs, Lengths, TreeAcceptance
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE, _LOOK = 6.0, 1.5  # plain cycles: what may be lost in all, and after a rest
@@ -47,7 +47,6 @@ _PACE_DECAY = 0.95  # a factor of the pace of a text, with each cycle
 _WARMER = 0.5  # temperatures that differ by so much are told apart
 _FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 _SURE, _FOLLOWED = 0.9, 4  # the chance of a prediction's next token, behind so many that came true
-_READ_ALONG = 4  # tokens that a model reads at next to no cost
 _FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
 # Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, in a rest.
 CHOSEN, REUSED, RESTS = "chosen", "reused", "rests"
@@ -511,7 +510,7 @@ class Planner(FixedK):
 
     def _reads(self, record: Acceptance, name: str) -> bool:
         """Whether a model would first read text that it has missed."""
-        return record.unread > _READ_ALONG and self.controller.costs.runs_model(name)
+        return record.unread > READ_ALONG and self.controller.costs.runs_model(name)
 
     def _record(self, s: TextSequence, name: str) -> Acceptance:
         """A drafter's record, with what it has missed."""
