@@ -424,7 +424,7 @@ class Costs:
             steps = 1
         elif not self.runs_model(name):  # one request after the other
             steps, size, ms = 1, 1, ms / sum(counts)
-        price = self._draft(name, size)
+        price = self.prices(size, size).drafts.get(name) or self._draft(name, size)
         expected = price.first_ms + (steps - 1) * price.step_ms
         first, more = self._drafts.setdefault(
             (name, size.bit_length()), (deque(maxlen=_LATEST), deque(maxlen=_LATEST))
