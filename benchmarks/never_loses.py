@@ -15,12 +15,13 @@ a share of cells. `differing` counts texts that are not plain decoding's.
         [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME] [--mixture]
         [--json]
 
-With --mixture the target is a mixture of experts that is made of --model (mixture.py). The memory's
+Ctrl-C ends the rounds and shows what they gave. With --mixture the target is a mixture of experts that is made of --model (mixture.py). The memory's
 speed is measured before and after.
 """
 
 import random
 from collections import defaultdict
+from contextlib import suppress
 from itertools import count, islice, permutations, product
 from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
@@ -148,14 +149,15 @@ def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Ro
 
     warm = [body(cells[0], -1) | {"max_tokens": 4, "seed": 0}] * max(flags.clients)
     ask(server, is_chat, warm, "plain")
-    with bench.tqdm(total=flags.runs * len(cells), desc="rounds") as progress:
+    rounds = bench.tqdm(total=flags.runs * len(cells), desc="rounds")
+    with rounds as progress, suppress(KeyboardInterrupt):  # what was measured is worth its table
         for run_index in range(flags.runs):
             for i in chance.sample(range(len(cells)), len(cells)):
                 cell, order = cells[i], ORDERS[(run_index + i) % len(ORDERS)]
                 bodies = [body(cell, number) for number in islice(numbers[cell.kind], cell.clients)]
                 found[cell].append({way: ask(server, is_chat, bodies, way) for way in order})
                 progress.update()
-    return found
+    return {cell: rounds for cell, rounds in found.items() if rounds}
 
 
 FIGURES = (bench.AUTO, "auto_of_plain", ""), ("control", "control", "control_")

@@ -135,10 +135,13 @@ def test_auto_and_plain_decoding_write_the_same_texts_and_the_worst_cell_comes_f
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monkeypatch, is_chat):
-    asked, rounds = list[tuple[str, str]](), 6
+    """Ctrl-C amid a round leaves the whole ones."""
+    asked, rounds, most = list[tuple[str, str]](), 6, [10**6]
 
     def at_once(port, route, bodies):
         told = [body["messages"][0]["content"] if is_chat else body["prompt"] for body in bodies]
+        if len(asked) >= most[0]:
+            raise KeyboardInterrupt
         asked.extend((body["drafter"], text) for body, text in zip(bodies, told, strict=True))
         choices = [{"message": {"content": text}, "text": text} for text in told]
         return 1.0, [servers.Told((1.0,), ({"choices": [choice]},)) for choice in choices]
@@ -153,6 +156,10 @@ def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monke
     assert sorted(text for drafter, text in asked[2:] if drafter == "none") == sorted(texts * 2)
     for told in found.values():  # six rounds have all orders
         assert sorted(map(tuple, told)) == sorted(permutations(("auto", "plain", "control")))
+    most[0] = len(asked) + 2 + 4 * 6 - 2  # the warm-up, three whole rounds, most of a fourth
+    flags = Namespace(runs=rounds, clients=[2], tokens=3)
+    found = never_loses.measure(server, cells, flags)
+    assert [len(told) for told in found.values()] == [1, 1, 1]
 
 
 def test_prompts_of_a_kind_are_all_different():
