@@ -15,8 +15,8 @@ a share of cells. `differing` counts texts that are not plain decoding's.
         [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME] [--mixture]
         [--json]
 
-Ctrl-C ends the rounds and shows what they gave. With --mixture the target is a mixture of experts that is made of --model (mixture.py). The memory's
-speed is measured before and after.
+Ctrl-C ends the rounds and shows what they gave. With --mixture the target is a mixture of experts
+that is made of --model (mixture.py). The memory's speed is measured before and after.
 """
 
 import random

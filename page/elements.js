@@ -47,5 +47,8 @@ export const onPress = (id, act) => byId(id).addEventListener("click", () => isO
 /** Whether pictures may move. */
 export const mayMove = () => !matchMedia("(prefers-reduced-motion: reduce)").matches;
 
+/** Whether the window is so narrow that pictures stand above their text. */
+export const isNarrow = () => matchMedia("(max-width: 56rem)").matches;
+
 /** Scroll as little as needed to see a node, below the sticky bar. */
 export const reveal = (node) => node.scrollIntoView({ block: "nearest" });

@@ -1,131 +1,217 @@
-// The first minute: a recorded cycle, slowed, and beside it the two ways on one axis of time. It
-// plays by itself, once; the reader may pause it, go back and forth, or look at another cycle.
+// The story: chapters to scroll, each with one thing to move and one question, beside one picture. All
+// that it tells was recorded (recordings/), but for the cost curve, which is this server's as soon as
+// it has measured one.
 
-import { byId, element, mayMove, onPress, write } from "./elements.js";
-import { phasesOf, Picture } from "./picture.js";
-import { mostTelling, readCycles } from "./trace.js";
-import { bytes, counted, milliseconds, quoted, times } from "./words.js";
+import { CHAPTERS } from "./chapters.js";
+import { passMs } from "./curve.js";
+import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
+import { Scene } from "./scene.js";
+import { numAccepted, readCycles } from "./trace.js";
+import { bytes, milliseconds, short, times } from "./words.js";
 
-const PACE_MS = { draft: 1500, verify: 4200, accept: 1900, truncate: 6000 }; // to read what is said
+const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
+const [MODELS, FREE] = [["draft_model", "eagle3", "mtp", "dflash", "self_int8"], 1.25];
+
+/** The cycle that shows most: some guesses accepted, one rejected, and several behind it to cut. */
+function mostTelling(cycles) {
+  const worth = (cycle) => {
+    const [n, accepted] = [cycle.proposals.length, numAccepted(cycle)];
+    return n + 3 * Math.min(accepted, 2) + (cycle.rejected ? 6 : 0) + 2 * Math.min(2, n - accepted - 1);
+  };
+  return cycles.reduce((a, b) => (worth(b) > worth(a) ? b : a));
+}
+
+/** What the chapters tell of a recording and a curve. */
+class Data {
+  #runs;
+  constructor(recording, curve) {
+    const { health, runs, prompts } = recording;
+    [this.#runs, this.curve, this.weights] = [runs, curve, health.target.weight_bytes];
+    this.plainMs = passMs(curve, 1);
+    const names = [...new Set(runs.map(({ request }) => request.drafter))];
+    this.drafter = [...MODELS, ...names].find((name) => names.includes(name));
+    this.told = { cycles: this.#cycles("first", this.drafter), prompt: prompts.first };
+    const later = this.told.cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
+    this.whole = later.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(later);
+    this.cut = mostTelling(later.filter((cycle) => cycle !== this.whole));
+    this.tokens = this.told.cycles.flatMap(({ tokens }) => tokens);
+    const sampled = runs.find(({ request }) => request.temperature > 0 && request.verification === "coupled");
+    this.drawn = sampled ? this.#drawnOf(sampled) : null;
+    const parts = curve.drafters?.[this.drafter];
+    this.c = parts ? (parts.call_ms / 5 + parts.step_ms) / this.plainMs : 0.1;
+  }
+  passMs(rows) { return passMs(this.curve, rows); }
+  #run(prompt, drafter) {
+    return this.#runs.find(({ prompt: name, request }) => (
+      name === prompt && request.drafter === drafter && !request.temperature));
+  }
+  #cycles(prompt, drafter) {
+    return readCycles(this.#run(prompt, drafter).events.filter((event) => "step" in event));
+  }
+  /** The place of a sampled run where target and drafter agree about half: {entries, tokens, text, plain}. */
+  #drawnOf({ events }) {
+    const [cycles, answer] = [readCycles(events.filter((event) => "step" in event)), events.at(-1)];
+    const all = cycles.flatMap(({ tokens }) => tokens);
+    const places = cycles.flatMap(({ distributions, first }) => distributions.map((entries, i) => ({
+      entries: entries.filter(({ q, noise }) => q !== undefined && noise !== undefined), tokens: all.slice(0, first + i + 1) })));
+    const agreed = ({ entries }) => Math.abs(0.55 - entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0));
+    const able = places.filter(({ entries }) => entries.length > 2).sort((a, b) => agreed(a) - agreed(b));
+    return able.length ? { ...able[0], text: answer.text, plain: answer.compare.plain.text } : null;
+  }
+  /** The drafters' runs of a text, and plain decoding's: {name, endMs, passes, numTokens, at(ms)}. */
+  racers(prompt) {
+    const runs = this.#runs.filter(({ prompt: name, request }) => name === prompt && !request.temperature);
+    const spent = ({ ms }) => (ms.draft ?? 0) + (ms.verify ?? 0) + (ms.other ?? 0);
+    const racer = (name, cycles) => {
+      let ms = 0;
+      const timed = cycles.flatMap((cycle) => {
+        if (cycle.step) ms += spent(cycle);
+        return cycle.tokens.map((token) => ({ ...token, ms }));
+      });
+      return { name, endMs: ms, passes: cycles.length - 1, numTokens: timed.length,
+        at: (now) => timed.filter((token) => token.ms <= now) };
+    };
+    const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => ({ ...one,
+      tokens: one.tokens.map((token) => ({ ...token, kind: "plain", text: one.text })) }));
+    return [racer("plain", plain), ...runs.map(({ request }) => (
+      racer(request.drafter, this.#cycles(prompt, request.drafter))))];
+  }
+  get flatWords() {
+    const far = Object.keys(this.curve.pass_ms).map(Number).filter((n) => this.passMs(n) <= FREE * this.plainMs).at(-1);
+    return far > 1 ? `Here a pass over ${far} positions still takes less than ${FREE} times that of one.`
+      : "On this machine computing costs from the second position on.";
+  }
+}
 
 export class Story {
-  #picture = new Picture(byId("story-picture"));
-  #story = null;
-  #cycles = [];
-  #cycle; // the one that is told,
-  #phases; // what happens in it,
-  #phase = 0; // and how far it has come
+  #scene = new Scene();
+  #recording;
+  #data = null;
+  #states = {}; // by chapter, {at: the movers' values, chosen}
+  #id = null; // of the chapter that is shown
   #timer = 0;
-  constructor() {
-    onPress("story-back", () => this.move(-1));
-    onPress("story-on", () => this.move(1));
-    onPress("story-play", () => (this.#timer ? this.pause() : this.#play()));
-    onPress("story-next", () => this.#begin(this.#cycles[this.#cycle.step + 1] ?? this.#cycles[1]));
-  }
-  /** Tell a story as page/stored_story.json has it. */
-  tell(story) {
-    this.#story = story;
-    this.#cycles = readCycles(story.cycles);
-    this.#begin(mostTelling(this.#cycles));
-  }
-  #begin(cycle) {
-    [this.#cycle, this.#phases] = [cycle, phasesOf(cycle)];
-    this.#picture.draw(cycle, this.#cycles);
-    this.#label();
-    this.#phase = mayMove() ? 0 : this.#phases.length;
-    if (mayMove()) this.#play();
-    else this.pause();
-  }
-  /** One phase on, or back; whoever does that wants no clock. */
-  move(by) {
-    this.#phase = Math.max(0, Math.min(this.#phases?.length ?? 0, this.#phase + by));
-    this.pause();
-  }
-  pause() {
-    clearTimeout(this.#timer);
-    this.#timer = 0;
-    this.#draw();
-  }
-  /** From here on by itself; from the start again where it has come to its end. */
-  #play() {
-    if (this.#phase >= this.#phases.length) this.#phase = 0;
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => {
-      this.#phase += 1;
-      if (this.#phase < this.#phases.length) this.#play();
-      else this.pause();
-    }, PACE_MS[this.#phases[this.#phase - 1]?.stage ?? "draft"]);
-    this.#draw();
-  }
-  #label() {
-    const { model, drafter, prompt } = this.#story;
-    const { step } = this.#cycle;
-    write("story-label", `An example, recorded earlier with ${model}; drafter: ${drafter}, K = 5, greedy. `
-      + `Cycle ${step} of ${this.#cycles.length - 1}.`);
-    const earlier = this.#cycles.slice(0, step).flatMap(({ tokens }) => tokens).slice(-14);
-    const inOneLine = (text) => text.replaceAll("\n", "↵");
-    byId("story-text").replaceChildren(element("span",
-      element("span.soft", step < 4 ? inOneLine(prompt.slice(-60)) : "… "),
-      ...earlier.map(({ text, kind }) => element(`span.token.${kind}`, inOneLine(text)))));
-  }
-  /** Show how far it has come. */
-  #draw() {
-    if (!this.#story) return;
-    const { pending, tokens } = this.#cycle;
-    const phase = this.#phases[this.#phase - 1];
-    this.#picture.show(this.#phase, true);
-    write("story-says", phase?.says ?? `The text so far ends with ${quoted(pending)}. `
-      + "It is chosen, but the target has not read it yet: it is pending.");
-    const isEnd = this.#phase >= this.#phases.length;
-    write("story-play", this.#timer ? "Pause" : isEnd ? "Replay" : "Play");
-    for (const item of document.querySelectorAll(".stages li")) {
-      item.toggleAttribute("aria-current", item.dataset.stage === phase?.stage);
+  #source = "";
+  /** Tell a recording; its own curve is used until `measured` gives this server's. */
+  tell(recording) {
+    this.#recording = recording;
+    const { model, recorded_at: date, machine } = recording;
+    this.#source = `recorded with ${model} on ${machine}, ${date}`;
+    this.#take(recording.curve);
+    const seen = new IntersectionObserver((entries) => {
+      const entered = entries.findLast(({ isIntersecting }) => isIntersecting);
+      if (entered) this.#enter(entered.target.dataset.chapter);
+    }, { rootMargin: isNarrow() ? LOW : MIDDLE });
+    for (const article of document.querySelectorAll("[data-chapter]")) {
+      this.#ask(article);
+      seen.observe(article);
     }
-    const isKnown = this.#phase >= this.#phases.length - 1; // what this cycle gave
-    this.#timeline(isKnown ? tokens.length : Infinity);
-    write("timeline-says", `${this.#timelineWords(isKnown)} Times are medians of this recording.`);
+    this.#enter("stream");
+    addEventListener("resize", () => this.#draw());
   }
-  /** The two ways, in measured ms; passes beyond `gained` and what is to come are dashed. */
-  #timeline(gained) {
-    const { plain_ms: plain, costs, drafter, target } = this.#story;
-    const { step_ms: step, verify_ms: verify, parameters } = costs[drafter];
-    const n = this.#cycle.proposals.length;
-    const [alone, together] = [(n + 1) * plain, n * step + verify];
-    const block = (kind, ms, isOn, words = "") => {
-      const made = element(isOn ? `span.${kind}` : `span.${kind}.more`, words);
-      made.style.width = `${(100 * ms) / Math.max(alone, together)}%`;
-      return made;
+  /** Take the curve that this server has measured. */
+  measured(curve) {
+    if (!this.#recording || !(Object.keys(curve.pass_ms ?? {}).length > 2)) return;
+    this.#take({ drafters: this.#recording.curve.drafters, ...curve }, "curve: measured on this machine");
+  }
+  #take(curve, words = "") {
+    this.#data = new Data(this.#recording, curve);
+    write("scene-source", `Text and cycles: ${this.#source}. ${words}`);
+    const data = this.#data;
+    const facts = { weights: bytes(data.weights), plain: milliseconds(data.plainMs), drafter: data.drafter,
+      six: times(data.passMs(6) / data.plainMs), c: short(data.c), model: this.#recording.model,
+      layers: this.#recording.health.target.layers };
+    for (const node of document.querySelectorAll("[data-fact]")) node.textContent = facts[node.dataset.fact];
+    if (this.#id) this.#draw();
+  }
+  #state(id) {
+    const { movers, ways } = CHAPTERS[id];
+    this.#states[id] ??= { chosen: null, at: {
+      ...Object.fromEntries(movers(this.#data).map(([name, , , first]) => [name, first])),
+      ...(ways && { [ways()[0]]: Object.keys(ways()[1])[0] }) } };
+    return this.#states[id];
+  }
+  /** The question of a chapter, and its answers to choose from. */
+  #ask(article) {
+    const { chapter: id } = article.dataset;
+    const chapter = CHAPTERS[id];
+    const says = element("p.answer-says", { role: "status" });
+    const buttons = element("div.buttons", { role: "group", "aria-label": "Your answer" });
+    const choose = (at) => {
+      const right = chapter.right(this.#data);
+      [...buttons.children].forEach((one, i) => {
+        one.setAttribute("aria-pressed", i === at);
+        one.classList.toggle("right", i === right);
+        one.classList.toggle("wrong", i === at && i !== right);
+      });
+      says.replaceChildren(element("b", at === right ? "Yes. " : "Not so. "), chapter.tell(this.#data));
+      const state = this.#state(id);
+      state.chosen = at;
+      Object.assign(state.at, chapter.answered);
+      this.#enter(id, chapter.play);
     };
-    const list = (length, make) => Array.from({ length }, (_, i) => make(i));
-    const passes = list(n + 1, (i) => block("plain-pass", plain, i < gained, `pass ${i + 1}`));
-    const steps = list(n, (i) => block("draft-step", step, this.#phase > i));
-    const [weights, unused] = [target.weight_bytes, gained <= n ? " · dashed: not gained here" : ""];
-    const drafted = n * parameters * weights / target.parameters;
-    byId("timeline").replaceChildren(
-      element("b", "One by one: each token needs a pass"),
-      element("div.blocks", ...passes),
-      element("p.note", `${counted(n + 1, "pass", "passes")}, ${bytes((n + 1) * weights)} read, `
-        + `${milliseconds(alone)}${unused}`),
-      element("b", `Guess and check: ${counted(n, "draft step")} and one pass`),
-      element("div.blocks", ...steps, block("verify-pass", verify, this.#phase > n, "one pass")),
-      element("p.note", `${bytes(drafted + weights)} read, ${milliseconds(together)}`),
-    );
+    buttons.append(...chapter.choices(this.#data).map((words, i) => element("button.answer-button",
+      { click: () => choose(i), "aria-pressed": "false" }, words)));
+    article.append(element("div.question", element("h3", chapter.ask(this.#data)), buttons, says));
   }
-  /** What the timeline shows, in words, and how much faster this cycle and the whole recording were. */
-  #timelineWords(isKnown) {
-    const { plain_ms: plain, costs, drafter, target } = this.#story;
-    const { step_ms: step, verify_ms: verify } = costs[drafter];
-    const spent = (cycles) => cycles.reduce((ms, { proposals }) => ms + proposals.length * step + verify, 0);
-    const alone = (cycles) => cycles.reduce((ms, { tokens }) => ms + tokens.length * plain, 0);
-    const gain = (cycles) => times(alone(cycles) / spent(cycles));
-    const [best, most] = Object.entries(this.#story.gains).sort(([, a], [, b]) => b - a)[0];
-    const others = best === drafter ? "" : ` In a few cycles ${best} had ${times(most)}.`;
-    const [own, later] = [[this.#cycle], this.#cycles.slice(1)];
-    const gave = `This cycle gave ${counted(this.#cycle.tokens.length, "token")}: one by one `
-      + `${milliseconds(alone(own))}, so ${gain(own)} as fast. `;
-    return `A pass over 6 positions took ${times(verify / plain)} the time of a pass over one, `
-      + `because both read the same ${bytes(target.weight_bytes)} of weights, `
-      + `and reading takes most of the time. ${isKnown ? gave : ""}`
-      + `Over all ${later.length} cycles of this recording it was ${gain(later)} as fast.${others}`;
+  /** Show a chapter; what it plays at its start, or with the answer, begins. */
+  #enter(id, play = null) {
+    const chapter = CHAPTERS[id];
+    const isNew = this.#id !== id;
+    this.#id = byId("scene").dataset.at = id;
+    for (const article of document.querySelectorAll("[data-chapter]")) {
+      article.toggleAttribute("data-shown", article.dataset.chapter === id);
+    }
+    if (isNew) this.#drawMovers(chapter);
+    const start = play ?? (isNew && this.#state(id).chosen === null ? chapter.start : null);
+    if (start) this.#play(...start(this.#data));
+    else this.#draw();
+  }
+  #drawMovers(chapter) {
+    const state = this.#state(this.#id);
+    const [name, ways] = chapter.ways?.() ?? [null, {}];
+    const pick = (way) => {
+      state.at[name] = way;
+      this.#draw();
+    };
+    byId("scene-movers").replaceChildren(
+      ...(name ? [element("div.buttons", { role: "group", "aria-label": "What is shown" },
+        ...Object.entries(ways).map(([way, { words }]) => element("button", { "data-way": way, click: () => pick(way) }, words)))] : []),
+      ...chapter.movers(this.#data).map(([mover, words, range]) => slider(`move-${mover}`, words, state.at[mover], range)));
+    for (const [mover] of chapter.movers(this.#data)) {
+      byId(`move-${mover}`).addEventListener("input", ({ target }) => {
+        this.#stop();
+        state.at[mover] = Number(target.value);
+        this.#draw();
+      });
+    }
+  }
+  #stop() {
+    clearInterval(this.#timer);
+    this.#timer = 0;
+  }
+  /** Let a mover go to `last` by itself, from where it is. */
+  #play(name, last, ms) {
+    this.#stop();
+    const { at } = this.#state(this.#id);
+    if (!mayMove()) at[name] = last;
+    if (at[name] >= last) return this.#draw();
+    this.#timer = setInterval(() => {
+      at[name] += 1;
+      if (at[name] >= last) this.#stop();
+      this.#draw(true);
+    }, ms);
+    return this.#draw();
+  }
+  #draw(isPlayed = false) {
+    const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
+    const says = chapter.draw(this.#scene, this.#data, { ...state, isPlayed });
+    write("scene-says", says);
+    for (const [name, , [, , step]] of chapter.movers(this.#data)) {
+      byId(`move-${name}`).value = state.at[name];
+      write(`move-${name}-value`, step < 1 ? short(state.at[name]) : state.at[name]);
+    }
+    for (const button of byId("scene-movers").querySelectorAll("[data-way]")) {
+      button.setAttribute("aria-pressed", Object.values(state.at).includes(button.dataset.way));
+    }
   }
 }

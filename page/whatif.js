@@ -1,111 +1,124 @@
-// What if: the expected speed-up over K for an α, c and v of one's choice, beside the curves of what
-// was measured on this server. At K = 0 nothing is drafted, t_verify is 1, and so is the speed-up.
+// What if: what a cycle gives and takes for an α, K, c and a batch of one's choice, on the cost curve
+// that was measured here, beside what each drafter has brought on this server.
 
-import { byId, drawing, element, slider, write } from "./elements.js";
-import { breakEvenAlpha, expectedSpeedup } from "./measured.js";
+import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, LARGEST_K, MOST_POSITIONS, speedupOf }
+  from "./curve.js";
+import { byId, element, slider, write } from "./elements.js";
 import { short, times } from "./words.js";
 
-const LARGEST_K = 16;
-const [LEFT, TOP, RIGHT, BOTTOM] = [46, 20, 150, 38]; // px around the plot; labels stand at the right
-const LABEL = 16; // px, the height of one
 const SLIDERS = {
-  alpha: ["alpha", "α, the chance that a drafted token is accepted once all before it were", 0.7,
-    [0, 1, 0.01]],
-  k: ["whatif-k", "K, tokens drafted per cycle", 5, [0, LARGEST_K, 1]],
-  c: ["cost", "c, the time of a draft step in passes", 0.1, [0, 1.5, 0.01]],
-  v: ["row-cost", "v, what each further token adds to a pass", 0, [0, 0.3, 0.005]],
+  alpha: ["α, how often a guess is right once all before it were", 0.7, [0, 1, 0.01]],
+  k: ["K, tokens drafted per cycle", 5, [0, LARGEST_K, 1]],
+  c: ["c, the time of a draft step in passes", 0.1, [0, 1.5, 0.01]],
+  batch: ["requests in a pass", 1, [1, 16, 1]],
 };
-const inputOf = (name) => byId(SLIDERS[name][0]);
-
-const curveOf = ({ alpha, c, v }) => (
-  Array.from({ length: LARGEST_K + 1 }, (_, k) => expectedSpeedup(alpha, k, c, 1 + v * k))
-);
+const idOf = (name) => `whatif-${name}`;
+const ONE = { pass_ms: { 1: 1, 2: 1 } }; // before anything is known: a pass over more costs no more
 
 export class WhatIf {
-  #points = []; // of measured.js
+  #points = new Map(); // by drafter: {name, alpha, k, c, speedup, tokens, source, disturbed, rank}
+  #curve = ONE;
+  #source = "No pass was timed yet: further positions are taken to be free.";
+  #isTouched = false;
   constructor() {
-    byId("whatif-sliders").append(...Object.values(SLIDERS).map((about) => slider(...about)));
-    for (const name of Object.keys(SLIDERS)) inputOf(name).addEventListener("input", () => this.draw());
+    const sliders = Object.entries(SLIDERS).map(([name, about]) => slider(idOf(name), ...about));
+    byId("whatif").append(element("div.movers", { input: () => this.#touch() }, ...sliders),
+      element("div.halves", element("figure", { id: "whatif-times" }), element("figure", { id: "whatif-gain" })),
+      element("p.says", { id: "whatif-says" }), element("p.note", { id: "whatif-source" }),
+      element("div", { id: "measured" }));
+    new ResizeObserver(() => this.draw()).observe(byId("whatif"));
     this.draw();
   }
-  /** Points of measured.js, one for each drafter: a newer one takes the place of one that is not better. */
-  add(points) {
-    if (!points.length) return;
-    const known = new Map(this.#points.map((point) => [point.name, point]));
-    for (const point of points) if (!(known.get(point.name)?.rank > point.rank)) known.set(point.name, point);
-    this.#points = [...known.values()].sort((a, b) => b.speedup - a.speedup);
-    for (const name of ["c", "v"]) { // every slider reaches what was measured
-      const input = inputOf(name);
-      input.max = Math.max(input.max, ...points.map((point) => Math.ceil(point[name] * 11) / 10));
-    }
-    const take = (point) => {
-      for (const name of Object.keys(SLIDERS)) inputOf(name).value = point[name];
-      this.draw();
-    };
-    byId("measured").replaceChildren(...this.#points.map((point) => element("p.note", measuredWords(point),
-      element("button.quiet", { click: () => take(point) }, `Take ${point.name}`))));
+  #touch() {
+    this.#isTouched = true;
     this.draw();
+  }
+  /** Take what /health and /curve tell: the curve, else what the controller believes of passes. */
+  learn(health, curve) {
+    const costs = health.controller?.costs_by_batch?.["1"];
+    if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
+      this.#curve = curve;
+      this.#source = `The curve was measured in idle time, ${curve.measured_at.slice(0, 16).replace("T", " ")}.`;
+      if (costs?.pass_ms) {
+        const [six, one] = [costs.pass_ms + 5 * costs.token_ms, costs.pass_ms];
+        this.#source += ` The controller believes that six positions take ${times(six / one)}; see the curve at 6.`;
+      }
+    } else if (costs?.pass_ms) {
+      this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
+      this.#source = "No curve was measured yet: this is what the controller believes.";
+    }
+    this.add(fromHealth(health));
+  }
+  /** Points, one for each drafter: a newer one takes the place of one that is not better. */
+  add(points) {
+    for (const one of points) if (!(this.#points.get(one.name)?.rank > one.rank)) this.#points.set(one.name, one);
+    const sorted = [...this.#points.values()].sort((a, b) => b.speedup - a.speedup);
+    const take = (point) => {
+      for (const name of ["alpha", "k", "c"]) {
+        const input = byId(idOf(name));
+        input.max = Math.max(input.max, point[name]);
+        input.value = point[name];
+      }
+      this.#touch();
+    };
+    byId("measured").replaceChildren(...sorted.map((point) => element("p.note", measuredWords(point),
+      element("button.quiet", { click: () => take(point) }, `Take ${point.name}`))));
+    if (sorted.length && !this.#isTouched) {
+      take(sorted[0]);
+      this.#isTouched = false;
+    } else this.draw();
   }
   draw() {
-    const chosen = {};
-    for (const [name, [id]] of Object.entries(SLIDERS)) {
-      chosen[name] = Number(byId(id).value);
-      write(`${id}-value`, short(chosen[name], { k: 0, v: 3 }[name]));
+    const at = {};
+    for (const name of Object.keys(SLIDERS)) {
+      at[name] = Number(byId(idOf(name)).value);
+      write(`${idOf(name)}-value`, Number.isInteger(at[name]) ? at[name] : short(at[name]));
     }
-    const speedups = curveOf(chosen);
-    write("whatif-says", sentence(chosen, speedups));
-    this.#plot(byId("chart-whatif"), chosen.k, speedups);
-  }
-  #plot(box, chosen, speedups) {
-    const curves = this.#points.map(curveOf);
-    const most = Math.max(1.5, ...speedups, ...curves.flat(), ...this.#points.map((p) => p.speedup)) * 1.08;
-    const [width, height] = [Math.max(300, box.clientWidth), box.clientHeight || 300];
-    const x = (k) => LEFT + (Math.min(k, LARGEST_K) / LARGEST_K) * (width - LEFT - RIGHT);
-    const y = (speedup) => height - BOTTOM - (speedup / most) * (height - BOTTOM - TOP);
-    const label = `Expected speed-up over K. ${byId("whatif-says").textContent}`;
-    const svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-    const text = (at, to, words, kind) => svg.append(drawing(`text.${kind}`, { x: at, y: to }, words));
-    const line = (x1, y1, x2, y2, kind) => svg.append(drawing(`line.${kind}`, { x1, y1, x2, y2 }));
-    const circle = (k, r, kind) => svg.append(drawing(`circle.${kind}`, { cx: x(k), cy: y(speedups[k]), r }));
-    const polygon = (tag, points) => svg.append(drawing(tag, { points: points.join(" ") }));
-    const curve = (values, tag) => polygon(tag, values.map((value, k) => [x(k), y(value)]));
-    const step = [0.5, 1, 2, 5].find((size) => most / size < 7) ?? 10;
-    for (let tick = 0; tick <= most; tick += step) {
-      line(x(0), y(tick), x(LARGEST_K), y(tick), "grid");
-      text(LEFT - 6, y(tick) + 4, `${tick}×`, "end");
-    }
-    line(x(0), y(1), x(LARGEST_K), y(1), "break-even");
-    for (let k = 0; k <= LARGEST_K; k += 2) text(x(k), y(0) + 15, k, "middle");
-    text(x(LARGEST_K / 2), height - 5, "K", "middle");
-    text(4, 10, "expected speed-up", "start");
-    for (const values of curves) curve(values, "polyline.curve.thin");
-    curve(speedups, "polyline.curve");
-    for (let k = 0; k <= LARGEST_K; k += 1) circle(k, 2.5, "dot");
-    circle(chosen, 7, "ring");
-    let free = 0; // Labels go down a column, none over another, each with a line to its diamond.
-    this.#points.forEach(({ name, k, speedup }, i) => {
-      const [left, top] = [x(k), y(speedup)];
-      const at = Math.max(free, Math.min(top, y(0) - LABEL * (this.#points.length - i - 1)));
-      free = at + LABEL;
-      line(left, top, x(LARGEST_K) + 6, at, "leader");
-      polygon("polygon.measured", [[left, top - 7], [left + 7, top], [left, top + 7], [left - 7, top]]);
-      text(x(LARGEST_K) + 9, at + 4, `${name} ${times(speedup)}`, "value");
-    });
-    box.replaceChildren(svg);
+    const rows = Math.min(MOST_POSITIONS, Math.round(at.batch * (at.k + 1)));
+    const handles = [{ rows, words: at.batch > 1 ? `${at.batch} × (K + 1)` : "K + 1" }];
+    if (at.batch > 1) handles.unshift({ rows: at.batch, words: "plain" });
+    drawTimes(byId("whatif-times"), this.#curve, { handles });
+    drawGain(byId("whatif-gain"), this.#curve, at, { points: at.batch === 1 ? [...this.#points.values()] : [] });
+    write("whatif-says", sentence(this.#curve, at));
+    write("whatif-source", this.#source);
   }
 }
 
-function sentence({ alpha, k, c, v }, speedups) {
-  const best = speedups.indexOf(Math.max(...speedups));
-  const breakEven = k === 0 ? null : breakEvenAlpha(k, c, 1 + v * k);
-  const pays = k === 0 ? "this is plain decoding"
-    : breakEven === null ? "it cannot pay" : `it pays from α ${short(breakEven)} on`;
-  return `K=${k}: expected ${times(speedups[k])}, t_verify ${short(1 + v * k)}, ${pays}. `
-    + `Best for α ${short(alpha)} and c ${short(c)}: K=${best}, ${times(speedups[best])}.`;
+function sentence(curve, at) {
+  if (!at.k) return "K = 0 is plain decoding: 1.00×.";
+  const [{ draft, verify }, least, best] = [cycleCost(curve, at), breakEven(curve, at), bestK(curve, at)];
+  const pays = least === null ? "it cannot pay" : `it pays from α ${short(least)} on`;
+  return `K = ${short(at.k, at.k % 1 ? 1 : 0)}: expected ${times(speedupOf(curve, at))}, ${short(expectedTokens(at.alpha, at.k))} tokens in `
+    + `${short(draft + verify)} plain passes; ${pays}. Best is ${best ? `K = ${best}, ${times(speedupOf(curve, { ...at, k: best }))}`
+      : "no draft"}.`;
 }
 
-function measuredWords({ name, alpha, k, c, v, speedup, source, base, disturbed }) {
-  const doubt = disturbed ? ", disturbed: the machine was busy" : "";
-  return `${name}, measured (${source}${doubt}): ${times(speedup)} as fast as ${base}, α ${short(alpha)}, `
-    + `${k.toFixed(1)} drafted per cycle, c ${short(c)}, t_verify ${short(1 + v * k)}.`;
+function measuredWords({ name, alpha, k, c, speedup, source, disturbed }) {
+  return `${name}, measured (${source}${disturbed ? ", disturbed: the machine was busy" : ""}): ${times(speedup)} as fast as `
+    + `plain decoding, α ${short(alpha)}, ${k.toFixed(1)} drafted per cycle, c ${short(c)}. `;
+}
+
+const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_passes;
+
+/** From an answer with a comparison; none where nothing was drafted. */
+export function fromRace({ compare, metrics: { speculative_decoding: told } }) {
+  const { costs: { alpha, c }, measured_speedup: speedup, disturbed } = compare;
+  if (alpha === null || c === null || speedup === null) return [];
+  const [name, tokens] = [told.drafter, told.tokens_per_pass];
+  return [{ name, alpha, k: draftedPerCycle(told), c, speedup, tokens, disturbed, source: "the last race", rank: 1 }];
+}
+
+/** From each drafter's life so far, against the controller's idea of a plain pass. */
+function fromHealth(health) {
+  const costs = health.controller?.costs_by_batch?.["1"];
+  if (!costs?.pass_ms) return [];
+  const pass = costs.pass_ms;
+  return Object.entries(health.speculative_decoding.per_drafter).flatMap(([name, metrics]) => {
+    const alpha = metrics.conditional_acceptance_rate_per_position?.[0] ?? null;
+    const step = costs.draft_step_ms?.[name];
+    if (alpha === null || step === undefined || !metrics.target_passes) return [];
+    const [k, c, tokens] = [draftedPerCycle(metrics), step / pass, metrics.tokens_per_pass];
+    const speedup = tokens / (k * c + 1 + (k * costs.token_ms) / pass);
+    return [{ name, alpha, k, c, tokens, speedup, source: `all runs of ${name} so far`, rank: 0 }];
+  });
 }
