@@ -1,0 +1,165 @@
+// What a pass costs and what a cycle brings: the arithmetic of Leviathan et al. (arXiv 2211.17192) on
+// the cost curve that was measured (GET /curve), and the two figures that draw it.
+//
+//   alpha    the chance that a drafted token is accepted once all before it were
+//   k        drafted tokens per cycle
+//   c        the time of one draft step, in passes over one position
+//   batch    requests that share the pass, which then has batch · (k + 1) positions
+//
+// Figures are SVG by hand: there are three kinds of axes here and no zooming, which is 60 lines, where
+// the smallest library with scales and axes is 60 kB that a reader of this page cannot read.
+
+import { drawing } from "./elements.js";
+import { short, times } from "./words.js";
+
+export const MOST_POSITIONS = 64;
+export const LARGEST_K = 15;
+
+/** Tokens that a cycle gives on average: 1 + α + … + α^k. */
+export const expectedTokens = (alpha, k) => (alpha === 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha));
+
+/** The time of a pass over `rows` positions in ms: straight between measured ones, and behind the last. */
+export function passMs(curve, rows) {
+  const known = Object.entries(curve.pass_ms).map(([n, ms]) => [Number(n), ms]).sort(([a], [b]) => a - b);
+  const next = known.findIndex(([n]) => n >= rows);
+  if (known.length === 1 || next === 0) return known[0][1];
+  const at = next < 0 ? known.length - 1 : next;
+  const [[n0, ms0], [n1, ms1]] = [known[at - 1], known[at]];
+  return ms0 + ((ms1 - ms0) * (rows - n0)) / (n1 - n0);
+}
+
+/** What a cycle takes, in plain passes of the same batch: {draft, verify}. */
+export function cycleCost(curve, { k, c, batch = 1, factor = () => 1 }) {
+  const ms = (rows) => passMs(curve, rows) * factor(rows);
+  return { draft: (k * c * ms(1)) / ms(batch), verify: ms(batch * (k + 1)) / ms(batch) };
+}
+
+/** Tokens per time of a plain pass: above 1 speculation is faster. */
+export function speedupOf(curve, at) {
+  const { draft, verify } = cycleCost(curve, at);
+  return expectedTokens(at.alpha, at.k) / (draft + verify);
+}
+
+/** The acceptance from which k drafts pay; null where even a drafter that is always right would not. */
+export function breakEven(curve, at) {
+  const pays = (alpha) => speedupOf(curve, { ...at, alpha }) >= 1;
+  if (!pays(1)) return null;
+  let [low, high] = [0, 1];
+  for (let i = 0; i < 40; i += 1) {
+    const middle = (low + high) / 2;
+    if (pays(middle)) high = middle;
+    else low = middle;
+  }
+  return high;
+}
+
+/** The k that pays best, 0 where none does. */
+export function bestK(curve, at) {
+  const all = Array.from({ length: LARGEST_K + 1 }, (_, k) => speedupOf(curve, { ...at, k }));
+  return all.indexOf(Math.max(...all));
+}
+
+/** The time of a draft step in passes, of a drafter that was measured. */
+export function costOfDraft(curve, name, k) {
+  const parts = curve.drafters?.[name];
+  return parts ? (parts.call_ms / Math.max(1, k) + parts.step_ms) / passMs(curve, 1) : null;
+}
+
+const MARGIN = { left: 46, top: 24, right: 16, bottom: 40 }; // px
+const LETTER = 7.6; // px, of a bold label
+
+/** An SVG with two axes in `box`: {x, y, add, text, line, path, dot}, which all take values of the axes. */
+export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = false, left = isFlat ? 8 : MARGIN.left,
+  height = Math.max(140, box.clientHeight) }) {
+  const width = Math.max(240, box.clientWidth);
+  const [top, right, bottom] = [MARGIN.top, width - MARGIN.right, height - MARGIN.bottom];
+  const x = (value) => left + ((value - xs[0]) / (xs[1] - xs[0])) * (right - left);
+  const y = (value) => bottom - (Math.min(value, most) / most) * (bottom - top);
+  const svg = drawing("svg.plot", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
+  const add = (...parts) => svg.append(drawing(...parts));
+  const text = (at, to, words, kind = "middle") => add(`text.${kind}`, { x: at, y: to }, words);
+  const line = (x1, y1, x2, y2, kind) => add(`line.${kind}`, { x1: x(x1), y1: y(y1), x2: x(x2), y2: y(y2) });
+  const path = (points, kind) => add(`polyline.${kind}`, { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") });
+  const area = (points, kind) => add(`polygon.${kind}`, { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") });
+  const dot = (a, b, kind, r = 6) => add(`circle.${kind}`, { cx: x(a), cy: y(b), r });
+  const note = (at, to, words) => { // beside a mark, where there is room for it
+    const isRight = at + LETTER * words.length > right;
+    text(isRight ? Math.max(at - 8, left + LETTER * words.length) : at + 8, to, words, isRight ? "end.value" : "start.value");
+  };
+  const step = [0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((size) => most / size <= 5) ?? 5000;
+  for (let tick = 0; tick <= most && !isFlat; tick += step) {
+    line(xs[0], tick, xs[1], tick, "grid");
+    text(left - 6, y(tick) + 4, tick, "end");
+  }
+  line(xs[0], 0, xs[1], 0, "axis");
+  for (const tick of xTicks) text(x(tick), bottom + 17, tick);
+  text(right, bottom + 34, xWords, "end");
+  text(4, 13, yWords, "start");
+  box.replaceChildren(svg);
+  return { x, y, add, text, note, line, path, area, dot, left, top, right, bottom };
+}
+
+/**
+ * Time of a pass against the positions in it. `handles` are [{rows, words}]; `guesses`, [{times, kind}],
+ * stand at six positions, and hide the curve until `isShown`.
+ */
+export function drawTimes(box, curve, { handles = [], guesses = [], isShown = true, factor = () => 1 }) {
+  const one = passMs(curve, 1) * factor(1);
+  const at = (rows) => passMs(curve, rows) * factor(rows);
+  const all = Array.from({ length: MOST_POSITIONS }, (_, i) => [i + 1, at(i + 1)]);
+  const most = 1.1 * (isShown ? Math.max(at(MOST_POSITIONS), 3 * one) : 7 * one);
+  const words = handles.map(({ rows, words: what }) => `${what}: ${times(at(rows) / one)}`).join(", ");
+  const label = `Milliseconds of a pass against the positions in it, 1 to 64. ${words}`;
+  const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64], yWords: "ms of one pass",
+    xWords: "positions in the pass", label });
+  const last = Math.min(MOST_POSITIONS, most / one); // what as many passes over one would take
+  plot.path([[1, one], [last, last * one]], "plain-line");
+  plot.text(plot.x(last) + (last > 30 ? -8 : 8), plot.y(last * one) + 14, "one by one", last > 30 ? "end" : "start");
+  if (isShown) {
+    plot.path(all, "pass-line");
+    for (const rows of Object.keys(curve.pass_ms)) plot.dot(Number(rows), at(Number(rows)), "pass-dot", 3);
+  }
+  plot.dot(1, one, "pass-dot", 4);
+  for (const { times: factorOf, kind } of guesses) plot.dot(6, factorOf * one, kind, 7);
+  if (!isShown) return;
+  handles.forEach(({ rows, words: what }, i) => {
+    plot.line(rows, 0, rows, at(rows), "leader");
+    plot.dot(rows, at(rows), "handle", 7);
+    const above = i < handles.length - 1 ? -26 : 14; // one of two stands below its mark
+    plot.note(plot.x(rows), Math.max(plot.top + 6, plot.y(at(rows)) - above), `${what}: ${times(at(rows) / one)}`);
+  });
+}
+
+/**
+ * What a cycle gives against what it takes, over K: where the line of tokens is above both areas,
+ * speculation pays. `at` has alpha, k, c, batch; `points`, [{k, speedup, tokens, name}], were measured.
+ */
+export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
+  const ks = Array.from({ length: LARGEST_K + 1 }, (_, k) => k);
+  const costs = ks.map((k) => cycleCost(curve, { ...at, k }));
+  const tokens = ks.map((k) => expectedTokens(at.alpha, k));
+  const total = costs.map(({ draft, verify }) => draft + verify);
+  const most = 1.12 * Math.max(4, Math.min(16, Math.max(...tokens, total[at.k], ...points.map((p) => p.tokens))));
+  const speedup = tokens[at.k] / total[at.k];
+  const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
+    + `${short(total[at.k])} plain passes, ${times(speedup)}`;
+  const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15], xWords: "K, drafted tokens per cycle",
+    yWords: "tokens, and time in plain passes", label });
+  const floor = [[LARGEST_K, 0], [0, 0]];
+  const verify = ks.map((k) => [k, costs[k].verify]);
+  plot.area([...verify, ...floor], "pass-area");
+  plot.area([...ks.map((k) => [k, total[k]]), ...[...verify].reverse()], "draft-area");
+  if (isShown) plot.path(ks.map((k) => [k, tokens[k]]), "token-line");
+  plot.line(at.k, 0, at.k, Math.max(tokens[at.k], total[at.k]), "leader");
+  if (isShown) plot.dot(at.k, tokens[at.k], "token-dot");
+  plot.dot(at.k, total[at.k], "pass-dot");
+  for (const { k, tokens: gave, name, isDrawn = true } of points) {
+    if (!isDrawn) continue;
+    plot.add("path.measured", { d: `M${plot.x(k)} ${plot.y(gave) - 7}l7 7l-7 7l-7 -7z` });
+    plot.text(plot.x(k) + 10, plot.y(gave) + 4, name, "start");
+  }
+  if (isShown) {
+    plot.note(plot.x(at.k), Math.max(plot.top + 6, plot.y(tokens[at.k]) - 12),
+      `${short(tokens[at.k])} tokens in ${short(total[at.k])} passes: ${times(speedup)}`);
+  }
+}

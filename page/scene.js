@@ -1,0 +1,126 @@
+// The picture beside the story. Its parts stay where they are: the text so far, the pass with its
+// positions and the KV cache below, a figure with axes, and a line of words. A chapter says what each shows.
+
+import { axes } from "./curve.js";
+import { byId, element, isNarrow } from "./elements.js";
+import { Picture } from "./picture.js";
+import { bytes, chance, counted, milliseconds, visible } from "./words.js";
+
+const FEW = 8; // positions that are drawn with their tokens; more are cells
+const LANE = 34; // px, the height of a lane of times
+const oneLine = (text) => text.replaceAll("\n", "↵");
+
+export class Scene {
+  #strip = byId("scene-text");
+  #pass = byId("scene-pass");
+  #plot = byId("scene-plot");
+  #picture = new Picture(byId("scene-pass"));
+  /** What stands in the text: the end of a prompt, and tokens with their fates. */
+  strip(prompt, tokens) {
+    const [end] = /\S.{0,34}$/s.exec(prompt) ?? [""];
+    const dots = end.length < prompt.trim().length ? "… " : "";
+    this.#strip.replaceChildren(element("span", element("span.soft", `${dots}${oneLine(end)} `),
+      ...tokens.slice(-22).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
+  }
+  /** A pass over so many positions: `read` are the tokens there, `says` what the target writes after each. */
+  positions(count, { weights }, { read = [], says = [] } = {}) {
+    const isFew = count <= (isNarrow() ? 1 : FEW) && read.length;
+    const slots = Array.from({ length: count }, (_, i) => (!isFew ? element("li.position")
+      : element("li.slot", element("span.label", count === 1 ? "it reads" : `position ${i + 1}`),
+        element("span.chip", visible(read[i] ?? "")), element("span.label", "and says"),
+        element("span.chip.own.plain", says[i] ? visible(says[i]) : "\u00a0"))));
+    this.#pass.replaceChildren(element(isFew ? "ol.draft" : "ol.draft.cells", ...slots),
+      element("p.beam.lit", `${bytes(weights)} of weights stream past ${counted(count, "position")}`));
+  }
+  nothing() { this.#pass.replaceChildren(); }
+  /** A cycle as far as `phase`; see phasesOf. */
+  cycle(cycle, cycles, phase, isPlayed) {
+    this.#picture.draw(cycle, cycles);
+    this.#picture.show(phase, isPlayed);
+  }
+  /** Two texts, one below the other. */
+  twins(texts) {
+    this.#pass.replaceChildren(...texts.map(([words, text]) => (
+      element("p.twin", element("b", words), ` ${oneLine(text.slice(0, 150))}…`))));
+  }
+  /** Let `draw(box)` fill the figure, which takes this share of what room there is. */
+  plot(draw, share = 0.34) {
+    this.#plot.style.flexBasis = `${100 * share}%`;
+    draw(this.#plot);
+  }
+}
+
+/** The entry in which log p, or log q, and the noise are largest. */
+export const best = (entries, name) => entries.reduce((a, b) => (
+  Math.log(b[name]) + b.noise > Math.log(a[name]) + a.noise ? b : a));
+
+/** Noise of one token under another seed: of the server's distribution, made here. */
+export function gumbel(seed, id) {
+  let x = Math.imul(id + 1, 0x9e3779b1) ^ Math.imul(seed, 0x85ebca6b);
+  for (const factor of [0x7feb352d, 0x846ca68b]) x = Math.imul(x ^ (x >>> 15), factor);
+  x ^= x >>> 16;
+  return -Math.log(-Math.log(((x >>> 0) + 0.5) / 2 ** 32));
+}
+
+/** For each token log p and log q, and where the same noise moves both. */
+export function drawNoise(box, entries) {
+  const shown = entries.slice(0, 7);
+  const ends = shown.flatMap(({ p, q, noise }) => [p, q].filter(Boolean).map((chance) => Math.log(chance) + noise));
+  const [low, high] = [Math.max(-9, Math.floor(Math.min(...ends))) - 1, Math.ceil(Math.max(...ends)) + 1];
+  const xTicks = Array.from({ length: Math.floor((high - low) / 2) + 1 }, (_, i) => low + 2 * i);
+  const [target, guess] = [best(entries, "p"), best(entries, "q")];
+  const label = `Log of chance and noise: the target's largest is ${visible(target.text)}, the drafter's ${visible(guess.text)}`;
+  const plot = axes(box, { xs: [low, high], most: 1, xTicks, xWords: "log chance + noise", yWords: "token: p, q", label,
+    isFlat: true, left: 150 });
+  const gap = (plot.bottom - plot.top) / shown.length;
+  shown.forEach(({ id, text, p, q, noise }, i) => {
+    const y = plot.top + gap * (i + 0.5);
+    const kind = id === target.id ? "end.value" : "end";
+    plot.text(plot.left - 10, y + 4, `${visible(text).slice(0, 9)} ${chance(p)}, ${chance(q)}`, kind);
+    for (const [name, share, lift] of [["p", p, -gap / 6], ["q", q, gap / 6]]) {
+      if (!share || Math.log(share) + noise < low) continue;
+      const [from, to] = [Math.max(low, Math.log(share)), Math.log(share) + noise].map(plot.x);
+      plot.add(`line.${name}-line`, { x1: from, x2: to, y1: y + lift, y2: y + lift });
+      const isBest = id === (name === "p" ? target : guess).id;
+      plot.text(to, y + lift + 6, name === "p" ? "●" : "◆", `middle.${name}-mark${isBest ? ".best" : ""}`);
+    }
+  });
+}
+
+/** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */
+export function drawLanes(box, lanes, most) {
+  const label = lanes.map(({ words }) => words).join("; ");
+  const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticksTo(most), xWords: "ms", yWords: "", label, isFlat: true,
+    height: 24 + lanes.length * (LANE + 28) + 42 });
+  lanes.forEach(({ words, blocks }, i) => {
+    const top = plot.top + 4 + i * (LANE + 28);
+    plot.text(plot.left, top - 6, words, "start.value");
+    let at = 0;
+    for (const { ms, kind, isOn = true, words: inside = "" } of blocks) {
+      const [x, width] = [plot.x(at), Math.max(1, plot.x(at + ms) - plot.x(at) - 2)];
+      plot.add(`rect.${kind}${isOn ? "" : ".to-come"}`, { x, y: top, width, height: LANE, rx: 4 });
+      if (inside && width > 26) plot.text(x + width / 2, top + LANE / 2 + 5, inside, "middle.value");
+      at += ms;
+    }
+  });
+}
+
+/** Texts of drafters as bars of tokens by their fates, as far as they were at `ms`. */
+export function drawRace(box, lanes, ms, numTokens) {
+  const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
+  const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), xWords: "tokens written", label,
+    yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 88 });
+  const height = Math.min(30, (plot.bottom - plot.top) / lanes.length - 4);
+  lanes.forEach(({ name, at, endMs }, i) => {
+    const [tokens, y] = [at(ms), plot.top + 4 + i * (height + 4)];
+    plot.text(plot.left - 6, y + height / 2 + 5, name, "end.value");
+    tokens.forEach(({ kind }, j) => plot.add(`rect.fate.${kind}`, { x: plot.x(j), y, height,
+      width: Math.max(1, plot.x(1) - plot.x(0) - 1) }));
+    if (ms >= endMs) plot.text(plot.x(numTokens) - 6, y + height / 2 + 5, milliseconds(endMs), "end.value.on-bar");
+  });
+}
+
+const ticksTo = (most) => {
+  const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((size) => most / size <= 6) ?? 10_000;
+  return Array.from({ length: Math.floor(most / step) + 1 }, (_, i) => i * step);
+};
