@@ -1,13 +1,12 @@
-"""The teaching page: static files of this folder at /, nothing fetched from elsewhere.
+"""The teaching page: static files of this folder at /page/, nothing fetched from elsewhere.
 
-The page opens on a story, a run of smollm2 that was recorded once (stored_story.json). Later it
-speaks to the server as any client does: POST /generate with stream and trace, GET /health.
+It speaks to the server as any client does: POST /generate with stream and trace, GET /health.
 """
 
 from pathlib import Path
 from typing import Any
 
-from flask import Flask, Response, send_from_directory
+from flask import Flask, Response, redirect, send_from_directory
 
 FOLDER = Path(__file__).parent
 FILES = (".html", ".css", ".js", ".svg", ".json")
@@ -25,12 +24,16 @@ def register_page(app: Flask, prompts: dict[str, str]) -> None:
     def file(name: str) -> Response:
         """Send a file of this folder, with the headers that keep the page safe."""
         response = send_from_directory(FOLDER, name, max_age=0)
+        if name == "index.html":  # and not from a folder of files, without this server
+            html = (FOLDER / name).read_text("utf-8").replace("<html ", "<html data-server ", 1)
+            response = Response(html, mimetype="text/html")
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "no-referrer"
         return response
 
-    app.add_url_rule("/", view_func=lambda: file("index.html"), endpoint="page")
+    app.add_url_rule("/", view_func=lambda: redirect("page/"), endpoint="root")
+    app.add_url_rule("/page/", view_func=lambda: file("index.html"), endpoint="page")
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in FILES:
             url = f"/page/{path.name}"

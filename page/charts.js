@@ -1,49 +1,83 @@
-// The charts of a run: accepted per cycle, acceptance per position, and where the time went.
+// Bars in rows above a scale, and the charts of a run: drafted and accepted by cycle, acceptance by place,
+// and where the time went.
 
 import { byId, element, write } from "./elements.js";
 import { figuresOf } from "./trace.js";
-import { counted, milliseconds, short } from "./words.js";
+import { counted, MARKS, milliseconds, short } from "./words.js";
 
-/** A bar between two shares of its row. */
-export function bar(kind, from, to) {
-  const made = element(`span.bar-${kind}`);
-  [made.style.left, made.style.width] = [`${100 * from}%`, `${100 * (to - from)}%`];
+/** Round numbers from `low` to `high`, some five of them. */
+function ticks(low, high) {
+  const rough = (high - low) / 5 || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((size) => size * power).find((size) => size >= rough * 0.999);
+  const first = Math.ceil(low / step - 1e-9);
+  const count = Math.floor(high / step + 1e-9) - first + 1;
+  return Array.from({ length: count }, (_, i) => Number(((first + i) * step).toPrecision(6)));
+}
+
+/** Something at a share of its row, from 0 to 1. */
+export function placed(made, share, width = null) {
+  made.style.left = `${100 * share}%`;
+  if (width !== null) made.style.width = `${100 * width}%`;
   return made;
 }
 
+/** A bar between two shares of its row, in the colour of `kind`. */
+export const bar = (kind, from, to) => placed(element(`span.bar.${kind}`), from, to - from);
+
 /** A row: a name, bars, and what is at their right. */
-export const row = (kind, name, bars, right) => element(`div.row${kind}`,
+export const row = (kind, name, bars, right = "") => element(`div.row${kind}`,
   element("span.name", name), element("span.bars", ...bars), element("span", right));
+
+/** Numbers from `low` to `high` where they stand in a row, as a scale. */
+export const scale = (low, high) => ticks(low, high).map((tick) => placed(
+  element("span.tick", String(tick).replace("-", "−").replace("0.", ".")), (tick - low) / (high - low || 1)));
 
 /** A figure with its name and its formula. */
 export const entry = (name, value, more = "") => element("div", element("dt", name),
-  element("dd.figure", { "data-figure": name }, value), element("dd.formula", more));
+  element("dd.figure", { "data-figure": name }, value), element("dd.note", more));
 
-/** Draw the figures of a session, and all charts of it. */
+/** Draw rows into the box of this id, with their words for who does not see them. */
+export function drawRows(id, words, ...rows) {
+  for (const [name, value] of [["role", "img"], ["aria-label", words]]) byId(id).setAttribute(name, value);
+  byId(id).replaceChildren(...rows);
+}
+
+/** Draw the figures of a session, and all charts of it; nothing of one that has not come to a cycle. */
 export function drawStatistics({ cycles, request, answer }) {
-  if (answer && !cycles.length) return drawTold(answer);
-  const figures = figuresOf(cycles);
+  const isEmpty = !cycles.length && !answer;
+  byId("charts").hidden = isEmpty;
+  write("statistics-says", isEmpty
+    ? "After a run its counts stand here, what was accepted where, and where the time went." : "");
+  if (!cycles.length) return answer && drawTold(answer);
+  const { at, ms, totalMs, ...figures } = figuresOf(cycles);
   byId("figures").replaceChildren(
-    entry("tokens", figures.tokens, "accepted + recovered + bonus"),
-    entry("target passes", figures.passes, "target forwards after prefill"),
-    entry("tokens per pass", short(figures.tokensPerPass), "tokens after prefill / passes"),
+    entry("tokens", figures.tokens, "accepted + recovered + bonus + plain"),
+    entry("target passes", figures.passes, "after the prefill"),
+    entry("tokens per pass", short(figures.tokensPerPass), "after the prefill"),
     entry("draft acceptance rate", short(figures.acceptanceRate), "accepted / drafted"),
     entry("mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"),
-    entry("time", milliseconds(figures.totalMs), "draft + verify + other, after prefill"),
-  );
-  drawAccepted(byId("chart-accepted"), figures);
-  byId("chart-positions").replaceChildren(...figures.at.map(({ drafted, reached, accepted }, i) => {
-    const [conditional, whole] = [reached ? accepted / reached : 0, accepted / drafted];
-    const numbers = `${reached ? short(conditional) : "–"} / ${short(whole)}`;
-    return row("", `position ${i + 1}`, [bar("p", 0, conditional), bar("q", 0, whole)], numbers);
-  }));
-  byId("chart-time").replaceChildren(...Object.entries(figures.ms).map(([name, ms]) => {
-    const share = ms / (figures.totalMs || 1);
-    return row("", name, [bar(name, 0, share)], `${milliseconds(ms)}, ${Math.round(100 * share)} %`);
-  }));
-  write("controller-says", figures.controller ?? (request.fixed_k && request.drafter !== "none"
-    ? "You named the drafter, so every cycle had the K that you asked for."
-    : "It decided nothing: no run yet, plain decoding, or a server started with --fixed-k."));
+    entry("time", milliseconds(totalMs), "after the prefill"));
+  drawAccepted(figures);
+  const shares = at.map(({ drafted, reached, accepted }) => (
+    [reached ? accepted / reached : null, accepted / drafted]));
+  const words = shares.map(([reached, all], i) => `d${i + 1} ${short(reached)} / ${short(all)}`);
+  drawRows("chart-positions", words.join(", ") || "Nothing was drafted.", ...shares.map(([reached, all], i) => (
+    row("", `d${i + 1}`, [bar("accepted.whole", 0, all), bar("accepted", 0, reached ?? 0)],
+      `${short(reached)} / ${short(all)}`))), row(".scale", "share", scale(0, 1)));
+  const kinds = { draft: "drafting", verify: "pass", other: "other" };
+  const parts = Object.entries(kinds).map(([name, kind]) => {
+    const share = ms[name] / (totalMs || 1);
+    return row("", `${MARKS[kind] ?? "\u00a0"} ${kind}`, [bar(kind, 0, share)],
+      `${milliseconds(ms[name])}, ${Math.round(100 * share)} %`);
+  });
+  drawRows("chart-time", parts.map((part) => part.textContent).join("; "), ...parts,
+    row(".scale", "ms", scale(0, totalMs || 1)));
+  write("controller-says", figures.controller ? `${figures.controller}. In every cycle the controller chooses `
+    + "the K that promises most tokens for the time, and 0 where no draft would pay."
+    : request.drafter === "none" ? "Nobody: plain decoding drafts nothing."
+      : request.fixed_k ? "You: a named drafter drafts as many tokens as you asked for, where it finds them."
+        : "The server, which was started with --fixed-k.");
 }
 
 /** Draw what another engine has told of a run; the rest it does not tell. */
@@ -53,25 +87,24 @@ function drawTold({ usage, timings, metrics: { speculative_decoding: told } }) {
     entry("cycles with a draft", told.num_spec_steps ?? "–", "as the engine counts"),
     entry("draft acceptance rate", short(told.draft_acceptance_rate), "accepted / drafted"),
     entry("mean acceptance length", short(told.mean_acceptance_length), "1 + accepted / cycles with a draft"),
-    entry("time", milliseconds(timings.predicted_ms), "after the first token, as it came here"),
-  );
-  for (const id of ["chart-accepted", "chart-positions", "chart-time"]) {
-    byId(id).replaceChildren(element("p.note", "The engine does not tell this of one run."));
-  }
-  write("accepted-says", "");
-  write("controller-says", "The engine chooses; /health has its acceptance by position.");
+    entry("time", milliseconds(timings.predicted_ms), "after the first token, as it came here"));
+  for (const id of ["chart-accepted", "chart-positions", "chart-time"]) byId(id).parentElement.hidden = true;
+  write("controller-says", "The engine, which does not tell of single cycles; /health has its acceptance.");
 }
 
-/** A column for each cycle: what was drafted, and the accepted part of it. */
-function drawAccepted(box, { perCycle, accepted, drafted }) {
-  const most = Math.max(1, ...perCycle.map((cycle) => cycle.drafted));
-  const columns = `A column for each cycle, the tallest of ${counted(most, "token")}.`;
-  write("accepted-says", `${columns} Pale: drafted, ${drafted} in all. Filled: accepted, ${accepted}.`);
-  box.replaceChildren(...perCycle.map((cycle) => {
-    const [all, kept] = [element("span.drafted"), element("span.accepted")];
+/** A column for each cycle: what was drafted, and the accepted part of it, above a scale of cycles. */
+function drawAccepted({ perCycle, accepted, drafted }) {
+  const [most, last] = [Math.max(1, ...perCycle.map((cycle) => cycle.drafted)), perCycle.length];
+  const words = `${MARKS.drafting} drafted: ${drafted} in all, ${MARKS.accepted} accepted: ${accepted}.`;
+  const columns = perCycle.map((cycle) => {
+    const kept = element("span.kept.accepted");
+    const all = element("span.drafted.drafting", kept);
     all.style.height = `${(100 * cycle.drafted) / most}%`;
     kept.style.height = `${(100 * cycle.accepted) / (cycle.drafted || 1)}%`;
-    all.append(kept);
     return all;
-  }));
+  });
+  const x = element("p.x", element("span", "cycle 1"), element("span", last > 1 ? `cycle ${last}` : ""));
+  const y = element("p.y", element("span", counted(most, "token")), element("span", "0"));
+  write("accepted-says", words);
+  drawRows("chart-accepted", `A column for each of ${last} cycles. ${words}`, y, element("p.plot", ...columns), x);
 }

@@ -2,17 +2,16 @@
 // is a request of its own, with all turns before it put into the model's chat template.
 
 import { byId, element, enable, isOff, onPress } from "./elements.js";
-import { toldWords } from "./elsewhere.js";
 import { TokenText } from "./tokens.js";
 import { figuresOf } from "./trace.js";
-import { milliseconds, pace, short } from "./words.js";
+import { milliseconds, pace, short, toldWords } from "./words.js";
 
 const PROMPT = "The prompt as the model reads it";
 
 export class Chat {
   #turns = byId("turns");
   #messages = []; // {role, content}, the last one the assistant's
-  /** `say(messages, answer)` shows a run in `answer`; `choose(cycle, answer)` picks a cycle of it. */
+  /** `say(messages, answer)` shows a run in `answer`; `choose(cycle, place, answer)` picks a token of it. */
   constructor(say, choose) {
     byId("say").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -28,15 +27,14 @@ export class Chat {
     const [message, system] = [byId("message"), byId("system").value.trim()];
     const turn = { role: "user", content: message.value.trim() };
     if (!turn.content) return;
-    const asked = [...this.#messages, turn];
-    if (system) asked.unshift({ role: "system", content: system });
-    const answer = new Answer((cycle) => choose(cycle, answer));
+    const answer = new Answer((cycle, place) => choose(cycle, place, answer));
     answer.follow = () => { this.#turns.scrollTop = this.#turns.scrollHeight; };
     answer.keep = (content) => this.#messages.push(turn, { role: "assistant", content });
-    if (!say(asked, answer)) return;
+    const first = system ? [{ role: "system", content: system }] : [];
+    if (!say([...first, ...this.#messages, turn], answer)) return;
     message.value = "";
-    const question = element("div.turn.user", element("p.role", "user"), element("p", turn.content));
-    this.#turns.append(question, answer.element);
+    const words = element("p", { dir: "auto" }, turn.content);
+    this.#turns.append(element("div.turn.user", element("p.role", "user"), words), answer.element);
     answer.follow();
   }
 }
@@ -45,21 +43,19 @@ export class Chat {
 class Answer {
   #read = element("pre", { tabindex: 0, "aria-label": PROMPT });
   #figures = element("p.note", "…");
-  constructor(choose) {
-    const box = element("div.answer");
-    const details = element("details", element("summary", PROMPT), this.#read);
-    this.element = element("div.turn.assistant", element("p.role", "assistant"), box, this.#figures, details);
-    this.text = new TokenText(box, choose);
-  }
+  #box = element("div.answer");
+  element = element("div.turn.assistant", element("p.role", "assistant"), this.#box, this.#figures,
+    element("details", element("summary", PROMPT), this.#read));
+  constructor(choose) { this.text = new TokenText(this.#box, choose); }
   /** The end of its run; its answer is null where it was stopped or failed. */
   finish({ answer, cycles }) {
     this.#read.textContent = cycles[0]?.prompt.text ?? "";
     const end = !answer ? "Stopped here; it does not count as a turn."
       : answer.finish_reason === "stop" ? "The model ended its turn." : "Cut at the limit of tokens.";
     const figures = figuresOf(cycles);
-    const told = cycles.length || !answer ? `${pace(figures)}, acceptance ${short(figures.acceptanceRate)}, `
-      + milliseconds(figures.totalMs) : toldWords(answer);
-    this.#figures.textContent = `${told}. ${end}`;
+    const told = cycles.length ? `${pace(figures)}, acceptance ${short(figures.acceptanceRate)}, `
+      + `${milliseconds(figures.totalMs)}. ` : answer ? `${toldWords(answer)}. ` : "";
+    this.#figures.textContent = told + end;
     if (answer) this.keep(answer.text);
     this.follow();
   }

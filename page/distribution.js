@@ -1,16 +1,17 @@
 // Why one token was kept or not, as a picture of the two distributions there. Each rule has its own:
 //
-//   greedy      the tallest bar of p is the target's choice; no chance, no u
+//   greedy      the tallest bar of p is the target's choice; nothing is drawn
 //   coupled     noise is added to log p and to log q: do the two land on the same token?
 //   rejection   the draft is kept if u < p / q; else one is drawn from max(0, p − q), the shaded part
 //
 // The bars are the server's. When the reader moves temperature or top-p they are worked out here, of
 // the tokens that are shown, and the page says so.
 
-import { bar, row } from "./charts.js";
+import { bar, drawRows, placed, row, scale } from "./charts.js";
 import { byId, element, explained, slider, write } from "./elements.js";
+import { keyOf } from "./popup.js";
 import { numAccepted, ruleOf } from "./trace.js";
-import { chance, grammarWords, quoted, visible } from "./words.js";
+import { chance, grammarWords, MARKS, quoted, visible } from "./words.js";
 
 const SHOWN = 8; // bars
 const DEEPEST = 9; // below the best score with noise: lower ones are drawn there
@@ -19,7 +20,7 @@ const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
 export class Distribution {
   #box = byId("distribution");
-  #chart = element("div.rows", { role: "img" });
+  #keys = element("p.legend");
   #says = element("p.says", { role: "status", id: "verdict" });
   #note = element("p.note");
   #about = null; // entries, rule, drafted, chosen, temperature, none, hasQ, first (what sliders began with)
@@ -30,17 +31,14 @@ export class Distribution {
   /** Show place `i` of `cycle`; `request` is what the run was asked with. */
   show(cycle, i, request) {
     if (!cycle.distributions[i]?.length) return this.clear();
-    const [chosen, drafted] = [cycle.tokens[i], cycle.proposals[i] ?? null];
-    const rule = ruleOf(chosen);
+    const [chosen, drafted, rule] = [cycle.tokens[i], cycle.proposals[i] ?? null, ruleOf(cycle.tokens[i])];
     const hasQ = cycle.distributions[i].some(({ q }) => q !== undefined);
     // A drafter without probabilities has all of its q on the token that it names.
     const qOf = ({ id, q = drafted ? Number(id === drafted.id) : null }) => (rule === "greedy" ? null : q);
     const entries = cycle.distributions[i].map((entry) => ({ ...entry, q: qOf(entry) }));
     const temperature = Number(request.temperature ?? 0) || 1;
-    const first = {};
     const judged = i < numAccepted(cycle) ? chosen : cycle.rejected ?? chosen;
-    if (rule === "coupled") first.needle = 0;
-    if (rule === "rejection" && drafted) first.needle = judged.u;
+    const first = rule === "coupled" ? { needle: 0 } : rule === "rejection" && drafted ? { needle: judged.u } : {};
     if (rule !== "greedy") {
       Object.assign(first, { heat: Math.min(2, temperature), nucleus: Number(request.top_p ?? 1) });
     }
@@ -59,8 +57,8 @@ export class Distribution {
     const words = grammarWords(cycle, i);
     const grammar = element("p.says", { id: "grammar", hidden: !words }, words);
     const place = drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen);
-    this.#box.replaceChildren(element("h3", `Why: ${place}`), this.#says, grammar, knobs,
-      this.#chart, this.#note);
+    this.#box.replaceChildren(element("h4", `Why: ${place}`), this.#says, grammar, knobs,
+      this.#keys, element("div.rows", { id: "chances" }), this.#note);
     this.draw();
   }
   draw() {
@@ -76,13 +74,11 @@ export class Distribution {
     this.#says.textContent = says;
     this.#bars(picture);
     this.#note.textContent = rule === "greedy"
-      ? "p before any temperature: greedy decoding takes the largest, so nothing is drawn and there is no u."
+      ? "p before any temperature. Greedy decoding takes the largest: nothing is drawn."
       : isMoved ? "Worked out here, of the tokens that are shown; the rest is left out. "
         : "The likeliest tokens, as the server had them. ";
     if (rule === "greedy") return;
-    if (drafted && !hasQ) {
-      this.#note.append("This drafter draws nothing: all of its q is on the token that it names. ");
-    }
+    if (drafted && !hasQ) this.#note.append("This drafter draws nothing: its q is 1 for the token that it names. ");
     if (rule === "coupled") this.#note.append(explained("noise", "What is the noise?"));
     else this.#note.append(explained(drafted ? "u" : "draw", "What is u?"));
   }
@@ -99,7 +95,7 @@ export class Distribution {
   greedy(entries) {
     const { drafted, chosen, none } = this.#about;
     const draft = !drafted ? `${quoted(chosen)}. ${none}`
-      : drafted.id === chosen.id ? `the draft, ${quoted(drafted)}: kept.`
+      : drafted.id === chosen.id ? `the draft, ${quoted(drafted)}: accepted.`
         : `${quoted(chosen)}, the draft was ${quoted(drafted)}: rejected.`;
     return { entries, same: chosen.id, says: `The target’s best is ${draft}` };
   }
@@ -113,60 +109,55 @@ export class Distribution {
     const share = q ? p / q : p ? Infinity : 0;
     const isKept = u * q < p;
     byId("needle").style.setProperty("--share", `${Math.min(1, share) * 100}%`);
-    const verdict = isKept ? "kept" : "rejected; another is drawn from the shaded part, max(0, p − q)";
+    const verdict = isKept ? "accepted" : "rejected; another is drawn from the shaded part, max(0, p − q)";
     const moved = u === first.needle ? "" : ` (The run had u = ${chance(first.needle)}.)`;
     const says = `u = ${chance(u)} ${isKept ? "<" : "≥"} p / q = ${chance(p)} / ${chance(q)} = `
       + `${chance(share)}: ${quoted(drafted)} is ${verdict}.${moved}`;
     return { entries, same: isKept ? drafted.id : null, says, hasResidual: true };
   }
   coupled(given, number) {
-    const { drafted, none } = this.#about;
+    const { drafted, none, hasQ } = this.#about;
     const entries = given.map((entry) => {
       const noise = number ? gumbel(number, entry.id) : entry.noise;
-      const draft = drafted ? Math.log(entry.q) + noise : -Infinity;
+      const draft = drafted && hasQ ? Math.log(entry.q) + noise : -Infinity;
       return { ...entry, target: Math.log(entry.p) + noise, draft };
     });
     const top = (name) => entries.reduce((a, b) => (b[name] > a[name] ? b : a));
-    const [own, guess] = [top("target"), drafted && top("draft")];
-    const [mine, theirs] = [quoted(own), guess && quoted(guess)];
+    const [own, guess] = [top("target"), drafted && (hasQ ? top("draft") : drafted)];
+    const [mine, theirs, isSame] = [quoted(own), guess && quoted(guess), own.id === guess?.id];
     const words = !guess ? `${none} With its noise ${mine} is the largest of p: the target’s choice.`
-      : own.id === guess.id ? `The same noise was added to both, and both land on ${mine}: kept.`
-        : `With the same noise the drafter lands on ${theirs}, the target on ${mine}: rejected.`;
+      : !hasQ ? `The drafter names ${theirs}. With the noise the target lands on ${isSame ? "it" : mine}: `
+        + `${isSame ? "accepted" : "rejected"}.`
+        : isSame ? `The same noise was added to both, and both land on ${mine}: accepted.`
+          : `With the same noise the drafter lands on ${theirs}, the target on ${mine}: rejected.`;
     const says = words + (number ? " (Noise made here; the run had another.)" : "");
     return { entries, same: own.id, says, guess: guess?.id, isNoisy: true };
   }
   /** A row for each token: p above q, the residual shaded, or both with noise as marks on the right. */
   #bars({ entries, same, guess = null, hasResidual = false, isNoisy = false }) {
-    const { drafted } = this.#about;
+    const { drafted, chosen } = this.#about;
     const must = [same, drafted?.id, guess];
     const ranked = [...entries].sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q));
     const rows = ranked.filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
     const hasQ = rows[0].q !== null;
     const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
-    const words = rows.map((row) => `${visible(row.text)} ${numbers(row)}`).join(", ");
-    const place = isNoisy && scaleOf(entries);
-    this.#chart.setAttribute("aria-label", `Chances: ${words}`);
-    this.#chart.replaceChildren(
-      element("p", element("b.key-p", hasQ ? "p target " : "p "), hasQ && element("b.key-q", "q drafter "),
-        hasResidual && "shaded: max(0, p − q)", isNoisy && (hasQ ? "+ noise: ● p, ◇ q" : "+ noise: ● p")),
+    const [low, high] = isNoisy ? rangeOf(rows) : [0, 1];
+    const marked = (kind, value) => Number.isFinite(value)
+      && placed(element(`span.mark.${kind}`, MARKS[kind]), (Math.max(value, low) - low) / (high - low || 1));
+    const ours = same === drafted?.id ? "accepted" : drafted ? "recovered" : chosen.kind;
+    const noisy = hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats";
+    this.#keys.replaceChildren(keyOf("p", "p, the target"), hasQ ? keyOf("q", "q, the drafter") : "",
+      hasResidual ? keyOf("recovered", "max(0, p − q)") : "", isNoisy ? ` right: ${noisy}` : "");
+    drawRows("chances", `Chances: ${rows.map((one) => `${visible(one.text)} ${numbers(one)}`).join(", ")}`,
       ...rows.map((entry) => {
         const { id, text, p, q, target, draft } = entry;
-        const kind = id === same ? ".chosen" : id === drafted?.id ? ".drafted" : "";
-        const right = !isNoisy ? numbers(entry)
-          : element("span.marks", mark("p", "●", place(target)), mark("q", "◇", place(draft)));
-        const bars = [bar("p", 0, p), hasResidual && p > q && bar("more", q, p), hasQ && bar("q", 0, q)];
-        return row(kind, visible(text), bars, right);
+        const kind = id === same ? ours : id === drafted?.id ? "drafting" : "";
+        const right = isNoisy ? element("span.marks", marked("p", target), marked("q", draft)) : numbers(entry);
+        const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q)];
+        return row(kind && `.${kind}`, kind ? `${MARKS[kind]} ${visible(text)}` : visible(text), bars, right);
       }),
-    );
+      row(".scale", "chance", scale(0, 1), isNoisy && element("span.marks", ...scale(low, high))));
   }
-}
-
-/** A mark at a share of its row; none where that is impossible. */
-function mark(kind, sign, share) {
-  if (share === null) return null;
-  const made = element(`span.mark-${kind}`, sign);
-  made.style.left = `${100 * share}%`;
-  return made;
 }
 
 /** The likeliest weights that make up `nucleus` of them all, as shares; 0 for the others. */
@@ -180,12 +171,11 @@ function withTopP(weights, nucleus) {
   return kept.map((weight) => weight / sum(kept));
 }
 
-/** Where a score with noise goes, as a share; the impossible goes nowhere. */
-function scaleOf(entries) {
+/** From where to where scores with noise are drawn; what is lower stands at the lower end. */
+function rangeOf(entries) {
   const values = entries.flatMap(({ target, draft }) => [target, draft]).filter(Number.isFinite);
   const high = Math.max(...values);
-  const low = Math.max(Math.min(...values), high - DEEPEST);
-  return (value) => (Number.isFinite(value) ? (Math.max(value, low) - low) / (high - low || 1) : null);
+  return [Math.max(Math.min(...values), high - DEEPEST), high];
 }
 
 /** Noise for one token under another seed: of the same distribution as the server's, made here. */

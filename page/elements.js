@@ -29,8 +29,7 @@ function filled(make, tag, parts) {
 
 /** A word that the popup explains. */
 export const explained = (word, words, kind = "word") => (
-  element(`button.${kind}`, { "data-word": word }, words)
-);
+  element(`button.${kind}`, { type: "button", "data-word": word }, words));
 
 /** A slider below its label, which ends with its value. */
 export const slider = (id, words, value, [min, max, step]) => element("label", { for: id }, `${words} `,
@@ -39,9 +38,7 @@ export const slider = (id, words, value, [min, max, step]) => element("label", {
 
 /** A button is off without `disabled`, which would take the focus from who has pressed it. */
 export const enable = (id, isOn) => byId(id).setAttribute("aria-disabled", !isOn);
-
 export const isOff = (id) => byId(id).getAttribute("aria-disabled") === "true";
-
 export const onPress = (id, act) => byId(id).addEventListener("click", () => isOff(id) || act());
 
 /** Whether pictures may move. */
@@ -50,5 +47,5 @@ export const mayMove = () => !matchMedia("(prefers-reduced-motion: reduce)").mat
 /** Whether the window is so narrow that pictures stand above their text. */
 export const isNarrow = () => matchMedia("(max-width: 56rem)").matches;
 
-/** Scroll as little as needed to see a node, below the sticky bar. */
+/** Scroll as little as needed to see a node, below what sticks to the window's top. */
 export const reveal = (node) => node.scrollIntoView({ block: "nearest" });

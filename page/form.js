@@ -1,7 +1,7 @@
 // The request's form: what the server offers goes in, a checked request comes out. Ranges are judged
 // by the server, which names the field; here what is no number is refused. An address can hold it all.
 
-import { byId, element, onPress } from "./elements.js";
+import { byId, element } from "./elements.js";
 import { ServerError } from "./stream.js";
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
@@ -10,26 +10,20 @@ const FIELDS = ["prompt", "json_schema", ...CHOICES, ...NUMBERS];
 const NUMBER = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i;
 const FIRST_PROMPT = "code_function";
 
-const labelOf = (name) => byId(name).labels[0].textContent.trim();
+const labelOf = (name) => byId(name).labels[0].textContent.split(",")[0].trim();
 
 export class RequestForm {
   #demo = byId("demo-prompt");
   #prompt = byId("prompt");
-  #isElsewhere = false;
-  prompts = {}; // by name
+  #isElsewhere = false; // another engine has chosen the drafter, and tells of no cycle
+  #prompts = {}; // by name
   constructor() {
     this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
     this.#prompt.addEventListener("input", () => { this.#demo.value = ""; });
-    onPress("settings-button", () => this.open(!byId("request").classList.contains("open")));
-  }
-  /** Show the settings, or hide them where the window is narrow. */
-  open(isOpen) {
-    byId("request").classList.toggle("open", isOpen);
-    byId("settings-button").setAttribute("aria-expanded", isOpen);
   }
   /** Offer the demo prompts, by their names, whose first word is their kind. */
   offerPrompts(prompts) {
-    this.prompts = prompts;
+    this.#prompts = prompts;
     const names = Object.keys(prompts);
     const options = names.map((name) => element("option", { value: name }, name.replaceAll("_", " ")));
     this.#demo.replaceChildren(this.#demo.options[0], ...options);
@@ -39,7 +33,7 @@ export class RequestForm {
   }
   /** Offer the server's drafters, once, and the chat template if the model has one. */
   offerDrafters({ drafters, drafter, chat_template, num_speculative_tokens, engine }) {
-    this.#isElsewhere = Boolean(engine); // which has chosen the drafter, and tells of no cycle
+    this.#isElsewhere = Boolean(engine);
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
     const offered = [...drafters, "none"].filter((name) => name !== "prediction"); // needs that field
@@ -48,51 +42,61 @@ export class RequestForm {
   }
   /** Set some fields; `demo` is the name of a demo prompt. */
   fill({ demo = "", chat = null, ...fields }) {
-    if (demo in this.prompts) [this.#demo.value, this.#prompt.value] = [demo, this.prompts[demo]];
+    if (demo in this.#prompts) [this.#demo.value, this.#prompt.value] = [demo, this.#prompts[demo]];
     if (chat !== null) byId("chat").checked = chat;
     for (const name of FIELDS.filter((field) => field in fields)) byId(name).value = fields[name];
     if ("prompt" in fields) this.#demo.value = "";
   }
   get key() { return byId("key").value; }
-  askForKey() {
-    byId("key-field").hidden = false;
-    this.open(true);
-  }
+  askForKey() { byId("key-field").hidden = !(byId("more").open = true); }
   /**
    * The request as the server wants it; empty fields are left to its defaults. A named drafter drafts as
    * many tokens as K says; with auto the controller decides. `messages` go instead of the prompt.
    */
   request(isRace, messages = null) {
-    const body = { prompt: messages ?? this.#prompt.value, stream: true, trace: true };
+    const body = { prompt: messages ?? this.#prompt.value, stream: true, trace: !this.#isElsewhere };
     if (!body.prompt.length) throw new ServerError("Write a prompt first.", { param: "prompt" });
-    if (this.#isElsewhere) delete body.trace;
     if (isRace) body.compare = true;
     if (messages || (!byId("chat-field").hidden && byId("chat").checked)) body.chat = true;
-    const choices = this.#isElsewhere ? [] : CHOICES;
-    for (const name of choices) if (byId(name).value) body[name] = byId(name).value;
-    const schema = byId("json_schema").value.trim();
-    if (schema && !this.#isElsewhere) body.json_schema = schema;
-    if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
-    for (const name of NUMBERS) {
-      const text = byId(name).value.trim().replace(",", ".");
-      if (text === "" || (this.#isElsewhere && name === "num_speculative_tokens")) continue;
-      if (!NUMBER.test(text)) {
-        throw new ServerError(`${labelOf(name)}: “${text}” is not a number.`, { param: name });
+    if (!this.#isElsewhere) {
+      for (const name of [...CHOICES, "json_schema"]) {
+        if (byId(name).value.trim()) body[name] = byId(name).value.trim();
       }
-      body[name] = Number(text);
     }
-    if (Number.isInteger(body.seed) && !Number.isSafeInteger(body.seed)) {
-      throw new ServerError("Seed: a browser cannot send a number of more than 53 bits.", { param: "seed" });
+    if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
+    for (const name of NUMBERS.slice(this.#isElsewhere ? 1 : 0)) {
+      const text = byId(name).value.trim().replace(",", ".");
+      const wrong = !NUMBER.test(text) ? `“${text}” is not a number.`
+        : name === "seed" && Math.abs(text) > Number.MAX_SAFE_INTEGER
+          ? "a browser cannot send a number of more than 53 bits." : "";
+      if (text && wrong) throw new ServerError(`${labelOf(name)}: ${wrong}`, { param: name });
+      if (text) body[name] = Number(text);
     }
     return body;
+  }
+  /** Whether the form asks for what this request did. */
+  asks({ prompt, ...request }) {
+    try {
+      const asked = this.request(request.compare, Array.isArray(prompt) ? prompt : null);
+      return JSON.stringify(asked) === JSON.stringify({ prompt, ...request });
+    } catch {
+      return false;
+    }
   }
   /** Mark the field that an error is about, if it is one of these; null marks none. */
   mark(param) {
     for (const name of FIELDS) byId(name).setAttribute("aria-invalid", name === param);
-    if (FIELDS.includes(param)) this.open(true);
+    if (FIELDS.includes(param) && byId("more").contains(byId(param))) byId("more").open = true;
   }
   /** An error's words, with the field called as it is here. */
   words({ message, param }) {
     return NUMBERS.includes(param) ? message.replace(param, labelOf(param)) : message;
   }
+}
+
+/** The settings of a request, in words. */
+export function settingsWords({ num_speculative_tokens: k, top_p: topP, temperature, ...request }) {
+  const sampled = temperature > 0 ? [`temperature ${temperature}`, topP < 1 && `top-p ${topP}`,
+    request.verification, request.seed !== undefined && `seed ${request.seed}`] : ["greedy"];
+  return [request.drafter, k !== undefined && `K = ${k}`, ...sampled].filter(Boolean).join(", ");
 }

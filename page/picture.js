@@ -4,9 +4,10 @@
 
 import { element, explained } from "./elements.js";
 import { numAccepted, numJudged, ownToken, placesOf } from "./trace.js";
-import { counted, quoted, visible } from "./words.js";
+import { counted, MARKS, quoted, visible } from "./words.js";
 
-const WINDOW = 16; // cells of what was cached before; what lies further back is a number
+const WINDOW = 8; // cells of what was cached before; what lies further back is a number
+const MANY = 7; // guesses; where there are more their verdicts are marks alone
 
 /** The phases of a cycle, in order: [{stage, says}]. */
 export function phasesOf(cycle) {
@@ -60,9 +61,9 @@ export class Picture {
       : "one pass over the prompt";
     const label = { "aria-label": "The draft and the target’s verdicts" };
     this.#box.replaceChildren(
-      element(n > 7 ? "ol.draft.many" : "ol.draft", label, ...this.#slots(cycle)),
-      this.#from(n + 1, "lit", element("p.beam", read)),
-      this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens.map(({ kind }) => kind))),
+      element(n > MANY ? "ol.draft.many" : "ol.draft", label, ...this.#slots(cycle)),
+      this.#from(n + 1, "lit", element("p.beam.pass", `${MARKS.pass} ${read}`)),
+      this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens)),
     );
     if (cycle.recurrent) this.#box.append(this.#states(cycle));
     this.show(Infinity);
@@ -89,58 +90,59 @@ export class Picture {
     const [n, accepted, own] = [proposals.length, numAccepted(cycle), ownToken(cycle)];
     const [places, result] = [placesOf(cycle), []];
     if (pending) {
-      const slot = element("li.slot.pending", explained("pending", "pending"),
+      const slot = element("div.slot.pending", explained("pending", "pending"),
         element("span.chip", visible(pending.text)));
-      result.push(this.#from(n + 1, "read", this.#from(n + 2, "judged", slot)));
+      result.push(element("li", this.#from(n + 1, "read", this.#from(n + 2, "judged", slot))));
     }
     proposals.forEach((token, i) => {
       if (i === numJudged(cycle) || (rejected && i === accepted)) {
-        const scissors = element("span", { "aria-hidden": "true" }, "✂");
-        result.push(this.#later(tokens.length + n + 2, "li.cut", scissors, " cut"));
+        result.push(this.#later(tokens.length + n + 2, "li.cut", { "aria-label": "cut here" }, "✂"));
       }
-      const guess = this.#later(i + 1, "span.chip", visible(token.text));
-      const verdict = i < accepted ? ["accepted", "✓ kept", tokens[i]]
-        : i === accepted && rejected ? ["rejected", "✗ rejected", own] : ["unjudged", "not judged", null];
+      const guess = this.#later(i + 1, "span.chip.drafting", visible(token.text));
+      const [kind, target] = i < accepted ? ["accepted", tokens[i]]
+        : i === accepted && rejected ? ["rejected", own] : ["unjudged", null];
       const rivals = fed.filter(({ parent }, j) => parent === fed[places[i]].parent && j !== places[i]);
       const label = [`d${i + 1}`, ...rivals.map(quoted)].join(" or ");
-      result.push(element("li", this.#slot(cycle, i, label, guess, verdict)));
+      result.push(element("li", this.#slot(cycle, i, label, guess, kind, target)));
     });
-    if (own?.kind === "bonus") {
-      const blank = element("span.chip.none", "\u00a0");
-      const verdict = ["bonus", n ? "+ bonus" : "target’s own", own];
-      const slot = this.#slot(cycle, n, n ? `after d${n}` : "next", blank, verdict);
+    if (own && own.kind !== "recovered") {
+      const slot = this.#slot(cycle, n, n ? `after d${n}` : "next", null, own.kind, own);
       result.push(this.#later(n + 2 + accepted, "li", slot));
     }
     return result;
   }
   /** A place's slot: what was guessed, and later the verdict and the target's token. */
-  #slot(cycle, place, label, guess, [kind, sign, target]) {
+  #slot(cycle, place, label, guess, kind, target) {
     const n = cycle.proposals.length;
     const at = n + 2 + Math.min(place, numAccepted(cycle));
-    const parts = [element("span.label", label), guess, this.#later(at, "span.verdict", sign)];
+    const [mark, word] = kind === "unjudged" ? ["–", "not judged"] : [MARKS[kind], kind];
+    const parts = [element("span.label", label), guess,
+      this.#later(at, "span.verdict", `${mark} `, element("span.name", word))];
     if (target) parts.push(this.#later(at, `span.chip.own.${target.kind}`, visible(target.text)));
-    const press = { "data-place": place, "aria-pressed": "false", click: () => this.#choose(place) };
+    const press = { type: "button", "data-place": place, "aria-pressed": "false",
+      click: () => this.#choose(place) };
     const slot = target ? element(`button.slot.${kind}`, press, ...parts)
       : element(`div.slot.${kind}`, ...parts);
     return this.#from(n + 1, "read", this.#from(at, "judged", slot));
   }
-  /** The cells of the KV cache, with the kinds of all tokens that the text has. */
-  #cache(cycle, kinds) {
+  /** The cells of the KV cache, each a token; `output` is all that the text has. */
+  #cache(cycle, output) {
     const { step, before, cached: [verified, kept], fed, pending, proposals, prompt } = cycle;
     const stay = placesOf(cycle).slice(0, kept - before - 1).map((place) => before + 1 + place);
-    const shown = step === 0 ? verified : before; // the prefill's are all new
-    const start = Math.max(0, shown - WINDOW);
+    const start = Math.max(0, (step === 0 ? verified : before) - WINDOW); // the prefill's are all new
     const [read, cut] = [proposals.length + 1, phasesOf(cycle).length];
     const cells = [explained("cache", "KV cache")];
     if (start) cells.push(element("span.more", `${start} more …`));
     for (let i = start; i < verified; i += 1) {
-      const origin = kinds[i - prompt.length] ?? "prompt";
-      const token = step === 0 ? prompt.tail.at(i - verified) : [pending, ...fed][i - before]?.text;
-      if (step && i < before) cells.push(element(`span.cell.${origin}`));
+      const isOfPrompt = i < prompt.length;
+      const kind = isOfPrompt ? "prompt" : output[i - prompt.length]?.kind ?? "prompt";
+      const known = isOfPrompt ? prompt.tail.at(i - prompt.length) : output[i - prompt.length]?.text;
+      if (step && i < before) cells.push(element(`span.cell.${kind}`, visible(known ?? " ")));
       else {
-        const cell = this.#from(read, "on", element("span.cell.new", visible(token ?? "")));
+        const token = step === 0 ? known : [pending, ...fed][i - before]?.text;
+        const cell = this.#from(read, "on", element("span.cell.new.pass", visible(token ?? " ")));
         const isNew = step === 0 || i === before;
-        cells.push(this.#from(cut, isNew ? origin : stay.includes(i) ? "accepted" : "tail", cell));
+        cells.push(this.#from(cut, isNew ? kind : stay.includes(i) ? "accepted" : "tail", cell));
       }
     }
     const lengths = kept < verified ? [before, verified, kept] : [before, verified];
@@ -153,7 +155,7 @@ export class Picture {
   #states(cycle) {
     const { before, cached: [verified, kept], fed, pending, prompt, recurrent: { layers, stepped } } = cycle;
     const [read, cut] = [cycle.proposals.length + 1, phasesOf(cycle).length];
-    const after = (token) => element("span.cell.new",
+    const after = (token) => element("span.cell.new.pass",
       `after ${visible(token?.text ?? prompt.tail.at(-1) ?? "")}`);
     const last = this.#from(read, "on", after(fed.at(-1) ?? pending));
     const stays = after(fed[placesOf(cycle)[kept - before - 2]] ?? pending);

@@ -1,113 +1,143 @@
-// The race: one request decoded both ways, replayed on one clock from the times that the server has
-// recorded, slowed. The figures under it are medians of three runs of each.
+// The race: one request decoded both ways. The server runs speculative decoding first, which is held back
+// here. Then both lanes move on the server's clock, as plain decoding's tokens come. The figures under
+// them are medians of three runs of each; Replay shows the first two runs again, slowed.
 
-import { bar, row } from "./charts.js";
+import { bar, drawRows, row, scale } from "./charts.js";
 import { byId, explained, mayMove, onPress, write } from "./elements.js";
+import { tokensOf } from "./tokens.js";
 import { counted, milliseconds, times, visible } from "./words.js";
 
 const REPLAY_MS = 7000; // what the slower lane takes on the screen
 const NAMES = ["speculative", "plain"];
 
+/** One way's text, as far as a clock has come. */
+class Lane {
+  #events = [{ at: 0, tokens: 0, passes: 0, elements: [] }]; // at: ms since the prefill's end; counts so far
+  #shown = 1;
+  #name;
+  constructor(name) { this.#name = name; }
+  get last() { return this.#events.at(-1); }
+  add({ step, tokens, text, ms }) {
+    const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the clock starts behind the prompt
+    const [{ at, tokens: count, passes }, elements] = [this.last, tokensOf({ tokens, text })];
+    this.#events.push({ at: at + took, tokens: count + tokens.length, passes: passes + (step > 0), elements });
+  }
+  /** Show what had come by then; the clock may go back. */
+  show(ms) {
+    const [counts, box] = byId(`lane-${this.#name}`).querySelectorAll(".counts, .text");
+    const events = this.#events.slice(0, this.#events.findLastIndex(({ at }) => at <= ms) + 1);
+    if (events.length < this.#shown || events.length === 1) [this.#shown] = [1, box.replaceChildren()];
+    for (const { elements } of events.slice(this.#shown)) box.append(...elements);
+    this.#shown = events.length;
+    const { tokens, passes } = events.at(-1);
+    counts.textContent = `${counted(tokens, "token")} · ${counted(passes, "pass", "passes")}`;
+    box.scrollTop = box.scrollHeight;
+  }
+}
+
 export class Race {
-  #lanes = {}; // by name, [ms since the prefill's end, tokens, passes, text] of each event
+  #lanes = {};
+  #isOver = false; // whether both lanes have all of their tokens
+  #clock = 0; // ms, the server's,
+  #slower = 1; // which runs so many times slower here
+  #before = 0; // when it was looked at last
   #frame = 0;
+  #finished = null; // shows the figures, once the lanes have come to their ends
   constructor() { onPress("race-again", () => this.#replay()); }
   start() {
     cancelAnimationFrame(this.#frame);
-    for (const name of NAMES) this.#lanes[name] = [];
-    byId("chart-race").replaceChildren();
-    this.#show(0, 0);
+    [this.#isOver, this.#clock, this.#slower, this.#frame, this.#finished] = [false, 0, 1, 0, null];
+    for (const name of NAMES) (this.#lanes[name] = new Lane(name)).show(0);
+    byId("track").hidden = false;
+    byId("chart-race").hidden = byId("race-again").hidden = true;
     this.#progress();
     this.say("The server runs both ways, three times each …");
-    byId("race-again").hidden = true;
   }
   /** What the server does now, in words: events come of the first run of each way. */
   #progress() {
-    const [ours, plain] = NAMES.map((name) => this.#lanes[name].at(-1)?.[1] ?? 0);
-    write("race-clock", "");
-    write("race-pace", !plain ? `Speculative decoding has written ${counted(ours, "token")}.`
-      : plain < ours ? `Plain decoding has written ${plain} of ${counted(ours, "token")}.`
-        : "Both texts are written. Two more runs of each follow, for medians.");
+    const [ours, plain] = NAMES.map((name) => this.#lanes[name].last.tokens);
+    write("race-pace", !plain ? `The server decodes with drafts first: ${counted(ours, "token")} so far. `
+      + "Both lanes start when it decodes plainly."
+      : this.#isOver ? "Both texts are written. Two more runs of each follow, for medians."
+        : "Both lanes on the server’s clock, as plain decoding’s tokens come.");
   }
-  add(name, { step, tokens, text, ms }) {
-    const [before, count, passes, all] = this.#lanes[name].at(-1) ?? [0, 0, 0, ""];
-    const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the clock starts behind the prompt
-    this.#lanes[name].push([before + took, count + tokens.length, passes + (step > 0), all + text]);
-    this.#show(Infinity, 0);
+  add(name, event) {
+    this.#lanes[name].add(event);
+    this.#isOver = this.#lanes.plain.last.tokens >= this.#lanes.speculative.last.tokens;
+    if (name === "plain") this.#move();
     this.#progress();
   }
   say(...words) { byId("race-says").replaceChildren(...words); }
+  /** No more will come of it. */
+  breakOff() {
+    cancelAnimationFrame(this.#frame);
+    this.say("The race did not come to its end.");
+    write("race-pace", "");
+  }
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
   finish({ compare }, textOf) {
-    write("race-pace", "");
+    [this.#isOver, this.#finished] = [true, () => this.#tell(compare, textOf)];
+    this.#move();
+  }
+  #tell(compare, textOf) {
+    write("race-pace", mayMove() ? "on the server’s clock" : "at the end, as less motion is wanted");
+    byId("race-again").hidden = !mayMove();
     if (compare.costs.alpha === null) {
-      this.say(`Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);
-      return;
+      return this.say(`Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);
     }
-    const spent = NAMES.map((name) => compare[name].timings)
-      .map(({ predicted_ms: ms, predicted_n: count }) => ms / Math.max(1, count - 1));
-    const most = Math.max(...spent) || 1;
-    byId("chart-race").replaceChildren(...NAMES.map((name, i) => (
-      row("", name, [bar(name, 0, spent[i] / most)], `${spent[i].toFixed(2)} ms per token`)
-    )));
-    const [speed, words] = [speedWords(compare), textWords(compare, textOf)];
-    this.say("Medians of three runs. ", ...speed, ` ${words}`);
-    byId("race-again").hidden = false;
-    this.#replay();
+    const timings = NAMES.map((name) => compare[name].timings);
+    const spent = timings.map(({ predicted_ms: ms, predicted_n: count }) => ms / Math.max(1, count - 1));
+    const [most, words] = [Math.max(...spent) || 1, spent.map((ms) => `${ms.toFixed(2)} ms per token`)];
+    const rows = ["ours", "plain"].map((kind, i) => row("", NAMES[i], [bar(kind, 0, spent[i] / most)], words[i]));
+    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`, ...rows,
+      row(".scale", "ms", scale(0, most)));
+    byId("chart-race").hidden = false;
+    return this.say("Medians of three runs. ", ...speedWords(compare), ` ${textWords(compare, textOf)}`);
   }
   #replay() {
     cancelAnimationFrame(this.#frame);
-    const end = Math.max(...NAMES.map((name) => this.#lanes[name].at(-1)?.[0] ?? 0));
-    const slower = Math.max(1, REPLAY_MS / (end || 1));
-    const began = performance.now();
-    const pace = mayMove() ? `replayed ${slower.toFixed(slower < 10 ? 1 : 0)} times slower`
-      : "not replayed, as less motion is wanted";
-    write("race-pace", `on the server’s clock; ${pace}`);
-    const show = (ms) => {
-      this.#show(ms, end);
-      if (ms < end) this.#frame = requestAnimationFrame(() => show((performance.now() - began) / slower));
-    };
-    show(mayMove() ? 0 : end);
+    const end = Math.max(...NAMES.map((name) => this.#lanes[name].last.at));
+    [this.#clock, this.#frame, this.#slower] = [0, 0, Math.max(1, REPLAY_MS / (end || 1))];
+    byId("chart-race").hidden = true;
+    write("race-pace", `replayed ${this.#slower.toFixed(this.#slower < 10 ? 1 : 0)} times slower than it was`);
+    this.#move();
   }
-  /** Both lanes as they were at `ms`. */
-  #show(ms, end) {
-    for (const name of NAMES) {
-      const [, tokens, passes, text] = this.#lanes[name].findLast(([at]) => at <= ms) ?? [0, 0, 0, ""];
-      const [counts, box] = byId(`lane-${name}`).querySelectorAll(".counts, .text");
-      counts.textContent = `${tokens} tokens · ${passes} passes`;
-      box.textContent = text;
-      box.scrollTop = box.scrollHeight;
-    }
-    write("race-clock", milliseconds(Math.min(ms, end)));
+  /** Let the clock run, if it does not. */
+  #move() { if (!this.#frame) this.#tick(this.#before = performance.now()); }
+  /** Bring the clock and the lanes to where they are now: at most to where both are known. */
+  #tick(now) {
+    const ends = NAMES.map((name) => this.#lanes[name].last.at);
+    const end = this.#isOver ? Math.max(...ends) : ends[1];
+    const passed = Math.max(0, now - this.#before) / this.#slower;
+    this.#clock = mayMove() ? Math.min(end, this.#clock + passed) : end;
+    [this.#before, this.#frame] = [now, 0];
+    for (const name of NAMES) this.#lanes[name].show(this.#clock);
+    write("race-clock", milliseconds(this.#clock));
+    if (this.#clock < end) this.#frame = requestAnimationFrame((then) => this.#tick(then));
+    else this.#finished?.();
   }
 }
 
 /** The speed-up as parts of a sentence. */
-function speedWords(compare) {
-  const { measured_speedup: measured, predicted_speedup: predicted, costs } = compare;
+function speedWords({ measured_speedup: measured, predicted_speedup: predicted, ...compare }) {
   if (measured === null) return ["Too few tokens to measure a speed-up."];
   const [least, most] = compare.spread.map(times);
   const doubt = `disturbed: the machine was busy, ${compare.num_runs} runs gave ${least} to ${most}`;
-  const speed = Math.abs(measured - 1) < 0.05 ? "about as fast as"
-    : measured > 1 ? "faster than" : "slower than";
+  const speed = Math.abs(measured - 1) < 0.05 ? "about as fast as" : measured > 1 ? "faster than" : "slower than";
   const words = `Speculative decoding was ${speed} plain decoding. `
     + `Measured speed-up ${times(measured)}${compare.disturbed ? ` (${doubt})` : ""}`;
-  if (predicted === null) return [`${words}.`];
-  const [alpha, c, tVerify] = [costs.alpha, costs.c, costs.t_verify].map((value) => ` ${value.toFixed(2)}`);
-  return [`${words}, predicted ${times(predicted)} (`, explained("alpha", "α"), `${alpha}, `,
-    explained("c", "c"), `${c}, `, explained("tverify", "t_verify"), `${tVerify}).`];
+  const costs = { alpha: "α", c: "c", t_verify: "t_verify" };
+  const each = Object.entries(costs).flatMap(([name, sign], i) => (
+    [i ? ", " : "", explained(name.replace("_", ""), sign), ` ${compare.costs[name]?.toFixed(2)}`]));
+  return predicted === null ? [`${words}.`] : [`${words}, predicted ${times(predicted)} (`, ...each, ")."];
 }
 
 function textWords({ identical, first_difference: difference }, textOf) {
-  if (identical === null) {
-    return "The texts are two draws from one distribution (verified by rejection): they are not compared.";
-  }
   if (identical) return "The texts are identical, token for token.";
+  if (identical === null) return "The texts are two draws from one distribution (by rejection): not compared.";
   const [ours, theirs] = [difference.speculative_token, difference.plain_token]
     .map((id) => (id === null ? "its end" : `“${visible(textOf(id))}”`));
-  const why = {
-    "near-tie": "a near-tie that rounding decided",
-    bug: "too far apart for rounding: a bug",
+  const why = { "near-tie": "a near-tie that rounding decided", bug: "too far apart for rounding: a bug",
   }[difference.verdict] ?? "where rounding may have moved the border of top-k, top-p or min-p";
   return `The texts differ from token ${difference.position + 1} on: ${ours} against ${theirs}, ${why}.`;
 }

@@ -14,8 +14,7 @@ export class Run {
   #view;
   /** `view` shows: take(event), flush() after each frame's share, and once ended({state, error}). */
   constructor(request, key, view, isStepping) {
-    this.#view = view;
-    this.#allowed = isStepping ? 1 : Infinity;
+    [this.#view, this.#allowed] = [view, isStepping ? 1 : Infinity];
     this.#read(request, key);
   }
   /** Show one more cycle, when it is there; whoever ran freely goes step by step from here on. */
@@ -25,9 +24,8 @@ export class Run {
   /** Hang up, which frees the server, and show nothing more, even if all was read. */
   stop() {
     this.#abort.abort();
-    this.#waiting = [];
-    this.#end = { state: "stopped" };
-    this.#allow(Infinity);
+    [this.#waiting, this.#end] = [[], { state: "stopped" }];
+    this.release();
   }
   async #read(request, key) {
     try {
@@ -56,11 +54,8 @@ export class Run {
       this.#view.take(event);
     }
     this.#view.flush();
-    this.#frame = 0;
-    if (mayShow()) this.#allow(this.#allowed);
-    else if (!this.#waiting.length && this.#end) {
-      this.#frame = -1; // no more of them: it is told once
-      this.#view.ended(this.#end);
-    }
+    this.#frame = this.#end && !this.#waiting.length ? -1 : 0; // no more frames: its end is told once
+    if (this.#frame) this.#view.ended(this.#end);
+    else if (mayShow()) this.#allow(this.#allowed);
   }
 }

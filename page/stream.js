@@ -15,7 +15,7 @@ export class ServerError extends Error {
 
 /** The JSON at `path`; `good` are the statuses that have it. Raises ServerError. */
 export async function getJson(path, key = "", good = [200]) {
-  const response = await reached(fetch(path, { headers: headersWith(key) }), GONE);
+  const response = await reached(fetch(`../${path}`, { headers: headersWith(key) }), GONE);
   if (!good.includes(response.status)) throw await refusal(response);
   return response.json();
 }
@@ -26,7 +26,7 @@ export async function getJson(path, key = "", good = [200]) {
  */
 export async function* generate(request, key, signal) {
   const headers = { "Content-Type": "application/json", ...headersWith(key) };
-  const sent = fetch("generate", { method: "POST", headers, body: JSON.stringify(request), signal });
+  const sent = fetch("../generate", { method: "POST", headers, body: JSON.stringify(request), signal });
   const response = await reached(sent, GONE, signal);
   if (!response.ok) throw await refusal(response);
   for await (const data of messages(response.body.getReader(), signal)) {

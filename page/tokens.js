@@ -7,11 +7,20 @@ import { originOf, visible, why } from "./words.js";
 
 const PART = "\ufffd"; // what a tokenizer writes for the bytes of an unfinished character
 const NEAR_END = 48; // px: a reader who has scrolled further up than this is left there
-const MOVES = {
-  ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1,
-  PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity,
-};
+const MOVES = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1, PageUp: -20, PageDown: 20,
+  Home: -Infinity, End: Infinity };
 const LABEL = "Tokens of the text; arrow keys move, Enter shows the cycle";
+
+/** An element for each of `tokens`, which have released `text`. */
+export function tokensOf({ tokens, text }, attributesOf = () => ({})) {
+  const texts = pieces(tokens.map((token) => token.text), text);
+  return tokens.map((token, i) => {
+    // What ends a text or a turn is a token without text of its own: its name is shown.
+    const isEnd = !texts[i] && /^<.+>$/.test(token.text);
+    const kinds = [token.kind, texts[i].includes("\n") && "break", isEnd && "special"].filter(Boolean);
+    return element(`span.token.${kinds.join(".")}`, attributesOf(token, i), isEnd ? token.text : texts[i]);
+  });
+}
 
 export class TokenText {
   #box;
@@ -34,11 +43,12 @@ export class TokenText {
     this.#list.addEventListener("click", pick);
     this.#list.addEventListener("keydown", (event) => {
       const { key, ctrlKey, altKey, metaKey } = event;
-      if (ctrlKey || altKey || metaKey) return;
-      if (key === "Enter" || key === " ") pick(event);
-      else if (key in MOVES) this.#move(MOVES[key]);
-      else return;
+      const isPick = key === "Enter" || key === " ";
+      if (ctrlKey || altKey || metaKey || (!isPick && !(key in MOVES))) return;
       event.preventDefault();
+      if (isPick) return pick(event);
+      const wanted = Number(this.#stop.dataset.index) + MOVES[key];
+      return this.#tokens[Math.max(0, Math.min(this.#tokens.length - 1, wanted))].element.focus();
     });
   }
   /** Tell the tokens of a cycle from the others, and scroll the box as little as shows them. */
@@ -64,8 +74,15 @@ export class TokenText {
   write(text) { this.#box.append(text); }
   /** Take a cycle's tokens; they are shown with the next flush. */
   add(cycle) {
-    const texts = pieces(cycle.tokens.map((token) => token.text), cycle.text);
-    cycle.tokens.forEach((token, i) => this.#new.append(this.#element(token, cycle, texts[i])));
+    const made = tokensOf(cycle, (token, i) => ({
+      role: "option", tabindex: -1, "aria-selected": "false", "data-index": this.#tokens.length + i,
+      "aria-label": `${visible(token.text)}, ${originOf(token, cycle)}`,
+    }));
+    cycle.tokens.forEach((token, i) => {
+      explain(made[i], () => why(token, cycle));
+      this.#tokens.push({ token, cycle, element: made[i] });
+    });
+    this.#new.append(...made);
   }
   /** Show what was added, and follow it unless the reader has scrolled away. */
   flush() {
@@ -77,28 +94,12 @@ export class TokenText {
     if (!this.#stop) this.#makeStop(this.#tokens[0].element);
     if (follows) box.scrollTop = box.scrollHeight;
   }
-  #element(token, cycle, text) {
-    // What ends a text or a turn is a token without text of its own: its name is shown.
-    const isEnd = !text && /^<.+>$/.test(token.text);
-    const kinds = [token.kind, text.includes("\n") && "break", isEnd && "special"].filter(Boolean);
-    const made = element(`span.token.${kinds.join(".")}`, {
-      role: "option", tabindex: -1, "aria-selected": "false",
-      "aria-label": `${visible(token.text)}, ${originOf(token, cycle)}`, "data-index": this.#tokens.length,
-    }, isEnd ? token.text : text);
-    explain(made, () => why(token, cycle));
-    this.#tokens.push({ token, cycle, element: made });
-    return made;
-  }
   #makeStop(wanted) {
     for (const one of [this.#stop, wanted]) {
       one?.setAttribute("tabindex", one === wanted ? 0 : -1);
       one?.setAttribute("aria-selected", one === wanted);
     }
     this.#stop = wanted;
-  }
-  #move(by) {
-    const wanted = Number(this.#stop.dataset.index) + by;
-    this.#tokens[Math.max(0, Math.min(this.#tokens.length - 1, wanted))].element.focus();
   }
 }
 
@@ -116,8 +117,7 @@ function pieces(labels, text) {
     const found = label && !label.includes(PART) ? text.indexOf(label, at) : -1;
     if (found < 0) return;
     const before = text.slice(at, found);
-    const isBlank = i === 0 || before.trim() === "";
-    result[isBlank ? i : i - 1] += before;
+    result[i === 0 || before.trim() === "" ? i : i - 1] += before;
     result[i] += label;
     at = found + label.length;
   });

@@ -1,18 +1,18 @@
-// Numbers, tokens and verdicts in words.
+// Marks, numbers, tokens and verdicts in words.
 
 import { numAccepted, ownToken } from "./trace.js";
 
+/** The mark of each thing that has a colour; its class has the same name. */
+export const MARKS = { drafting: "◇", pass: "▮", accepted: "✓", rejected: "✗", recovered: "↻", bonus: "+",
+  plain: "○", p: "●", q: "◆" };
+
 /** Two places, as the controller writes them: 0.714 -> ".71", null -> "–". */
-export function short(value, places = 2) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  return value.toFixed(places).replace(/^(-?)0\./, "$1.");
-}
+export const short = (value, places = 2) => (
+  Number.isFinite(value) ? value.toFixed(places).replace(/^(-?)0\./, "$1.") : "–");
 
 /** So many places, and no minus before a zero; null -> "–". */
-export function fixed(value, places) {
-  if (value === null || value === undefined) return "–";
-  return value.toFixed(places).replace(/^-(?=[0.]*$)/, "").replace("-", "−");
-}
+export const fixed = (value, places) => (
+  value?.toFixed(places).replace(/^-(?=[0.]*$)/, "").replace("-", "−") ?? "–");
 
 /** A probability or a ratio of two: exact at 0 and 1, and never rounded to them. */
 export function chance(value) {
@@ -24,8 +24,7 @@ export function chance(value) {
 }
 
 export const milliseconds = (ms) => (
-  ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(1)} s`
-);
+  ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 /** 538060032 -> "538 MB". */
 export const bytes = (count) => {
@@ -39,31 +38,40 @@ export const times = (factor) => (Number.isFinite(factor) ? `${factor.toFixed(2)
 export const counted = (count, noun, plural = `${noun}s`) => (`${count} ${count === 1 ? noun : plural}`);
 
 /** A token whose blanks can be seen: " blue\n" -> "␣blue↵"; "∅" where it has no text. */
-export function visible(text) {
-  const shown = text.replace(/\r?\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
-  return shown === "" ? "∅" : shown;
-}
+export const visible = (text) => (
+  text.replace(/\r?\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣") || "∅");
 
-/** A token in quotes, with its blanks to be seen. */
-export const quoted = (token) => `“${visible(token.text)}”`;
+/** A token in quotes, with its blanks to be seen; one that is written from right to left stays apart. */
+export function quoted({ text }) {
+  const shown = `“${visible(text)}”`;
+  return /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/.test(text) ? `\u2068${shown}\u2069` : shown;
+}
 
 /** The rule of rejection: "u .31 < p/q .83". Else what the target's choice went by. */
 export function comparison({ p, q, u, kind, score, total }) {
   if (u !== undefined) return `u ${chance(u)} ${kind === "rejected" ? "≥" : "<"} p/q ${chance(p / q)}`;
   if (score === null) return "no chance here, p = 0";
-  if (score === total) return `score ${fixed(score, 2)}`;
+  if (score === total) return `the target’s logit ${fixed(score, 2)}`;
   return `log p ${fixed(score, 2)} + noise ${fixed(total - score, 2)} = ${fixed(total, 2)}`;
 }
 
-/** Where a token comes from, in a word; what is nobody's bonus has no such name. */
-export function originOf({ kind }, { proposals }) {
-  return kind === "bonus" && !proposals.length ? "the target’s own token; nothing was drafted" : kind;
+/** Where a token comes from, in words. */
+export function originOf({ kind }, { step }) {
+  if (kind !== "plain") return kind;
+  return step ? "the target’s own token; nothing was drafted" : "the target’s first token, after the prefill";
 }
 
 /** What a run gave, in figures that add up: the prefill gives the first token. */
 export const pace = ({ tokens, passes, tokensPerPass }) => (
   `${counted(tokens, "token")}, ${tokens - 1} after the first in ${counted(passes, "pass", "passes")}: `
     + `${short(tokensPerPass)} tokens per pass`);
+
+/** What another engine tells of its run, in words. */
+export function toldWords({ usage, timings, metrics: { speculative_decoding: told } }) {
+  const drafts = told.num_draft_tokens === null ? ""
+    : `, ${told.num_accepted_draft_tokens} of ${told.num_draft_tokens} drafted ones accepted`;
+  return `${usage.completion_tokens} tokens${drafts}, ${Math.round(timings.predicted_ms)} ms after the first`;
+}
 
 /** What the grammar said at place `i` of a cycle, in sentences; "" without one. */
 export function grammarWords({ grammar }, i) {
@@ -80,40 +88,36 @@ export function grammarWords({ grammar }, i) {
 
 /** Why a token stands in the text: sentences on `token` of `cycle`. */
 export function why(token, cycle) {
-  return [whyKept(token, cycle), grammarWords(cycle, cycle.tokens.indexOf(token))].join(" ").trim();
+  const { kind, text, u } = token;
+  const instead = kind !== "recovered" ? ""
+    : `${quoted(cycle.rejected)} was drafted here and rejected (${comparison(cycle.rejected)}). Instead `;
+  const chosen = kind === "accepted" ? `accepted, as drafted (${comparison(token)})`
+    : u === undefined ? `the target’s own choice (${comparison(token)})`
+      : kind === "recovered" ? "drawn from norm(max(0, p − q)) by another u" : "drawn from p by its u";
+  const origin = ["accepted", "recovered"].includes(kind) ? "" : `${originOf(token, cycle)}: `;
+  const part = text.includes("\ufffd") ? " It is a part of a character." : "";
+  return `${MARKS[kind]} ${instead}${origin}${chosen}.${part} ${grammarWords(cycle, cycle.tokens.indexOf(token))}`;
 }
 
-function whyKept(token, { step, proposals, rejected }) {
-  const isCoupled = token.u === undefined;
-  const reason = comparison(token);
-  if (token.kind === "accepted") {
-    return `Drafted, and ${isCoupled ? `the target’s own choice (${reason})` : reason}: accepted.`;
-  }
-  if (token.kind === "recovered") {
-    const how = isCoupled ? `This one is the target’s own choice (${reason}).`
-      : "This one was drawn from norm(max(0, p − q)); its u is that draw.";
-    return `${quoted(rejected)} was drafted here and rejected (${comparison(rejected)}). ${how}`;
-  }
-  const source = isCoupled ? `the target’s own choice (${reason})` : "drawn from p by its u";
-  if (step === 0) {
-    return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
-  }
-  return proposals.length ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
-    : `Nothing was drafted in this cycle: plain decoding, ${source}.`;
-}
+const RESTS = "It expects a gain, but keeps an account by the clock, too: while drafts cost more than they gave, "
+  + "it rests.";
+const EARLY = "a draft ends early where the drafter finds nothing more, is unsure, or the text is nearly full";
 
-/** What happened in a cycle, in a sentence. */
-export function summary(cycle) {
-  const { step, tokens, proposals: { length: n }, rejected, drafter, cached, ms } = cycle;
-  const spent = Object.entries(ms).map(([name, took]) => `${name} ${milliseconds(took)}`).join(", ");
-  const own = ownToken(cycle);
+/** What happened in a cycle of a request, in sentences. */
+export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculative_tokens: k }) {
+  const { step, tokens, proposals: { length: n }, rejected, drafter, controller, cached, ms } = cycle;
+  const [own, spent] = [ownToken(cycle), Object.entries(ms).map(([name, took]) => `${name} ${milliseconds(took)}`)];
   if (step === 0) {
-    const prompt = counted(cached[1], "token");
-    return `The prefill read the prompt (${prompt}) and gave ${quoted(own)}, now pending (${spent}).`;
+    return `The prefill read the prompt (${counted(cached[1], "token")}) and gave ${quoted(own)}, now pending `
+      + `(${spent.join(", ")}).`;
   }
   const parts = n ? [`${drafter ?? "the drafter"} proposed ${n}`, `${numAccepted(cycle)} accepted`]
     : ["plain decoding"];
   if (rejected) parts.push(`${quoted(rejected)} rejected`);
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
-  return `Cycle ${step}: ${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass (${spent}).`;
+  const limit = asked === "none" ? 0 : isFixed ? k : Number(/K=(\d+)/.exec(controller)?.[1] ?? n);
+  const early = n < limit ? ` ${n} of at most ${limit}: ${EARLY}.` : "";
+  const rests = n || !controller ? "" : ` The controller: ${controller}. ${/while/.test(controller) ? RESTS : ""}`;
+  return `Cycle ${step}: ${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
+    + `(${spent.join(", ")}).${early}${rests}`;
 }

@@ -1,9 +1,9 @@
-"""The teaching page shows what the server's answer says, token by token, in a real browser.
+"""The page's workbench shows what the server's answer says, token by token, in a real browser.
 
-Each number and word that it shows is compared with the server's answer to the same request. The
-page survives refusals, broken streams and a server that leaves, can be used by keyboard, and has no
-fault that axe-core finds. No test may leave an error on the browser's console, nor a violation of
-the page's policy. What the page's files alone can tell is in test_operations.py.
+Each number and word that it shows is compared with the server's answer to the same request. It
+survives refusals, broken streams and a server that leaves, can be used by keyboard, and has no fault
+that axe-core finds. No test may leave an error on the browser's console, nor a violation of the
+page's policy. What the page's files alone can tell is in test_operations.py.
 
     python .ci/fetch_axe.py; python -m pytest tests/test_page.py    needs playwright and chromium
 
@@ -32,11 +32,11 @@ COLOURS = {"prompt": COLOUR_LIST, "drafter": "ngram", "max_tokens": 40}
 FEW = COLOURS | {"max_tokens": 12}
 ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_tokens": 1900}
 ENDLESS |= {"temperature": 0}
-KINDS = ("accepted", "recovered", "bonus")
+KINDS = ("accepted", "recovered", "bonus", "plain")
 TOKENS = "#text .tokens .token"
 AXE = ROOT / ".ci" / "axe.min.js"
-VIEWS = ("story", "try", "text", "race", "whatif", "statistics", "model")
-WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 400, "height": 800}
+LANES = ("#lane-speculative .text", "#lane-plain .text")
+WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 WATCH = """document.addEventListener("securitypolicyviolation",
     (event) => console.error("policy: " + event.violatedDirective));"""
 
@@ -86,7 +86,7 @@ def open_page(browser, server, complaints):
         page.on("console", lambda said: said.type == "error" and complaints.append(said.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.add_init_script(WATCH)
-        page.goto(f"http://127.0.0.1:{at.port}/{address}")
+        page.goto(f"http://127.0.0.1:{at.port}/page/{address}")
         if is_ready:
             wait_until_ready(page)
         return page
@@ -118,7 +118,7 @@ def expect_failed_load(complaints, status):
 
 def fill(page, **fields):
     if not page.locator("#seed").is_visible():
-        page.click("#settings-button")
+        page.click("#more summary")
     for name, value in fields.items():
         if name in ("drafter", "verification"):
             page.select_option(f"#{name}", value)
@@ -246,23 +246,25 @@ def mock(page, answer):
 # ------------------------------------------------------------------------------- runs and cycles
 
 
-def test_a_run_shows_the_text_of_the_server_s_answer(page, server):
-    run(page, **SAMPLED, verification="coupled")
-    assert page.text_content("#text .prompt") == SAMPLED["prompt"]
-    assert page.text_content("#text .tokens") == traced(server, SAMPLED)["text"]
-
-
 def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, server):
-    """By tokens, the slider, buttons and arrow keys; and its figures are drawn."""
+    """By tokens, the slider, buttons and arrow keys; and its figures are drawn. Before, none are."""
+    see(page, {"#figures:visible": 0, "#statistics-says": "After a run", "#cycle-count": re.compile("^$")})
     run(page, **SAMPLED, verification="coupled")
     answer = traced(server, SAMPLED)
+    assert page.text_content("#text .prompt") == SAMPLED["prompt"]
+    assert page.text_content(f"#text .tokens") == answer["text"]
     metrics, cycles = answer["metrics"]["speculative_decoding"], answer["trace"]
+    num_plain = sum(not cycle["proposals"] for cycle in cycles)  # which the metrics call bonus, too
+    numbers = [metrics[f"num_{name}_tokens"] for name in ("accepted_draft", "recovered", "bonus")]
+    numbers = [*numbers[:2], numbers[2] - num_plain, num_plain]
     line = "token => getComputedStyle(token).borderBottomStyle"  # without colour they differ, too
-    names = ("accepted_draft", "recovered", "bonus")
-    for kind, name, style in zip(KINDS, names, ("solid", "dashed", "double"), strict=True):
-        see(page, {f"{TOKENS}.{kind}": metrics[f"num_{name}_tokens"]})
+    styles = ("solid", "dashed", "double", "dotted")
+    for kind, number, style in zip(KINDS, numbers, styles, strict=True):
+        see(page, {f"{TOKENS}.{kind}": number})
         assert page.locator(f"{TOKENS}.{kind}").first.evaluate(line) == style
-        token = next(t for cycle in cycles for t in cycle["tokens"] if t["kind"] == kind)
+        kinds = (kind,) if kind != "plain" else ("bonus",)
+        token = next(t for cycle in cycles for t in cycle["tokens"] if t["kind"] in kinds
+                     and (kind != "bonus" or cycle["proposals"]))  # fmt: skip
         total = f"= {token['total']:z.2f}".replace("-", "−")
         act(page, ("hover", f"{TOKENS}.{kind} >> nth=0", {"#popup": total}))
     at, last = "#cycle-count", len(cycles) - 1
@@ -278,14 +280,14 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
     )
     accepted = [cycle["accepted_count"] for cycle in cycles[1:]]
     drafted = [len(cycle["proposals"]) for cycle in cycles[1:]]
-    page.click("#tab-statistics")
     see(page, {
         "[data-figure='target passes']": re.compile(f"^{metrics['target_passes']}$"),
         "[data-figure='tokens per pass']": re.compile(f"^{metrics['tokens_per_pass']:.2f}$"),
-        "#chart-positions .row": max(drafted),
+        "#chart-positions .row:not(.scale)": max(drafted),
         "#chart-time": re.compile("(ms.*){3}"),
-        "#chart-accepted .accepted:not([style*=' 0%'])": sum(map(bool, accepted)),
+        "#chart-accepted .kept:not([style*=' 0%'])": sum(map(bool, accepted)),
         "#chart-accepted .drafted:not([style*=' 0%'])": sum(map(bool, drafted)),
+        "#chart-accepted .x": f"cycle {last}",
     })  # fmt: skip
 
 
@@ -304,14 +306,12 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
         page,  # what has come stays, and can be gone through
         ("click", "#back", {"#cycle-count": "4 of 5"}),
         ("click", "#step", {"#cycle-count": "5 of 5", TOKENS: num_tokens, "#run": "Run on"}),
-        ("click", "#run", {"#status": "Finished"}),
+        ("click", "#run", {"#status": "Finished", "#text .tokens": answer["text"]}),
     )
-    assert page.text_content("#text .tokens") == answer["text"]
     fill(page, **ENDLESS)
     page.click("#run")
     page.locator(TOKENS).first.wait_for()
     assert server.health()["num_requests_running"] == 1
-    assert page.text_content("#status") == "Running."  # it streams: tokens come before the end
     act(page, ("click", "#stop", {"#status": "Stopped"}))
     server.wait_until_idle()
     assert 0 < page.locator(TOKENS).count() < ENDLESS["max_tokens"]
@@ -319,7 +319,7 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
 
 
 def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
-    """Characters of several tokens, special tokens; states go back beside the cache."""
+    """Parts of characters, special tokens, Hebrew; states go back beside a cache of 8,000 tokens."""
     cycles = [
         event(0, [("caf", "bonus")]),
         event(1, [("\ufffd", "accepted"), ("\ufffd", "recovered")], 5, text="é"),
@@ -329,6 +329,14 @@ def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
     run(page)
     see(page, {TOKENS: 5, "#picture .cache": 1, "#picture .states": 0})
     assert page.text_content("#text .tokens") == "café!<|end|>"  # which has no text but its name
+    act(page, ("hover", f"{TOKENS} >> nth=1", {"#popup": "a part of a character"}))
+    cycles = [event(0, [("שלום", "bonus")], cached=[8000] * 2), event(1, [(" x", "bonus")], 8000)]
+    mock(page, stream_of(cycles))
+    run(page, prompt="עברית")
+    see(page, {"#picture .cache": "7992 more …", "#cycle-says": "Cycle 1"})
+    act(page, ("click", f"{TOKENS} >> nth=0", {"#cycle-says": "gave \u2068“שלום”\u2069"}))
+    left = "one => one.getBoundingClientRect().left"
+    assert page.locator("#text .prompt").evaluate(left) > page.locator(TOKENS).first.evaluate(left)
 
     def states(begin, end, stepped):
         return {"recurrent": {"layers": 6, "from": begin, "to": end, "stepped": stepped}}
@@ -382,13 +390,9 @@ SCHEMA = """{"type": "object", "properties": {"colour": {"enum": ["red", "blue"]
     "required": ["colour"], "additionalProperties": false}"""
 
 
-def test_a_json_schema_is_sent_and_the_reasons_tell_what_the_grammar_forbade_and_forced(
-    open_page, page, server
-):
+def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
     fields = FEW | {"json_schema": SCHEMA.replace("\n", "")}
-    sent = posted(page)
     run(page, **fields)
-    assert sent[-1]["json_schema"] == fields["json_schema"]
     answer = traced(server, fields)
     assert page.text_content("#text .tokens") == answer["text"]
     told = [place for cycle in answer["trace"] for place in cycle["grammar"]]
@@ -401,15 +405,9 @@ def test_a_json_schema_is_sent_and_the_reasons_tell_what_the_grammar_forbade_and
         count = "forces this token" if kind[0] else f"allows {place['allowed']} of 4,096 tokens"
         best = ", which the model liked best." if kind[1] else ")."
         text = texts[str(first["id"])].replace(" ", "␣").replace("\n", "↵")
-        words = f"The grammar {count}", f"It forbade “{text}” (p ", best
-        act(
-            page,
-            ("hover", f"{TOKENS} >> nth={at}", {"#popup": words}),
-            ("click", f"{TOKENS} >> nth={at}", {"#grammar": words}),
-        )
-    again = open_page(address=page.evaluate("location.hash"))
-    see(again, {"#status": "Finished"})
-    assert again.text_content("#text .tokens") == answer["text"]
+        words, token = (f"The grammar {count}", f"It forbade “{text}” (p ", best), f"{TOKENS} >> nth={at}"
+        act(page, ("hover", token, {"#popup": words}), ("click", token, {"#grammar": words}))
+    sent = posted(page)
     run(page, **FEW, json_schema="")
     assert "json_schema" not in sent[-1]
     act(page, ("click", f"{TOKENS} >> nth=1", {"#grammar:visible": 0, "#verdict": "target"}))
@@ -434,27 +432,29 @@ def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_change
     mock(page, stream_of(rejecting()))
     run(page)
     single, told = "#text .tokens [tabindex='0']", "#popup:visible"  # there is one tab stop
-    as_it_was = {"#verdict": (".200 < p / q = .300 / .600", "kept")}
+    as_it_was = {"#verdict": (".200 < p / q = .300 / .600", "accepted")}
     act(
         page,
         ("hover", f"{TOKENS}.accepted", {told: ("accepted", "< p/q")}),
         ("Escape", "body", {told: 0}),
-        ("focus", single, {told: "prefill"}),
+        ("focus", single, {told: "first token, after the prefill"}),
         ("ArrowRight", single, {f"{single}[data-index='1'][aria-describedby=popup]:focus": 1}),
         ("End", single, {f"{single}[data-index='3']:focus": 1}),
-        ("hover", f"{TOKENS}.recovered", {told: ("␣x", "norm(max(0, p − q))", "≥ p/q")}),
+        ("hover", f"{TOKENS}.recovered", {told: ("“␣x” was drafted", "max(0, p − q)", "≥ p/q")}),
         ("click", f"{TOKENS}.accepted", as_it_was),
         (0.55, "#needle", {"#verdict": ("rejected", "The run had u = .200")}),
-        (0.4, "#needle", {"#verdict": "kept"}),  # above p alone
+        (0.4, "#needle", {"#verdict": "accepted"}),  # above p alone
         ("End", "#needle", {"#verdict": "rejected"}),
     )
-    see(page, {f"#distribution .bar-{name}": n for name, n in {"p": 4, "q": 4, "more": 2}.items()})
+    bars = {"p": 4, "q": 4, "recovered": 2}  # and a scale below them
+    see(page, {f"#distribution .bar.{name}": n for name, n in bars.items()})
+    assert page.locator("#distribution .bars .tick").all_inner_texts() == ["0", ".2", ".4", ".6", ".8", "1"]
 
 
 def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
     def widths(**moved):
         act(page, *((value, f"#{name}", {}) for name, value in moved.items()))
-        bars = page.locator("#distribution .bar-p")
+        bars = page.locator("#distribution .bar.p")
         return bars.evaluate_all("all => all.map((bar) => parseFloat(bar.style.width))")
 
     run(page, **SAMPLED, verification="rejection")
@@ -468,17 +468,19 @@ def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
 
 
 PROPOSER = re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")
-KEPT = re.compile("target’s best is the draft, “.*”: kept")
+KEPT = re.compile("target’s best is the draft, “.*”: accepted")
 RULES = [  # what is asked for, and what is said where of a token of each kind
     ({"drafter": "draft_model"},
      {"accepted": {"#verdict": KEPT},
-      "recovered": {"#verdict": "rejected", "#distribution .note": "there is no u"}}),
+      "recovered": {"#verdict": "rejected", "#distribution .note": "nothing is drawn"}}),
     ({"drafter": "auto"}, {"accepted": {"#cycle-says": PROPOSER}}),
-    ({"drafter": "none"}, {"bonus": {"#verdict": "Nothing was drafted."}}),
+    ({"drafter": "none"}, {"plain": {"#verdict": "Nothing was drafted."}}),
+    ({"drafter": "suffix", "temperature": 0.5, "verification": "coupled"},
+     {"accepted": {"#verdict": "The drafter names", "#distribution .note": "draws nothing"}}),
     ({"temperature": 0.5},  # all of its q is on the draft
      {"accepted": {"#distribution .note": "This drafter draws nothing", "#verdict": "/ 1 ="}}),
     (SAMPLED | {"verification": "coupled"},
-     {"accepted": {"#verdict": re.compile("both land on.*kept")},
+     {"accepted": {"#verdict": re.compile("both land on.*accepted")},
       "recovered": {"#verdict": re.compile("the drafter lands on “.*”, the target on “.*”: rej")}}),
 ]  # fmt: skip
 
@@ -489,49 +491,13 @@ def test_who_drafted_and_what_decided_is_said_of_every_rule(page):
         run(page, **COLOURS | defaults | fields)
         for kind, words in told.items():
             act(page, ("click", f"{TOKENS}.{kind} >> nth=-1", words))
-            drawn = page.locator("#distribution :is(input, .bar-q)").count()
+            drawn = page.locator("#distribution :is(input, .bar.q)").count()
             assert bool(drawn) == (fields.get("temperature", 0) > 0)
         shown = page.text_content("#cycle-says") + page.text_content("#picture")
         assert fields.get("drafter") != "none" or "bonus" not in shown
     assert "p / q" not in page.text_content("#verdict")
-    act(page, (3, "#needle", {"#verdict": "Noise made here"}))
-
-
-# ------------------------------------------------------------------------------ the first minute
-
-
-def test_the_page_opens_on_a_recorded_cycle_and_generates_nothing(open_page, server):
-    """It is told guess by guess, by itself, by buttons and by arrow keys: pass, verdicts, cut."""
-    figures = server.health()["speculative_decoding"]
-    story = json.loads(server.call("GET", "/page/stored_story.json")[2])
-    page = open_page(reduced_motion="no-preference")
-    label = f"An example, recorded earlier with {story['model']}; drafter: {story['drafter']}"
-    see(page, {"#story-label": label, "#story-play": "Pause"})
-    page.locator("#story-picture button.slot .chip.on").first.wait_for()  # by itself
-    assert server.health()["speculative_decoding"] == figures
-
-    def lit(*numbers):
-        """What is seen of the cycle: guesses, the pass, verdicts, the cut tail."""
-        parts = (".slot .chip.on:not(.own)", ".beam.lit", ".verdict.on", ".cell.tail")
-        return dict(zip((f"#story-picture {part}" for part in parts), numbers, strict=True))
-
-    page = open_page()  # less motion begins with the whole picture
-    step = int(re.search(r"Cycle (\d+) of", page.text_content("#story-label"))[1])
-    cycle, cost = story["cycles"][step], story["costs"][story["drafter"]]
-    n, tail = len(cycle["proposals"]), cycle["cached"][0] - cycle["cached"][1]
-    assert n > cycle["accepted_count"] > 0 and tail > 0  # it tells all that can happen
-    ratio = f"{cost['verify_ms'] / story['plain_ms']:.2f}×"
-    see(page, lit(n, 1, n, tail) | {"#timeline .draft-step": n, "#timeline .verify-pass": 1})
-    see(page, {"#timeline-says": (f"gave {cycle['emitted_count']} token", ratio)})
-    for _ in range(1 + cycle["accepted_count"]):
-        page.click("#story-back")
-    act(
-        page,
-        ("click", "#story-back", lit(n, 1, 0, 0) | {"#story-says": "One pass"}),
-        ("ArrowLeft", "#story-on", lit(n, 0, 0, 0)),
-        ("ArrowLeft", "#story-on", lit(n - 1, 0, 0, 0)),
-        ("ArrowRight", "#story-on", lit(n, 0, 0, 0)),
-    )
+    act(page, (3, "#needle", {"#verdict": "Noise made here", "#distribution .legend": "in nats"}))
+    assert page.locator("#distribution .marks .tick").count() > 1  # an axis of noise
 
 
 def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
@@ -549,21 +515,21 @@ def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
 def test_a_server_that_loads_and_one_that_goes_away_are_told(
     open_page, complaints, tmp_path, chat_folder
 ):
-    """The story is told at once. An answer that is stopped while it is held up is no turn."""
+    """An answer that is stopped while it is held up is no turn."""
     gate = Gate(tmp_path, chat_folder("llama"))
     gate.shut("load")
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "all else answers 503" in server.log())
         page = open_page(server, is_ready=False)
         loads = re.compile("The server loads llama.*: reading the weights")
-        see(page, {"#server": loads, "#story-label": "An example, recorded earlier"})
+        see(page, {"#server": loads})
         see(page, {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")})
         gate.open("load")
         wait_until_ready(page)
-        see(page, {"#server": "Target: llama", "#run[aria-disabled=false]": 1})
+        see(page, {"#server": "llama", "#run[aria-disabled=false]": 1})
         expect_failed_load(complaints, "503")
         gate.shut()
-        page.click("#tab-chat")
+        page.click("#show-chat")
         say(page, "Go on", {".turn .token": 1})
         act(page, ("click", "#stop", {".turn .note": "it does not count as a turn"}))
         gate.open()
@@ -583,69 +549,82 @@ OUTSIDE = """(selectors) => selectors.filter((selector) => {
     return !(box.width && box.top >= 0 && box.bottom <= innerHeight + 1
         && box.left >= 0 && box.right <= innerWidth + 1);
 })"""
-LANES = ["#lane-speculative .text", "#lane-plain .text"]
+TOO_NARROW = """() => [...document.querySelectorAll("#workbench :not(.bars, .marks)")].filter((one) =>
+    one.checkVisibility() && one.clientWidth && one.scrollWidth > one.clientWidth + 1
+    && getComputedStyle(one).overflowX === "visible").map((one) => one.outerHTML.slice(0, 200))"""
+BROKEN = """() => [...document.querySelectorAll("#picture :is(.word, .verdict, .chip)")]
+    .filter((one) => one.getClientRects().length > 1 || one.offsetHeight > 32)
+    .map((one) => one.outerHTML)"""
+SMALL = """() => [...document.querySelectorAll("#workbench *")].filter((one) => one.checkVisibility()
+    && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())
+    && parseFloat(getComputedStyle(one).fontSize) < 13).map((one) => one.outerHTML.slice(0, 200))"""
+COVERED = """(token) => {
+    const [a, b] = [token, document.querySelector("#popup")].map((one) => one.getBoundingClientRect());
+    return a.left < b.right && b.left < a.right && a.top < b.bottom + 30 && b.top < a.bottom + 60;
+}"""
 SEEN = {  # what each button changes
-    "#run": ["#status", "#cycle-says", "#picture"],
+    "#run": ["#status", "#text", "#cycle-says"],
     "#back": ["#cycle-count", "#cycle-says", "#picture"],
     "#race": ["#status", *LANES],
 }
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
-def test_what_a_button_changes_is_on_the_screen_and_nothing_scrolls_sideways(open_page, size):
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
+def test_what_a_button_changes_is_on_the_screen_and_nothing_overflows_at_any_k(open_page, size):
+    """A popup covers neither what it explains nor the lines below, and lets the mouse through."""
     page = open_page(viewport=size)
     fill(page, **SAMPLED | {"max_tokens": 24})
+    page.click("#more summary")
     for button, changed in SEEN.items():
-        page.evaluate("scrollTo(0, document.body.scrollHeight)")
-        assert page.evaluate(OUTSIDE, [button]) == []  # the bar stays
+        page.evaluate("scrollTo(0, 500)")
         act(page, ("click", button, {"#status": "Finished"}))
         assert page.evaluate(OUTSIDE, changed) == [], button
-    page.click("#tab-text")
-    page.locator(TOKENS).last.focus()
-    assert page.evaluate(OUTSIDE, ["#popup"]) == []
-    for view in VIEWS:
-        page.click(f"#tab-{view}")
-        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
+    for k in (1, 16):
+        run(page, num_speculative_tokens=k)
+        for token in page.locator(TOKENS).all()[:9]:
+            token.click()
+            if size == NARROW:
+                assert page.evaluate(OUTSIDE, ["#verdict", "#text", ".legend"]) == []
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+            assert [*map(page.evaluate, (TOO_NARROW, BROKEN, SMALL))] == [[], [], []]
+            page.mouse.move(0, 0)
+            token.hover()
+            assert page.evaluate(OUTSIDE, ["#popup"]) == [] and not token.evaluate(COVERED)
+    cells = page.locator("#picture .cell").evaluate_all("all => all.map((one) => one.offsetWidth)")
+    assert min(cells) >= 16
+    assert page.locator("#popup").evaluate("p => getComputedStyle(p).pointerEvents") == "none"
 
 
-def test_views_are_tabs_and_words_with_a_dotted_line_explain_themselves(page):
-    page.focus("#tab-story")
-    for key, view in (("ArrowRight", "try"), ("ArrowLeft", "story"), ("ArrowLeft", "model")):
-        page.keyboard.press(key)  # around
-        chosen = f"#tab-{view}[tabindex='0'][aria-selected=true]:focus"
-        see(page, {chosen: 1, "[role=tab][tabindex='0']": 1, "[role=tab][aria-selected=true]": 1})
-        see(page, {"[role=tabpanel]:visible": 1, f"#view-{view}:visible": 1})
-    page.click("#tab-story")
-    assert page.locator("#view-story .kinds .token").all_text_contents() == [*KINDS]
-    for word in page.locator("#view-story .word").all():
+def test_words_explain_themselves_and_each_colour_is_in_the_legend(page):
+    assert page.locator("#reading .legend .key").all_text_contents() == [
+        "◇ drafting", "▮ pass", "✓ accepted", "✗ rejected", "↻ recovered", "+ bonus", "○ plain",
+        "● p", "◆ q",
+    ]  # fmt: skip
+    run(page, **SAMPLED | {"max_tokens": 24})
+    for word in page.locator("#workbench [data-word]:visible").all():
         word.focus()
         see(page, {"#popup:visible": re.compile(".{40}")})
-        assert word.evaluate("w => getComputedStyle(w).borderBottomStyle") == "dotted"
     act(
         page,
-        ("Escape", "#view-story .word >> nth=-1", {"#popup:visible": 0}),
-        ("hover", "#view-story .word >> nth=0", {"#popup:visible": 1}),
+        ("Escape", "#cycle .word >> nth=0", {"#popup:visible": 0}),
+        ("hover", "#cycle .word >> nth=0", {"#popup:visible": 1}),
     )
-    page.evaluate("document.getElementById('tab-text').click()")
-    see(page, {"#popup:visible": 0})
 
 
-def test_axe_finds_nothing_wrong_with_any_view(page):
+def test_axe_finds_nothing_wrong(open_page, chatting):
     """Wide and narrow; nothing but the colours depends on the scheme."""
+    page = open_page()
     run(page, "#race", **SAMPLED | {"max_tokens": 40})
     for size in (WIDE, NARROW):
         page.set_viewport_size(size)
         fill(page, temperature="abc")
         page.click("#run")
-        for view in VIEWS:
-            page.click(f"#tab-{view}")
-            if view == "text":
-                page.locator(f"{TOKENS}.recovered").first.click()
-                page.locator(f"{TOKENS}.bonus").first.focus()
-            assert violations(page) == [], (view, size)
-            page.emulate_media(color_scheme="dark")
-            assert violations(page, runOnly=["color-contrast"]) == [], (view, size)
-            page.emulate_media(color_scheme="light")
+        page.locator(f"{TOKENS}.recovered").first.click()
+        page.locator(f"{TOKENS}.bonus").first.focus()
+        assert violations(page) == [], size
+        page.emulate_media(color_scheme="dark")
+        assert violations(page, runOnly=["color-contrast"]) == [], size
+        page.emulate_media(color_scheme="light")
 
 
 # ------------------------------------------------------------------------------ race and what if
@@ -660,12 +639,12 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
         "#race-says": ("Medians of three runs.", "identical, token for token"),
         "#lane-plain .counts": "40 tokens · 39 passes",
         "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
-        "#chart-race .row": 2,
+        "#chart-race .row:not(.scale)": 2,
         "#measured": "as fast as plain decoding in that race",
     })  # fmt: skip
     run(page, "#race", **FEW | {"drafter": "none"})
     no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
-    see(page, {"#race-says": no_race, "#chart-race .row": 0})
+    see(page, {"#race-says": no_race, "#chart-race:visible": 0})
     run(page, "#race", **SAMPLED | {"max_tokens": 12, "verification": "rejection"})
     see(page, {"#race-says": "not compared"})
 
@@ -682,60 +661,64 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
     )
     see(page, {"#race-says": said, "#measured": "the last race, disturbed: "})
     taken = {"#alpha-value": ".62", "#cost-value": "4.20"}
-    act(page, ("click", "#tab-whatif", {}), ("click", "text=Take draft_model >> nth=-1", taken))
+    act(page, ("click", "text=Take draft_model >> nth=-1", taken))
 
 
-def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page, server):
-    """By the server's times: at half the slower lane's neither lane shows what came later."""
-    page, held = open_page(reduced_motion="no-preference"), []
+STREAMED = """const real = window.fetch;
+window.fetch = (url, options) => String(url).endsWith("generate")
+    ? Promise.resolve(new Response(new ReadableStream({start: (to) => { window.to = to; }})))
+    : real(url, options);
+window.push = (events) => { for (const event of events) {
+    window.to.enqueue(new TextEncoder().encode("data: " + JSON.stringify(event) + "\\n\\n")); } };"""
+
+
+def test_both_lanes_of_a_race_move_while_it_runs_and_can_be_replayed_slowly(open_page, server):
+    """Speculative decoding is held back until plain decoding runs; no bars stand before the end."""
+    page = open_page(reduced_motion="no-preference", is_ready=False)
+    page.add_init_script(STREAMED)
     page.clock.install(time=0)
     page.reload()
     wait_until_ready(page)
     fast = [FIRST, event(1, [("b", "accepted"), ("c", "bonus")], 5)]
     slow = [{"plain": event(i, [(text, "bonus")], 4 + i)} for i, text in enumerate("abc")]
-    page.route("**/generate", lambda route: held.append(route))
-    with page.expect_request("**/generate"):
-        page.click("#race")
-    see(page, {"#race-pace": "Speculative decoding has written 0 tokens"})
+    page.click("#race")
     page.clock.pause_at(100_000)
     answer = answer_of(fast, compare=server.generate(**FEW, compare=True)[1]["compare"])
-    held[0].fulfill(**stream_of(fast, [*slow, answer]))
-    until(lambda: page.clock.run_for(10) or page.locator("#race-again").is_visible())
-    see(page, {"#race-pace": "350 times slower"})  # 20 ms in seven seconds
-    seen = []
-    for waited_ms in (0, 3400, 200, 3500):
-        page.clock.run_for(waited_ms)
-        seen.append([*map(page.text_content, LANES)])
-    assert seen == [["a", "a"], ["a", "a"], ["abc", "ab"], ["abc", "abc"]]
-    see(page, {"#race-clock": re.compile("^20 ms$")})
 
+    def lanes(pushed, *waits_ms):
+        page.evaluate("(events) => window.push(events)", pushed)
+        for waited_ms in waits_ms:
+            page.clock.run_for(waited_ms)
+        return [*map(page.text_content, LANES)]
 
-WHAT_IF = [  # what is moved, and what is said then
-    ({"alpha": 0.5, "whatif-k": 1, "cost": 0.5, "row-cost": 0},
-     "K=1: expected 1.00×, t_verify 1.00, it pays from α .50"),
-    # 2.71 tokens in 2 · .05 + 1 + 2 · .1 passes
-    ({"alpha": 0.9, "whatif-k": 2, "cost": 0.05, "row-cost": 0.1},
-     "K=2: expected 2.08×, t_verify 1.20"),
-    ({"whatif-k": 0}, "K=0: expected 1.00×, t_verify 1.00"),
-]  # fmt: skip
+    assert lanes(fast, 100, 100) == ["", ""]
+    see(page, {"#race-pace": "The server decodes with drafts first: 3 tokens so far"})
+    assert lanes(slow[:1], 100, 100) == ["a", "a"]
+    assert lanes(slow[1:2], 100, 100) == ["abc", "ab"]
+    see(page, {"#race-clock": re.compile("^10 ms$"), "#chart-race:visible": 0})
+    assert lanes([*slow[2:], answer], 100, 100) == ["abc", "abc"]
+    page.evaluate("window.to.enqueue(new TextEncoder().encode('data: [DONE]\\n\\n'))")
+    until(lambda: page.clock.run_for(20) or page.locator("#race-again").is_visible())
+    plain = page.locator("#lane-plain .token").first.get_attribute("class")
+    assert plain == "token plain" and page.locator("#lane-speculative .accepted").count() == 1
+    see(page, {"#chart-race:visible": 1})
+    page.click("#race-again")
+    see(page, {"#race-pace": "350 times slower", "#chart-race:visible": 0})  # 20 ms in 7 seconds
+    seen = [lanes([], waited_ms) for waited_ms in (3400, 200, 3500)]
+    assert seen == [["a", "a"], ["abc", "ab"], ["abc", "abc"]]
+    see(page, {"#race-clock": re.compile("^20 ms$"), "#chart-race:visible": 1})
 
 
 def test_the_model_card_the_drafters_and_what_if_have_their_figures(page, server):
     """What if? draws the formula's curve. A model without a template has no chat."""
     assert page.input_value("#demo-prompt") == "code_function"
-    absent = ("#chat-field:visible", "#tab-chat:visible", "#demo-prompt option[value^=chat]")
+    absent = ("#chat-field:visible", "#views:visible", "#demo-prompt option[value^=chat]")
     see(page, dict.fromkeys(absent, 0))
     target = server.health()["target"]
     figures = (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit")
     see(page, {"#model-card": (*figures, "by the rule of rejection only the distribution is")})
-    see(page, {"#drafters": ("ngram", "mtp", "draft_model")})
-    page.click("#tab-whatif")
-    for moved, words in WHAT_IF:
-        act(page, *((value, f"#{name}", {}) for name, value in moved.items()))
-        see(page, {"#whatif-says": words, "#chart-whatif .break-even": 1, "#chart-whatif .dot": 17})
-
-
-# ------------------------------------------------------------------------- experiments and words
+    see(page, {"#drafters": ("ngram", "mtp", "draft_model", "One pass checks all branches")})
+    see(page, {"#drafters >> text=of your own": 0})
 
 
 def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(open_page, chatting):
@@ -744,74 +727,14 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
     page = open_page(chatting)
     assert page.input_value("#num_speculative_tokens") == "3"
     sent = posted(page)
-    says = {"none": "^It decided nothing", "auto": "^Cycle ", "ngram": "^You named the drafter"}
+    says = {"none": "^Nobody", "auto": "^Cycle ", "ngram": "^You: a named drafter"}
     for drafter, words in says.items():
         run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
-        act(page, ("click", "#tab-statistics", {"#controller-says": re.compile(words)}))
+        see(page, {"#controller-says": re.compile(words)})
     assert [body.get("fixed_k", False) for body in sent] == [True, False, True]
     see(page, {"#measured": "all runs of ngram so far"})  # What if? knows what it has timed
     see(page, {"#drafters": ("for each guess, c = ",)})
     until(lambda: b'"measured"' in chatting.call("GET", "/curve")[2])
-    page.reload()
-    see(page, {"#model-card": (re.compile(r"cost curve2: \d\.\d\d×, 4: "),)})
-
-
-def form_of(page):
-    fields = page.locator("#request :is(input, select, textarea)")
-    return fields.evaluate_all("all => all.map((field) => [field.id, field.value, field.checked])")
-
-
-def try_out(page, experiment, words, choice=-1):
-    """Make this choice of an experiment, and wait for what it tells."""
-    choices = "#experiment .buttons button"
-    act(
-        page,
-        ("click", "#tab-try", {}),
-        ("click", f"text={experiment}", {}),
-        ("click", f"{choices} >> nth={choice}", {"#experiment .says": re.compile(words)}),
-    )
-
-
-def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page):
-    fill(page, **SAMPLED, verification="rejection")
-    before = form_of(page)
-    try_out(page, "Colours, then a story", "You predicted “a story”; it was “a list", 1)
-    said = re.findall(r"\d+\.\d\d", page.text_content("#experiment .says"))
-    assert float(said[0]) > float(said[1])
-    look, of_the_run = "text=Look at its cycles", f"{said[0]} tokens per pass"
-    seen = {"#cycle-count": "1 of", "#text .prompt": COLOURS["prompt"], "#status": of_the_run}
-    act(page, ("click", look, seen))
-    assert form_of(page) == before  # the reader's own request is not lost
-    try_out(page, "Sample", "The same text, in ")
-    try_out(page, "Read the cache", "it was “by those kept and one”")
-    act(page, ("click", look, {"#picture .slot.rejected": 1}))
-    assert page.locator("#picture .slot.accepted").count() > 0
-
-
-MEDIANS = [  # how slow passes are with K = 2, 6 and 14, what was predicted, what is said
-    ([1, 1.05, 3], 0, "You predicted “K = 2”; nothing is proved.*too close to call"),
-    ([2, 1, 3], 1, "As you predicted.*Longer drafts cost more than they saved"),
-    ([3, 2, 1], 0, "You predicted “K = 2”; it was “K = 14”.*enough guesses were kept"),
-]
-
-
-def test_experiments_of_time_are_judged_by_medians_and_the_reason_follows(page):
-    """The first round is disturbed, which the median of three leaves out."""
-    asked, ms_of = [], {None: 1, 16: 2}
-
-    def answer(route):
-        asked.append(json.loads(route.request.post_data).get("num_speculative_tokens"))
-        verify = 500 if len(asked) == 1 else 10 * ms_of[asked[-1]]
-        ms = {"draft": 0, "verify": verify, "other": 0}
-        route.fulfill(**stream_of([FIRST, event(1, [("b", "bonus")], 5, ms=ms)]))
-
-    page.route("**/generate", answer)
-    for slow, choice, words in MEDIANS:
-        asked.clear()
-        ms_of.update(zip((2, 6, 14), slow, strict=True))
-        try_out(page, "Raise K", words, choice)
-        assert asked == [2, 6, 14] * 3
-    try_out(page, "See it lose", "As you predicted.*more than the passes that they saved")
 
 
 # ------------------------------------------------------------------------------------------ chat
@@ -822,8 +745,8 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
     page = open_page(chatting)
     assert page.input_value("#demo-prompt").startswith("chat_")
     sent = posted(page)
-    page.click("#tab-chat")
-    page.fill("#max_tokens", "6")
+    page.click("#show-chat")
+    fill(page, max_tokens=6)
     page.fill("#system", "Be brief.")
     answers = page.locator(".turn.assistant")
     for i, message in enumerate(("Hello", "And now?")):
@@ -834,14 +757,14 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
     assert second[2]["content"] in answers.first.locator("[role=listbox]").text_content()
     read = answers.last.locator("pre").text_content()
     assert all(turn["content"] in read for turn in second[:2])
-    shown = {"#cycle-count": re.compile("^0 of"), "#view-chat #picture:visible": 1}
-    act(page, ("click", ".turn.assistant .token >> nth=0", shown), ("click", "#tab-text", {}))
+    shown = {"#cycle-count": re.compile("^0 of"), "#turns:visible": 1}
+    act(page, ("click", ".turn.assistant .token >> nth=0", shown), ("click", "#show-text", {}))
     for is_chat in (True, False):
         fill(page, prompt="Hi", max_tokens=2)
         page.set_checked("#chat", is_chat)
         run(page)
         assert sent[-1].get("chat", False) is is_chat
-    act(page, ("click", "#tab-chat", {}), ("click", ".turn summary >> nth=-1", {}))
+    act(page, ("click", "#show-chat", {}), ("click", ".turn summary >> nth=-1", {}))
     assert violations(page) == []
 
 
@@ -885,6 +808,7 @@ def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, compl
     for end, words in (([FAILED], "out of memory"), ([], "broke off")):
         mock(page, stream_of([FIRST], end))
         act(page, ("click", "#run", {"#error": words, "#text .tokens": re.compile("^a$")}))
+    see(page, {"#cycle-count": "0 of 0"})
     both = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
     told = {"controller": ATTACK, "distributions": [both, both]}
     guessed = [(ATTACK, "accepted"), (ATTACK, "bonus")]
@@ -895,12 +819,13 @@ def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, compl
         page,
         ("click", "#picture button.slot >> nth=0", {"#text .prompt": ATTACK}),
         ("hover", f"{TOKENS} >> nth=1", {"#text .tokens": ATTACK * 3}),
-        ("click", "#tab-statistics", {"#warnings": ATTACK, "#controller-says": ATTACK}),
+        ("click", "#picture button.slot >> nth=1", {"#notes": ATTACK, "#controller-says": ATTACK}),
     )
     for status, message, headers, words in REFUSALS:
         error = {"error": {"message": message, "type": "x", "param": None, "code": None}}
         mock(page, {"status": status, "json": error, "headers": headers})
         act(page, ("click", "#run", {"#error": re.compile(words)}))
+        see(page, {"#cycle-count": re.compile("^$"), "#cycle-number:disabled": 1})  # of no old run
         expect_failed_load(complaints, str(status))
     assert page.evaluate("window.hacked") is None
     see(page, {"img": 0, "body script": 0})
@@ -916,7 +841,7 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
     with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
         replay.is_lenient = True
         page = open_page(server, is_ready=False)
-        see(page, {"#story-label": "vllm 0.32.0 runs this model", "#key:visible": 0})
+        see(page, {"#cycle-says": "vllm 0.32.0 runs this model", "#key:visible": 0})
         asked = posted(page)
         page.fill("#prompt", "x")
         page.click("#run")
@@ -928,14 +853,14 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
         kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
         assert kept == [0, 0, ""]
         expect_failed_load(complaints, "401")
-        hidden = ("#race", "#step", "#drafter", "#tab-race", "#tab-try", "#tab-whatif")
+        hidden = ("#race", "#step", "#drafter", "#racing", "#picture", "#whatif")
         see(page, {"#error p": 0} | {f"{name}:visible": 0 for name in hidden})
         told = {"#status": "Finished (length): 6 tokens, 5 of 5 drafted ones accepted"}
         act(page, ("click", "#run", told | {"#cycle-says": "It does not tell p, q, u"}))
         text = page.inner_text("#text")  # the second one takes the place of the first
         assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
         figures = {"[data-figure='draft acceptance rate']": "1.00", "#model-card": "vllm"}
-        act(page, ("click", "#tab-statistics", figures), ("click", "#tab-chat", {}))
+        act(page, ("click", "#show-chat", figures))
         say(page, "hi", {".answer": "hi", "#status": "Finished"})
         sent = [body for _, body, _ in replay.seen if body and "temperature" in body]
         assert len(sent) == 3 and "messages" in sent[-1]

@@ -1,0 +1,336 @@
+// The workbench: one request at a time, with all that can be seen of it.
+//
+//   form → begin → Run ──cycles──→ session {cycles, figures, text} → the cycle, the charts
+//                   └──plain────→ race       answer → verdict, what if, the address
+//
+// A session is what one request gave. `now` is the one that is looked at, `run` the one under way.
+
+import { drawStatistics } from "./charts.js";
+import { Chat } from "./chat.js";
+import { Distribution } from "./distribution.js";
+import { byId, element, enable, isOff, mayMove, onPress, reveal, write } from "./elements.js";
+import { RequestForm, settingsWords } from "./form.js";
+import { drawModel } from "./model.js";
+import { phasesOf, Picture } from "./picture.js";
+import { keyOf } from "./popup.js";
+import { Race } from "./race.js";
+import { Run } from "./run.js";
+import { getJson } from "./stream.js";
+import { TokenText } from "./tokens.js";
+import { figuresOf, numAccepted, readCycle, ruleOf } from "./trace.js";
+import { fromRace, WhatIf } from "./whatif.js";
+import { MARKS, pace, summary, toldWords } from "./words.js";
+
+const PICTURE_MS = 1000; // between two pictures while a run streams
+const LOADING_MS = 500; // between two questions whether the model is loaded
+const SLOW_MS = 700; // of a phase that is shown slowly
+const LOADING = "The model is being loaded.";
+const NOTHING = "Press Run, or Step: the draft, the pass over it, the verdicts and the KV cache are drawn here, "
+  + "and the reason for each token.";
+const REMEMBERS = "The drafter suffix looks in past outputs of the server, too: a prompt that it has answered "
+  + "before takes fewer passes. The text stays the same.";
+
+const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
+const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
+const text = new TokenText(byId("text"), (cycle, place) => showCycle(cycle.step, place, true));
+const chat = new Chat((messages, answer) => begin("running", messages, answer), (cycle, place, answer) => {
+  if (now !== answer.session) look(answer.session);
+  showCycle(cycle.step, place, true);
+});
+
+const fresh = (more) => ({ request: {}, cycles: [], answer: null, at: -1, text, ...more });
+let now = fresh();
+let run = null; // {stream: a Run, session, ended: called with the session or null, follows, names: by token id}
+let mode = "idle"; // idle | running | stepping | racing
+let [drawnAt, slowly] = [0, 0]; // when pictures were drawn last; a timer
+let health = null;
+let [isLoading, isOpening] = [false, true]; // the model; the page, until it has what it needs
+
+const say = (words) => write("status", words);
+
+// ---------------------------------------------------------------------------------- a run
+
+/** Start what the form asks for, or a conversation; false, with an error shown, if it cannot be sent. */
+function begin(wanted, messages = null, answer = null, ended = () => {}) {
+  showError(null);
+  let request;
+  try {
+    request = form.request(wanted === "racing", messages);
+  } catch (error) {
+    showError(error);
+    return false;
+  }
+  const session = fresh({ request, asAnswer: answer });
+  if (answer) [answer.session, session.text] = [session, answer.text];
+  else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
+  showTalk(Boolean(answer));
+  look(session);
+  if (request.compare) race.start();
+  if (!answer) reveal(byId(request.compare ? "racing" : "cycle"));
+  setMode(wanted);
+  run = { session, ended, follows: true, names: new Map() };
+  run.stream = new Run(request, form.key, shown, wanted === "stepping");
+  return true;
+}
+
+/** Look at a session, which may have no cycle yet: whatever was drawn of another one goes. */
+function look(session) {
+  [now, drawnAt] = [session, 0];
+  Object.assign(byId("cycle-number"), { disabled: true, max: 0, value: 0 });
+  for (const id of ["cycle-count", "cycle-settings", "whole-text", "notes"]) write(id, "");
+  if (!health?.engine) write("cycle-says", NOTHING);
+  picture.clear();
+  distribution.clear();
+  drawStatistics(session);
+}
+
+const nameOf = (names) => (id) => names.get(id) ?? `#${id}`;
+
+const shown = {
+  take(event) {
+    const { session, names } = run;
+    if ("plain" in event) {
+      const tokens = event.plain.tokens.map(({ id }) => ({ kind: "plain", text: nameOf(names)(id) }));
+      return race.add("plain", { ...event.plain, tokens });
+    }
+    if (!("step" in event)) return Object.assign(session, { answer: event });
+    if (health?.engine) return session.text.write(event.text);
+    const cycle = readCycle(event, session.cycles.at(-1) ?? null);
+    session.cycles.push(cycle);
+    for (const token of [...cycle.tokens, ...cycle.distributions.flat()]) names.set(token.id, token.text);
+    session.text.add(cycle);
+    return session.request.compare && race.add("speculative", cycle);
+  },
+  flush() {
+    run.session.text.flush();
+    run.session.asAnswer?.follow();
+    if (mode === "stepping" || performance.now() - drawnAt > PICTURE_MS) drawPictures();
+  },
+  ended({ state, error }) {
+    const { session, ended, names } = run;
+    const isFinished = state === "finished";
+    drawPictures();
+    run = null;
+    setMode("idle");
+    if (state === "failed") showError(error);
+    if (isFinished) showAnswer(session, names);
+    else say({ stopped: "Stopped.", failed: "Failed." }[state]);
+    if (session.request.compare && !isFinished) race.breakOff();
+    session.asAnswer?.finish(session);
+    if (state !== "failed") askHealth().catch(showError);
+    writeLink();
+    ended(isFinished ? session : null);
+  },
+};
+
+function showAnswer({ answer, cycles, request }, names) {
+  const figures = cycles.length ? `${pace(figuresOf(cycles))}, seed ${answer.seed}` : toldWords(answer);
+  say(`Finished (${answer.finish_reason}): ${figures}.`);
+  write("whole-text", `The whole text: ${answer.text}`);
+  const looksBack = request.verification !== "rejection" && cycles.some(({ drafter }) => drafter === "suffix");
+  const notes = looksBack ? [...answer.warnings, REMEMBERS] : answer.warnings;
+  byId("notes").replaceChildren(...notes.map((words) => element("li", words)));
+  if (!request.compare) return;
+  race.finish(answer, nameOf(names));
+  whatIf.add(fromRace(answer));
+}
+
+// -------------------------------------------------------------------------------- pictures
+
+function drawPictures() {
+  drawnAt = performance.now();
+  if (run.session !== now) return;
+  drawStatistics(now);
+  if (run.follows) showCycle(now.cycles.length - 1);
+  else showCycle(now.at, now.place);
+}
+
+/** Show a cycle of the session that is looked at, and the place in it that says most. */
+function showCycle(step, place = null, isAsked = false) {
+  clearTimeout(slowly);
+  const [cycle, last, number] = [now.cycles[step], now.cycles.length - 1, byId("cycle-number")];
+  if (!cycle) return;
+  now.at = step;
+  const count = `${step} of ${last}${step === 0 ? ", the prefill" : ""}`;
+  Object.assign(number, { disabled: false, max: last, value: step, ariaValueText: `cycle ${count}` });
+  write("cycle-count", count);
+  write("cycle-says", summary(cycle, now.request));
+  tellSettings();
+  picture.draw(cycle, now.cycles);
+  now.text.mark(cycle.first, cycle.tokens.length, isAsked || mode !== "running");
+  showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1), isAsked);
+  enable("back", step > 0);
+  if (!isAsked) return;
+  if (run) run.follows = step === last;
+  writeLink();
+}
+
+/** Show the two distributions at a place of the cycle. */
+function showPlace(place, isAsked = false) {
+  now.place = place;
+  picture.mark(place);
+  distribution.show(now.cycles[now.at], place, now.request);
+  if (isAsked) for (const id of ["cycle", "verdict"]) if (byId(id)) reveal(byId(id));
+}
+
+/** Show the cycle that is looked at once more, phase by phase. */
+function playSlowly(phase = 0) {
+  const phases = now.at < 0 ? [] : phasesOf(now.cycles[now.at]);
+  if (!phases.length || !mayMove()) return;
+  clearTimeout(slowly);
+  picture.show(phase, true);
+  write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
+  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), (phase ? 3 : 1) * SLOW_MS);
+}
+
+const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
+
+/** Go one cycle on, and ask for a new one where the last one is shown. */
+function onward() {
+  if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
+  const isEnd = mode === "idle" && now.answer && form.asks(now.request);
+  if (isEnd) return say("This is the last cycle. Run begins anew.");
+  if (mode === "idle") return begin("stepping");
+  if (mode === "racing") return null;
+  if (mode === "running") setMode("stepping");
+  run.follows = true;
+  return run.stream.step();
+}
+
+// ----------------------------------------------------------------------- the form, the address
+
+/** An error in words, marking the field that it is about and asking for a key where one is due. */
+function showError(error) {
+  byId("error").replaceChildren(...(error ? [element("p.error", form.words(error))] : []));
+  form.mark(error?.param ?? null);
+  if (error?.status === 401) form.askForKey();
+  if (error?.isGone) write("server", "The server does not answer.");
+}
+
+/** Say what the run had where the form asks for something else by now. */
+function tellSettings() {
+  const words = `This run had other settings than the form has now: ${settingsWords(now.request)}.`;
+  write("cycle-settings", now.cycles.length && !form.asks(now.request) ? words : "");
+}
+
+function setMode(wanted) {
+  mode = wanted;
+  const isIdle = mode === "idle";
+  const isOn = { run: !isLoading && (isIdle || mode === "stepping"), step: !isLoading && mode !== "racing",
+    back: now.at > 0, stop: !isIdle, race: !isLoading && isIdle };
+  for (const [id, may] of Object.entries(isOn)) enable(id, may);
+  chat.isBusy = isLoading || !isIdle;
+  write("run", mode === "stepping" ? "Run on" : "Run");
+  byId("text").setAttribute("aria-busy", !isIdle);
+  if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
+}
+
+/** Show the conversation, or the text of the prompt. */
+function showTalk(isTalk) {
+  [byId("text").hidden, byId("talk").hidden] = [isTalk, !isTalk];
+  for (const id of ["show-text", "show-chat"]) byId(id).ariaPressed = isTalk === (id === "show-chat");
+}
+
+/** Keep the run in the address: its request, its seed, and the cycle that is shown. */
+function writeLink() {
+  const { request, answer, at } = now;
+  if (typeof request.prompt !== "string") return; // a conversation is no single request
+  const fields = new URLSearchParams({ ...request, seed: answer?.seed ?? request.seed ?? "", at });
+  for (const name of ["stream", "trace", "compare", "fixed_k"]) fields.delete(name);
+  history.replaceState(null, "", `#${fields}`);
+}
+
+/** Run again what the address tells of, and go to its cycle. */
+function followLink() {
+  const { at, ...fields } = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  if (!("prompt" in fields) || mode !== "idle") return;
+  form.fill({ verification: "", seed: "", json_schema: "", ...fields, chat: fields.chat === "true" });
+  byId("workbench").scrollIntoView();
+  begin("running", null, null, (session) => (
+    session && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
+}
+
+document.querySelector("#workbench .legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
+byId("request").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (isOff("run")) return;
+  if (mode !== "stepping") return begin("running");
+  setMode("running");
+  run.follows = true;
+  run.stream.release();
+});
+onPress("back", back);
+onPress("step", onward);
+onPress("stop", () => run.stream.stop());
+onPress("race", () => begin("racing"));
+onPress("slow", () => playSlowly());
+onPress("show-text", () => showTalk(false));
+onPress("show-chat", () => showTalk(true));
+onPress("link", async () => {
+  const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  const isDrawn = now.cycles.length && ruleOf(now.cycles[0].tokens[0]) === "rejection";
+  const { drafter } = now.request;
+  const varies = ["auto", "suffix"].includes(drafter) ? `; with ${drafter} its cycles may differ` : "";
+  say(`The address ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle. `
+    + `${isDrawn ? "By rejection the text depends on the drafts" : "The text returns"}${varies}.`);
+});
+byId("cycle-number").addEventListener("input", ({ target }) => showCycle(Number(target.value), null, true));
+addEventListener("keydown", (event) => {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const isTaken = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.defaultPrevented;
+  if (!by || isTaken || !event.target.closest?.("#reading, #cycle")) return;
+  if (!event.target.closest("input, select, textarea, pre, [role=listbox]")) (by < 0 ? back : onward)();
+});
+byId("request").addEventListener("input", ({ target }) => {
+  tellSettings();
+  if (target.matches("[aria-invalid=true], #demo-prompt")) showError(null); // it is being corrected
+});
+addEventListener("hashchange", followLink);
+
+// ------------------------------------------------------------------------------ the server
+
+/** Show what the server says of itself, with 503, too; whether it is ready. Raises ServerError. */
+async function askHealth() {
+  health = await getJson("health", form.key, [200, 503]);
+  isLoading = health.status === "loading";
+  if (mode === "idle") setMode("idle");
+  if (isLoading) {
+    write("server", `The server loads ${health.model}: ${health.stage} (${Math.round(health.elapsed_s)} s).`);
+    say(LOADING);
+    setTimeout(load, LOADING_MS);
+    return false;
+  }
+  const warnings = [health.status !== "ok" && `the server is ${health.status}`, ...health.warnings ?? []];
+  write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
+  form.offerDrafters(health);
+  byId("views").hidden = !health.chat_template;
+  learnCurve();
+  drawModel(health);
+  return true;
+}
+
+/** Ask what passes take here; a server that measures none says so with 404. */
+async function learnCurve() {
+  const curve = await getJson("curve", form.key).catch(() => null);
+  whatIf.learn(health, curve);
+  if (curve) dispatchEvent(new CustomEvent("curve", { detail: curve }));
+}
+
+async function load() {
+  try {
+    showError(null);
+    if (!await askHealth()) return;
+    if (byId("status").textContent === LOADING) say("Ready.");
+    form.offerPrompts((await getJson("prompts", form.key)).prompts);
+    if (isOpening) followLink(); // later the address tells of a run that was made here
+    isOpening = false;
+  } catch (error) {
+    showError(error);
+  }
+}
+
+byId("key").addEventListener("change", load);
+text.clear("Press Run or Step: the text appears here.");
+look(now);
+setMode("idle");
+load();
