@@ -81,10 +81,7 @@ def write(folder: str, load: Callable[[], tuple[str, Flask]], machine: str) -> i
 
 @contextmanager
 def _room_in(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder`, for what is not complete; that is new, empty or an export.
-
-    Raises OSError for any other, and where nothing can be written.
-    """
+    """A folder for what is not complete, inside one that is new, empty or an export, or OSError."""
     is_new, page = not folder.exists(), folder / INDEX
     try:
         if is_new:
@@ -109,10 +106,9 @@ def _record(app: Flask) -> Json:
     client, runs = app.test_client(), list[Json]()
     curve = _measured(client, app.extensions["worker"])
     health = client.get("/health").json
-    is_chat = health["chat_template"]
-    demo = client.get("/prompts").json["prompts"]
-    texts = CHAT if is_chat else {role: demo[name] for role, name in TEXT.items()}
-    more = {"chat": True} if is_chat else {}
+    demo, texts, more = client.get("/prompts").json["prompts"], CHAT, {"chat": True}
+    if not health["chat_template"]:
+        texts, more = {role: demo[name] for role, name in TEXT.items()}, {}
     names = [name for name in health["drafters"] if name not in _NO_GUESSERS] or ["none"]
     plan = [(role, {"drafter": name} | _GREEDY) for role in texts for name in names]
     plan += [("new", how) for how in _SAMPLED]
@@ -142,7 +138,8 @@ def _best_guesser(runs: list[Json]) -> str:
 
     def worth(run: Json) -> tuple[bool, bool, float]:
         name, told = run["request"]["drafter"], run["events"][-1]["metrics"]["speculative_decoding"]
-        return name == "draft_model", name not in _LOOK_UP, told["tokens_per_pass"] or 0.0
+        is_model = name not in _LOOK_UP and bool(told["num_accepted_draft_tokens"])
+        return is_model and name == "draft_model", is_model, told["tokens_per_pass"] or 0.0
 
     return max(runs, key=worth)["request"]["drafter"] if runs else "none"
 
@@ -153,14 +150,12 @@ def _run(client: FlaskClient, request: Json) -> list[Json]:
     with client.post("/generate", json=request | more) as answer:
         text = answer.get_data(as_text=True)
     parts = re.findall("^(?:data: )?({.*})$", text, re.MULTILINE)  # a refusal is no event
-    events = [json.loads(part, parse_float=_in_short) for part in parts]
+    events = [
+        json.loads(part, parse_float=lambda number: float(f"{float(number):.4g}")) for part in parts
+    ]
     if error := events[-1].get("error"):
         raise ValueError(error["message"])
     return list(map(_shown, events))
-
-
-def _in_short(number: str) -> float:
-    return float(f"{float(number):.4g}")
 
 
 def _shown(event: Json) -> Json:
@@ -175,12 +170,9 @@ def _shown(event: Json) -> Json:
 
 
 def _likeliest(event: Json, i: int) -> list[Json]:
-    """Of the distribution at place i: the drafted and the chosen token, and the likeliest."""
-    place, judged = event["distributions"][i], [event["tokens"][i]["id"], *event["proposals"][i:]]
-    needed = judged[:2]
-
-    def rank(entry: Json) -> tuple[bool, float]:
-        return entry["id"] not in needed, -max(entry["p"], entry.get("q", 0))
-
-    best = sorted(place, key=rank)[:_MOST]
-    return [entry for entry in place if entry in best]
+    """Of the distribution at place i: the chosen and the drafted token, and the likeliest."""
+    place = event["distributions"][i]
+    judged = {event["tokens"][i]["id"], *event["proposals"][i : i + 1]}
+    order = {id(e): (e["id"] not in judged, -max(e["p"], e.get("q", 0))) for e in place}
+    best = sorted(order, key=order.get)[:_MOST]
+    return [entry for entry in place if id(entry) in best]

@@ -47,8 +47,9 @@ ASK = """async () => {
 SLOWLY = """async () => {
     const {generate, recording} = await import(new URL("stream.js", document.baseURI));
     const {prompts, runs: [{prompt, request}]} = await recording;
+    const events = generate({...request, prompt: prompts[prompt]}, "", null);
     window.got = [];
-    for await (const one of generate({...request, prompt: prompts[prompt]}, "", null)) got.push(one);
+    for await (const event of events) got.push(event);
 }"""
 
 
