@@ -28,7 +28,6 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import models.shortage  # isort: skip  # noqa: F401  (before torch, which takes seconds)
@@ -529,13 +528,12 @@ def main(arguments: list[str] | None = None) -> int:
     import demo
     import engines
     from models.catalogue import with_model
-    from serving import http, options
+    from serving import options
 
     def act() -> int:
         wanted, chosen = options.parse_arguments(arguments)
-        if wanted.port:
-            load = partial(engines.load_app, chosen, load_engine, create_app)
-            return http.serve(load, wanted.port, chosen)
+        if wanted.port or wanted.export is not None:
+            return engines.serve(wanted, chosen, load_engine, create_app)
         engine = load_engine(chosen := with_model(chosen))
         if wanted.plan or wanted.demo:
             show = engines.show_plan if wanted.plan else demo.show_demo

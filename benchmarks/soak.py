@@ -82,7 +82,7 @@ TEXTS = list(read_prompts().values())
 STOPS = ("\n", " the", ",", "return", "}", ". ", "green", "é")
 # What is no request for text: method, path, body and status. The tests try many more.
 OTHER: dict[str, tuple[str, str, str | None, int]] = {
-    "the page": ("GET", "/", None, 200),
+    "the page": ("GET", "/page/", None, 200),
     "figures": ("GET", "/metrics", None, 200),
     "over 1 MiB": ("POST", GENERATE, json.dumps({"prompt": "x" * (1 << 20)}), 413),
     "too long prompt": ("POST", GENERATE, json.dumps({"prompt": [7] * 150_000}), 400),

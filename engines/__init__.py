@@ -8,14 +8,20 @@ such an engine can and cannot do.
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from flask import Flask
 
 from messages import Engine
-from models.catalogue import with_model
+from models.catalogue import FALLBACK, with_model
+from serving import http
+from serving.curve import cpu_name
 from serving.measurement import Measurement
 from serving.options import Options
+from serving.parsing import model_id
 from serving.service import Service
 from serving.worker import Worker
 
@@ -41,6 +47,28 @@ def load_app(
         return engine, create_app(service)
 
     return Worker(None, options, load).app
+
+
+def serve(
+    flags: Namespace,
+    options: Options,
+    load_engine: Callable[[Options], Engine],
+    create_app: Callable[[Any], Flask],
+) -> int:
+    """Serve the application, or write the page with answers of it; returns the exit status."""
+    if flags.port:
+        load = partial(load_app, options, load_engine, create_app)
+        return http.serve(load, flags.port, options)
+    from page import export
+
+    def load_named() -> tuple[str, Flask]:
+        chosen = replace(with_model(options), api_key=None)  # no one else can ask
+        name = FALLBACK if chosen.is_embedded else model_id(chosen.title)
+        return name, load_app(chosen, load_engine, create_app)
+
+    count = torch.get_num_threads()
+    machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"
+    return export.write(flags.export, load_named, machine)
 
 
 def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:

@@ -1,14 +1,19 @@
-"""The teaching page: static files of this folder at /page/, nothing fetched from elsewhere.
+"""The teaching page: a static site of its own, served at /page/; nothing is fetched from elsewhere.
 
-It speaks to the server as any client does: POST /generate with stream and trace, GET /health.
+The page opens on runs that were recorded once (recordings/, written by export.py). Sent by our
+server it asks that as any client does: POST ../generate with stream and trace, GET ../health. Any
+other file server will do as well: then every answer is one of the recording's.
 """
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flask import Flask, Response, redirect, send_from_directory
 
 FOLDER = Path(__file__).parent
+INDEX = "index.html"
 FILES = (".html", ".css", ".js", ".svg", ".json")
 # Own scripts and styles only, none of them inline; nothing may frame the page.
 POLICY = "; ".join(
@@ -18,26 +23,40 @@ POLICY = "; ".join(
 )
 
 
+def files() -> list[str]:
+    """The page's files, as paths below its folder."""
+    found = (path for path in FOLDER.rglob("*") if path.suffix in FILES)
+    return sorted(path.relative_to(FOLDER).as_posix() for path in found)
+
+
+def index(mark: str, recording: str | None = None) -> str:
+    """index.html with a mark in its html tag, and with this recording in place of its own."""
+    text = (FOLDER / INDEX).read_text("utf-8").replace("<html", f"<html {mark}", 1)
+    if recording:
+        text = re.sub('data-recording="[^"]*"', f'data-recording="{recording}"', text, count=1)
+    return text
+
+
 def register_page(app: Flask, prompts: dict[str, str]) -> None:
     """Serve the page, its files, and `prompts` by name to pick from."""
+    page = index("data-server")
 
-    def file(name: str) -> Response:
+    def send(name: str) -> Response:
         """Send a file of this folder, with the headers that keep the page safe."""
-        response = send_from_directory(FOLDER, name, max_age=0)
-        if name == "index.html":  # and not from a folder of files, without this server
-            html = (FOLDER / name).read_text("utf-8").replace("<html ", "<html data-server ", 1)
-            response = Response(html, mimetype="text/html")
+        if name == INDEX:
+            response = Response(page, mimetype="text/html")
+        else:
+            response = send_from_directory(FOLDER, name, max_age=0)
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "no-referrer"
         return response
 
-    app.add_url_rule("/", view_func=lambda: redirect("page/"), endpoint="root")
-    app.add_url_rule("/page/", view_func=lambda: file("index.html"), endpoint="page")
-    for path in sorted(FOLDER.iterdir()):
-        if path.suffix in FILES:
-            url = f"/page/{path.name}"
-            app.add_url_rule(url, view_func=lambda n=path.name: file(n), endpoint=url[1:])
+    # Relative: behind a proxy these paths may begin with more.
+    app.add_url_rule("/", view_func=lambda: redirect("page/"), endpoint="page")
+    for url, name in {"": INDEX, **{name: name for name in files()}}.items():
+        rule = f"/page/{url}"
+        app.add_url_rule(rule, view_func=partial(send, name), endpoint=rule[1:])
 
     @app.get("/prompts")
     def get_prompts() -> dict[str, Any]:

@@ -1,5 +1,10 @@
-// The server as the page sees it: JSON at GET, server-sent events at POST /generate, and its
-// refusals as errors whose message is a sentence for the reader.
+// Where answers come from: the server's routes, with JSON at GET and server-sent events at POST
+// /generate; or, where no server of ours sends this page, the recording beside it. Refusals are errors
+// whose message is a sentence for the reader.
+
+import { mayMove } from "./elements.js";
+
+const page = document.documentElement.dataset;
 
 const GONE = "The server cannot be reached. Is it still running? "
   + "Start it with: python 08_speculative_decoding.py --port 5000";
@@ -13,8 +18,27 @@ export class ServerError extends Error {
   }
 }
 
-/** The JSON at `path`; `good` are the statuses that have it. Raises ServerError. */
+/** Whether every answer is one of the recording's. */
+export const isRecorded = !("server" in page);
+
+/** A promise of the recording: {model, recorded_at, machine, health, curve, prompts, runs}. */
+export const recording = read(new URLSearchParams(location.search).get("model"));
+recording.catch(() => {}); // whoever needs it is told why there is none
+
+/** The recording of this name, or the page's own. */
+async function read(name) {
+  const path = /^[a-z0-9_.-]+$/.test(name ?? "") ? `recordings/${name}.json` : page.recording;
+  const response = await reached(fetch(path), `The recording ${path} cannot be reached.`);
+  if (!response.ok) throw new ServerError(`There is no recording ${path}.`, { status: response.status });
+  return response.json();
+}
+
+/** The JSON at a route; `good` are the statuses that have it. Raises ServerError. */
 export async function getJson(path, key = "", good = [200]) {
+  if (isRecorded) {
+    const recorded = await recording;
+    return path === "prompts" ? { prompts: recorded.prompts } : recorded[path];
+  }
   const response = await reached(fetch(`../${path}`, { headers: headersWith(key) }), GONE);
   if (!good.includes(response.status)) throw await refusal(response);
   return response.json();
@@ -25,6 +49,7 @@ export async function getJson(path, key = "", good = [200]) {
  * server. Raises ServerError, or the signal's AbortError.
  */
 export async function* generate(request, key, signal) {
+  if (isRecorded) return yield* replay(request, signal);
   const headers = { "Content-Type": "application/json", ...headersWith(key) };
   const sent = fetch("../generate", { method: "POST", headers, body: JSON.stringify(request), signal });
   const response = await reached(sent, GONE, signal);
@@ -36,6 +61,46 @@ export async function* generate(request, key, signal) {
     yield event;
   }
   throw new ServerError(CUT, { isGone: true });
+}
+
+/** The events of the recorded run of such a request, in their own time where pictures may move. */
+async function* replay(request, signal) {
+  const recorded = await recording;
+  const { drafter, temperature = 0, verification } = request;
+  const run = recorded.runs.find(({ prompt, request: own }) => (
+    recorded.prompts[prompt] === request.prompt && own.drafter === (drafter || own.drafter)
+    && own.temperature === temperature && !request.json_schema
+    && (!temperature || own.verification === (verification || "coupled"))));
+  if (!run) throw new ServerError(recordedWords(recorded));
+  for (const { compare, ...event } of run.events) {
+    if ("plain" in event && !request.compare) continue;
+    const { draft = 0, verify = 0, other = 0 } = (event.plain ?? event).ms ?? {};
+    if (mayMove()) await new Promise((resolve) => setTimeout(resolve, draft + verify + other));
+    signal?.throwIfAborted();
+    if (compare) event.warnings = [...event.warnings, ...differences(request, run.request)];
+    yield compare && request.compare ? { ...event, compare } : event;
+  }
+}
+
+/** What was recorded, and how to ask for something else. */
+function recordedWords({ model, recorded_at: day, prompts, runs }) {
+  const greedy = runs.filter(({ request }) => !request.temperature);
+  const sampled = runs.find(({ request }) => request.temperature);
+  const drafters = new Set(greedy.map(({ request }) => request.drafter));
+  const { drafter, temperature } = sampled?.request ?? {};
+  const more = sampled ? `, and “${sampled.prompt}” with ${drafter} at temperature ${temperature}` : "";
+  return `This page has no server. On ${day} runs of ${model} were recorded: the prompts `
+    + `“${Object.keys(prompts).join("”, “")}” with ${[...drafters].join(", ")}, greedy${more}. `
+    + "To ask for anything else: python 08_speculative_decoding.py --port 5000";
+}
+
+/** What a recorded run has otherwise than it was asked for, as warnings. */
+function differences(asked, own) {
+  const has = { chat: false, top_p: 1, ...own };
+  const names = ["num_speculative_tokens", "max_tokens", "chat", ...(own.temperature ? ["seed", "top_p"] : [])];
+  const others = names.filter((name) => (asked[name] ?? has[name]) !== has[name]);
+  const words = others.map((name) => `${name} ${has[name]}`).join(", ");
+  return others.length ? [`This page has no server, and the run was recorded with ${words}.`] : [];
 }
 
 const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});

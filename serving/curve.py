@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -83,7 +84,7 @@ class Store:
         """
         target, draft, self._file = engine.target, engine.draft_model, None
         other = draft and (draft.fingerprint or draft.model.dtype)
-        known = fingerprint, sizes, target.model.dtype, other, torch.get_num_threads(), _cpu()
+        known = fingerprint, sizes, target.model.dtype, other, torch.get_num_threads(), cpu_name()
         name = f"curve-{sha256(repr(known).encode()).hexdigest()[:16]}.json"
         with self._telling("stored"):
             self._file = kernels.own_folder() / name if fingerprint else None
@@ -114,11 +115,11 @@ class Store:
                     oldest.unlink(missing_ok=True)
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     """The name of this machine's CPU."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return next((line for line in lines if line.startswith("model name")), platform.machine())
+        named = re.search("^model name.*: (.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
+        return named[1] if named else platform.machine()
     return platform.processor()
 
 

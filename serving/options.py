@@ -38,7 +38,7 @@ text stays the model's own; only the time changes."""
 _BEGIN = """\
 Begin:  python 08_speculative_decoding.py --demo
         python 08_speculative_decoding.py --port 5000     then open http://127.0.0.1:5000"""
-_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --plan) [options]"
+_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --plan | --export DIR) [options]"
 # The groups of --help-all, in order. Those of --help are the first two.
 _GROUPS = DO, CHANGE, MORE, MODELS, DRAFTING, SAMPLING, SERVING, CALLERS, SPEED, ENGINES = (
     "Do one of these", "Change what runs", "More for --demo, --prompt and --plan", "Models",
@@ -53,7 +53,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, without the usage."""
         if message.startswith("one of the arguments"):
-            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or --plan"
+            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT, --plan or "
+            message += "--export DIR"
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -391,6 +392,7 @@ def _parser(is_complete: bool) -> Parser:
     port = {"type": between(1, 65535), "metavar": "PORT"}
     add(DO, "--port", "serve the page and the HTTP interface at http://127.0.0.1:PORT", **port)
     add(DO, "--plan", "work out a vLLM and an SGLang command line for your prompts", **_SWITCH)
+    add(DO, "--export", "write the page into DIR, with recorded answers", metavar="DIR")
     for field in fields(Options):
         default = None if field.name in _DEPENDING else field.default
         default = list(default) if isinstance(default, tuple) else default

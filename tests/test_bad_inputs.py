@@ -507,7 +507,7 @@ def test_mutated_requests_get_an_answer_or_a_json_error(server, half_sent):
     assert state["status"] == "ok"
     assert [w for w in state["warnings"] if "draft tokens are accepted" not in w] == []
     after = server.generate(**good)[1]
-    assert after["token_ids"] == before["token_ids"] and server.call("GET", "/")[0] == 200
+    assert after["token_ids"] == before["token_ids"] and server.call("GET", "/page/")[0] == 200
 
 
 def test_half_sent_requests_are_closed_in_the_end(half_sent):

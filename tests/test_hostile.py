@@ -171,7 +171,7 @@ def test_without_a_key_only_known_names_of_the_server_are_answered(server, host,
     assert wanted == 200 or "--allowed-host" in json.loads(body)["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/", "/nope", "/generate", "/page/page.js", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/nope", "/generate", "/page/", "/page/page.js", "/metrics"])
 def test_every_answer_has_the_headers_that_protect_a_browser(server, path):
     for method, host in (("GET", "evil.example"), ("GET", "[::1]"), ("POST", "[::1]")):
         _, headers, _ = server.call(method, path, None, {"Host": host})

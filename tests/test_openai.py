@@ -268,7 +268,7 @@ def test_a_wrong_key_is_no_key(server, path, given):
 def test_without_a_key_no_body_is_read_and_the_page_is_shown(server):
     status, _, body = server.raw(request("/generate", b"", "Content-Length: 900000"))
     assert status == 401 and is_error(body)
-    assert server.call("GET", "/health")[0] == server.call("GET", "/")[0] == 200
+    assert server.call("GET", "/health")[0] == server.call("GET", "/page/")[0] == 200
     with server.openai("nonsense") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from server import COLOURS, GOOD, PATHS, SCRIPT, end_of, module_server, process, serving, until
 
 from kernels import library
-from page import FILES
+from page import INDEX, files
 from serving.http import num_threads, room_for_connections
 from serving.options import MAX_QUEUED, Options
 
@@ -61,7 +61,7 @@ def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
         assert status == 503 and body["status"] == "loading" and body["elapsed_s"] >= 0
         assert body["model"] == name
         until(lambda: f"reading the weights of {name}" in server.health()["stage"])
-        assert b"<h1>" in server.call("GET", "/")[2]  # the page, which asks for that
+        assert b"<h1>" in server.call("GET", "/page/")[2]  # the page, which asks for that
         assert {server.refusal(path) for path in PATHS} == {"the model is being loaded"}
         assert "serving on" not in server.log()
         gate.open("load")
@@ -212,7 +212,7 @@ def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_n
         assert {server.call("POST", path, fields)[0] for path, fields in ASKED} == {200}
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda _: server.generate(**GOOD | LONG), range(6)))
-        for path in ("/page/stored_story.json", "/metrics"):
+        for path in ("/page/stream.js", "/metrics"):
             assert server.call("GET", path)[0] == 200
         num_native = (1 if library.why_not() else 2) * (num_computing - 1)
 
@@ -356,12 +356,28 @@ FOREIGN = (  # what the page refers to outside, scripts and styles that CSP stop
 )
 
 
-@pytest.mark.parametrize("name", [p.name for p in (ROOT / "page").iterdir() if p.suffix in FILES])
+@pytest.mark.parametrize("name", [name for name in files() if not name.endswith(".json")])
 def test_the_page_is_of_its_folder_alone_and_inserts_text_as_text(name):
-    text = (ROOT / "page" / name).read_text("utf-8")
+    file = ROOT / "page" / name
+    text = file.read_text("utf-8")
     assert not re.search(FOREIGN, text)
-    if name == "index.html":
-        for target in re.findall(r'(?:src|href)="([^"]*)"', text):
-            assert (ROOT / target).is_file(), target
-    for target in re.findall(r'^(?:import|export) .*from "([^"]*)"', text, re.MULTILINE):
-        assert (ROOT / "page" / target).is_file(), target
+    targets = re.findall(r'^(?:import|export) .*from "([^"]*)"', text, re.MULTILINE)
+    if name == INDEX:
+        targets += re.findall(r'(?:src|href|data-recording)="([^"]*)"', text)
+    for target in targets:
+        assert (file.parent / target).is_file() and not target.startswith("/"), target
+
+
+def test_the_page_stands_below_its_own_path_also_behind_a_proxy_that_adds_one(server):
+    """Whoever asks for / is led on relatively. A page that a server of ours sends is marked."""
+    status, headers, _ = server.call("GET", "/")
+    assert status == 302 and headers["Location"] == "page/"
+    assert server.call("GET", "/page/index.html")[2] == server.call("GET", "/page/")[2]
+    status, headers, page = server.call("GET", "/page/")
+    assert status == 200 and headers["Content-Type"].startswith("text/html")
+    assert page.startswith(b"<!doctype html>\n<html data-server ")
+    assert b"data-server" not in (ROOT / "page" / INDEX).read_bytes()
+    for name in files():
+        status, headers, data = server.call("GET", f"/page/{name}")
+        assert status == 200 and "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert name == INDEX or data == (ROOT / "page" / name).read_bytes()

@@ -1,0 +1,178 @@
+"""--export DIR: the page as files that any file server can show, with recorded answers.
+
+    python 08_speculative_decoding.py --export site && python -m http.server -d site
+
+    load ──→ the application, asked as clients ask it ──→ recordings/NAME.json ─┐
+    index.html, scripts, styles ────────────────────────────────────────────────┴──→ DIR
+
+A recording holds /health, /curve, three prompts, and a run of each by each drafter, beside plain
+decoding. DIR changes only once all is recorded. An earlier export keeps its other recordings.
+"""
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flask import Flask
+from flask.testing import FlaskClient
+from tqdm import tqdm
+
+from . import FOLDER, INDEX, files, index
+
+Json = dict[str, Any]
+
+# By role: `first` begins with what is easy to guess, `copy` repeats what it was given, and `new`
+# surprises. For chat templates, and the demo prompts for other models.
+CHAT = {
+    "first": "What is the capital of France? Answer in one sentence, then tell me more about it.",
+    "copy": "Repeat this list three times: red, green, blue, yellow, orange, purple.",
+    "new": "Tell me a story about a lighthouse keeper.",
+}
+TEXT = {"first": "easy_facts", "copy": "repetitive_colours", "new": "hard_story"}
+_GREEDY = {
+    "num_speculative_tokens": 5, "temperature": 0, "verification": "coupled", "seed": 7,
+    "max_tokens": 48,
+}  # fmt: skip
+_SAMPLED = [_GREEDY | {"temperature": 0.8, "verification": v} for v in ("coupled", "rejection")]
+_NO_GUESSERS = {"auto", "tree", "prediction", "grammar"}  # they choose, or need more of a request
+_LOOK_UP = {"ngram", "suffix"}  # without chances of their own
+_MARK = "data-exported"  # in index.html: what this command wrote, it may write again
+_MOST = 8  # entries of a distribution
+_CURVE_S, _DRAIN_S = 120.0, 10.0  # at most: to measure a curve, and to end what runs
+
+
+def write(folder: str, load: Callable[[], tuple[str, Flask]], machine: str) -> int:
+    """Record the application that `load` gives, with its model's name, and write it into a folder.
+
+    Returns the exit status. Raises OSError for a folder that cannot be had, before anything is
+    loaded, and ValueError where nothing could be recorded.
+    """
+    with _room_in(Path(folder)) as room:
+        name, app = load()
+        day = datetime.now(UTC).date().isoformat()
+        recording = {"model": name, "recorded_at": day, "machine": machine}
+        try:
+            recording |= _record(app)
+        finally:
+            app.extensions["worker"].drain(_DRAIN_S)
+        text = json.dumps(recording, ensure_ascii=False, separators=(",", ":")) + "\n"
+        path = f"recordings/{re.sub('[^a-z0-9_.-]+', '-', name.lower())}.json"
+        names = (n for n in files() if n != INDEX and not n.startswith("recordings/"))
+        contents = {n: (FOLDER / n).read_bytes() for n in names} | {path: text.encode()}
+        contents[INDEX] = index(_MARK, path).encode()
+        for part, data in contents.items():
+            (room / part).parent.mkdir(parents=True, exist_ok=True)
+            (room / part).write_bytes(data)
+        for part in contents:  # all of it is on the disk
+            (room.parent / part).parent.mkdir(parents=True, exist_ok=True)
+            (room / part).replace(room.parent / part)
+    print(f"recorded {len(recording['runs'])} runs of {name}. To look at them:")
+    print(f"python -m http.server -d {shlex.quote(folder)}")
+    return 0
+
+
+@contextmanager
+def _room_in(folder: Path) -> Iterator[Path]:
+    """A folder for what is not complete, inside one that is new, empty or an export, or OSError."""
+    is_new, page = not folder.exists(), folder / INDEX
+    try:
+        if is_new:
+            folder.mkdir()
+        is_known = page.is_file() and _MARK in page.read_text("utf-8", "replace")
+        if not is_known and any(folder.iterdir()):
+            raise OSError(0, "it is neither empty nor an earlier export")
+        room = TemporaryDirectory(dir=folder, prefix=".part-")
+    except OSError as error:
+        raise OSError(f"cannot export into {folder}: {error.strerror}") from error
+    try:
+        with room as path:
+            yield Path(path)
+    finally:
+        if is_new:
+            with suppress(OSError):  # it is full, as it should be
+                folder.rmdir()
+
+
+def _record(app: Flask) -> Json:
+    """What the application's routes answer: health, curve, prompts and runs."""
+    client, runs = app.test_client(), list[Json]()
+    curve = _measured(client, app.extensions["worker"])
+    health = client.get("/health").json
+    demo, texts, more = client.get("/prompts").json["prompts"], CHAT, {"chat": True}
+    if not health["chat_template"]:
+        texts, more = {role: demo[name] for role, name in TEXT.items()}, {}
+    names = [name for name in health["drafters"] if name not in _NO_GUESSERS] or ["none"]
+    plan = [(role, {"drafter": name} | _GREEDY) for role in texts for name in names]
+    plan += [("new", how) for how in _SAMPLED]
+    for role, how in tqdm(plan, desc="recording"):
+        request = {"drafter": _best_guesser(runs)} | how | more
+        try:
+            events = _run(client, {"prompt": texts[role]} | request)
+            runs.append({"prompt": role, "request": request, "events": events})
+        except ValueError as error:
+            tqdm.write(f"not recorded: {request['drafter']} on {role}: {error}", sys.stderr)
+    if not runs:
+        raise ValueError("no run could be recorded, so nothing is exported")
+    health = client.get("/health").json  # by now it knows what each drafter costs
+    return {"health": health, "curve": curve, "prompts": texts, "runs": runs}
+
+
+def _measured(client: FlaskClient, worker: Any) -> Json:
+    """The cost curve, once it is measured to its end, which goes on while nobody asks."""
+    end = time.monotonic() + _CURVE_S
+    while not worker.measurement.is_done and time.monotonic() < end:
+        time.sleep(0.1)
+    return client.get("/curve").json
+
+
+def _best_guesser(runs: list[Json]) -> str:
+    """Whose sampled runs are shown: draft_model's, or those of the model that saves most passes."""
+
+    def worth(run: Json) -> tuple[bool, bool, float]:
+        name, told = run["request"]["drafter"], run["events"][-1]["metrics"]["speculative_decoding"]
+        is_model = name not in _LOOK_UP and bool(told["num_accepted_draft_tokens"])
+        return is_model and name == "draft_model", is_model, told["tokens_per_pass"] or 0.0
+
+    return max(runs, key=worth)["request"]["drafter"] if runs else "none"
+
+
+def _run(client: FlaskClient, request: Json) -> list[Json]:
+    """What POST /generate streams of a run beside plain decoding. Raises ValueError if it fails."""
+    more = {"fixed_k": True, "stream": True, "trace": True, "compare": True}
+    with client.post("/generate", json=request | more) as answer:
+        text = answer.get_data(as_text=True)
+    parts = re.findall("^(?:data: )?({.*})$", text, re.MULTILINE)  # a refusal is no event
+    events = [
+        json.loads(part, parse_float=lambda number: float(f"{float(number):.4g}")) for part in parts
+    ]
+    if error := events[-1].get("error"):
+        raise ValueError(error["message"])
+    return list(map(_shown, events))
+
+
+def _shown(event: Json) -> Json:
+    """An event without what the page does not show."""
+    if "plain" in event:
+        plain = event["plain"]
+        return {"plain": {name: plain[name] for name in ("step", "tokens", "text", "ms")}}
+    if "step" not in event:  # the answer, whose trace are the events before it
+        return {name: value for name, value in event.items() if name != "trace"}
+    places = [_likeliest(event, i) for i in range(len(event["distributions"]))]
+    return event | {"distributions": places}
+
+
+def _likeliest(event: Json, i: int) -> list[Json]:
+    """Of the distribution at place i: the chosen and the drafted token, and the likeliest."""
+    place = event["distributions"][i]
+    judged = {event["tokens"][i]["id"], *event["proposals"][i : i + 1]}
+    order = {id(e): (e["id"] not in judged, -max(e["p"], e.get("q", 0))) for e in place}
+    best = sorted(order, key=order.get)[:_MOST]
+    return [entry for entry in place if id(entry) in best]
