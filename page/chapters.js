@@ -1,5 +1,6 @@
 // The chapters of the story. Each has one thing to move, one question, and a picture that answers it:
 //
+//   kinds      of what it shows, for the legend
 //   movers     sliders, as [name, words, [least, most, step], first value], or `choices` of one of them
 //   ask        the question, its choices, and right(data), the place of the one that is true
 //   tell       what is said once it was answered
@@ -63,6 +64,7 @@ const cycleMover = (cycle) => [["phase", "steps of this cycle", [0, phasesOf(cyc
 
 export const CHAPTERS = {
   stream: {
+    kinds: ["pass", "plain"],
     movers: () => [["tokens", "tokens to write", [1, 16, 1], 1]],
     ask: () => "The model writes ten tokens. How much does it read?",
     choices: ({ weights }) => [`${bytes(weights)}: its weights once`, `${bytes(TEN * weights)}: ten times its weights`,
@@ -84,6 +86,7 @@ export const CHAPTERS = {
     },
   },
   positions: {
+    kinds: ["pass", "plain"],
     movers: () => [["rows", "positions in one pass", [1, MOST_POSITIONS, 1], 6]],
     ask: () => "One pass over six positions: how long does it take?",
     choices: () => ["as long as one, or hardly longer", "about three times as long", "six times as long"],
@@ -104,6 +107,7 @@ export const CHAPTERS = {
     },
   },
   guess: {
+    kinds: ["drafting", "pass", "accepted", "bonus", "plain"],
     movers: (data) => cycleMover(data.whole),
     ask: (data) => `The drafter has guessed ${counted(data.whole.proposals.length, "token")}. How many will be kept?`,
     choices: (data) => Array.from({ length: data.whole.proposals.length + 1 }, (_, i) => `${i}`),
@@ -120,6 +124,7 @@ export const CHAPTERS = {
     draw: (scene, data, state) => drawCycle(scene, data, data.whole, state),
   },
   reject: {
+    kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "plain"],
     movers: (data) => cycleMover(data.cut),
     ask: (data) => `The guess ${quoted(data.cut.rejected ?? data.cut.proposals.at(-1))} is not what the target would `
       + "write. What stands in its place?",
@@ -133,6 +138,7 @@ export const CHAPTERS = {
     draw: (scene, data, state) => drawCycle(scene, data, data.cut, state),
   },
   cache: {
+    kinds: ["drafting", "accepted", "rejected", "recovered"],
     movers: (data) => [["phase", "before the pass, after it, cut", [0, 2, 1], 0]],
     ask: (data) => `${counted(data.cut.cached[0] - data.cut.cached[1], "token")} in the cache must go. What does that cost?`,
     choices: () => ["what stays is copied", "the text is read again", "a number is lowered"],
@@ -154,6 +160,7 @@ export const CHAPTERS = {
     },
   },
   pays: {
+    kinds: ["drafting", "pass", "accepted", "plain"],
     movers: (data) => [["alpha", "α", [0, 1, 0.01], GOOD.alpha],
       ["k", "K", [0, 15, 1], GOOD.k], ["c", "c", [0, 1, 0.01], data.c]],
     ask: () => "Four guesses of five are right (α = .8), and K = 5. How many tokens does a cycle give on average?",
@@ -180,6 +187,7 @@ export const CHAPTERS = {
     },
   },
   loses: {
+    kinds: ["drafting", "pass", "accepted", "plain"],
     ways: () => ["way", WAYS],
     movers: () => [["k", "K", [0, 15, 1], GOOD.k]],
     ask: () => `${BATCH} readers ask at once. With five guesses each, a pass has ${BATCH * 6} positions. Do drafts `
@@ -212,6 +220,7 @@ export const CHAPTERS = {
     },
   },
   sampling: {
+    kinds: ["p", "q", "accepted", "recovered"],
     movers: () => [["noise", "other noise (0: as recorded)", [0, 30, 1], 0]],
     ask: () => "Tokens are drawn by chance, with the same seed, once with drafts and once without. Are the texts the same?",
     choices: () => ["no, other numbers are drawn", "yes, token for token", "only up to the first rejection"],
@@ -230,6 +239,7 @@ export const CHAPTERS = {
     },
   },
   who: {
+    kinds: ["accepted", "recovered", "bonus", "plain"],
     ways: () => ["text", { copy: { words: "a text that repeats" }, new: { words: "a new story" } }],
     movers: (data) => [["share", "time, in % of the slowest", [0, 100, 1], 0]],
     ask: () => "The text repeats a list. Who is first?",
@@ -265,7 +275,7 @@ function drawArray(box, { before, cached: [verified, kept], fed, pending }, phas
     const written = i < before || (phase > 0 && i < verified);
     const text = i < before ? "…" : written ? texts[i - before] : "";
     const kind = i < before ? ".old" : !written ? ".free" : i >= length ? ".rejected" : ".accepted";
-    return element(`li${kind}${i === length ? ".length" : ""}`, element("span", text), element("small", `${i}`));
+    return element(`li${kind}${i === length ? ".at-length" : ""}`, element("span", text), element("small", `${i}`));
   });
   box.replaceChildren(element("ol.array", { "aria-label": `An array with the length ${length}` }, ...cells),
     element("p.array-says", "length = ", element("b", `${length}`)));

@@ -125,7 +125,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   handles.forEach(({ rows, words: what }, i) => {
     plot.line(rows, 0, rows, at(rows), "leader");
     plot.dot(rows, at(rows), "handle", 7);
-    const above = i < handles.length - 1 ? -26 : 14; // one of two stands below its mark
+    const above = i < handles.length - 1 ? -5 : 14; // one of two stands beside its mark
     plot.note(plot.x(rows), Math.max(plot.top + 6, plot.y(at(rows)) - above), `${what}: ${times(at(rows) / one)}`);
   });
 }

@@ -26,7 +26,7 @@ export class Scene {
   positions(count, { weights }, { read = [], says = [] } = {}) {
     const isFew = count <= (isNarrow() ? 1 : FEW) && read.length;
     const slots = Array.from({ length: count }, (_, i) => (!isFew ? element("li.position")
-      : element("li.slot", element("span.label", count === 1 ? "it reads" : `position ${i + 1}`),
+      : element("li.place", element("span.label", count === 1 ? "it reads" : `position ${i + 1}`),
         element("span.chip", visible(read[i] ?? "")), element("span.label", "and says"),
         element("span.chip.own.plain", says[i] ? visible(says[i]) : "\u00a0"))));
     this.#pass.replaceChildren(element(isFew ? "ol.draft" : "ol.draft.cells", ...slots),
@@ -41,7 +41,7 @@ export class Scene {
   /** Two texts, one below the other. */
   twins(texts) {
     this.#pass.replaceChildren(...texts.map(([words, text]) => (
-      element("p.twin", element("b", words), ` ${oneLine(text.slice(0, 150))}…`))));
+      element("p.twin", element("b", words), ` ${oneLine(text.slice(0, isNarrow() ? 70 : 150))}…`))));
   }
   /** Let `draw(box)` fill the figure, which takes this share of what room there is. */
   plot(draw, share = 0.34) {
@@ -64,11 +64,12 @@ export function gumbel(seed, id) {
 
 /** For each token log p and log q, and where the same noise moves both. */
 export function drawNoise(box, entries) {
-  const shown = entries.slice(0, 7);
+  const [target, guess] = [best(entries, "p"), best(entries, "q")];
+  const others = entries.filter((entry) => entry !== target && entry !== guess);
+  const shown = [...new Set([target, guess]), ...others].slice(0, 7).sort((a, b) => b.p - a.p);
   const ends = shown.flatMap(({ p, q, noise }) => [p, q].filter(Boolean).map((chance) => Math.log(chance) + noise));
   const [low, high] = [Math.max(-9, Math.floor(Math.min(...ends))) - 1, Math.ceil(Math.max(...ends)) + 1];
   const xTicks = Array.from({ length: Math.floor((high - low) / 2) + 1 }, (_, i) => low + 2 * i);
-  const [target, guess] = [best(entries, "p"), best(entries, "q")];
   const label = `Log of chance and noise: the target's largest is ${visible(target.text)}, the drafter's ${visible(guess.text)}`;
   const plot = axes(box, { xs: [low, high], most: 1, xTicks, xWords: "log chance + noise", yWords: "token: p, q", label,
     isFlat: true, left: 150 });
@@ -109,7 +110,7 @@ export function drawLanes(box, lanes, most) {
 export function drawRace(box, lanes, ms, numTokens) {
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
   const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), xWords: "tokens written", label,
-    yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 88 });
+    yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 106 });
   const height = Math.min(30, (plot.bottom - plot.top) / lanes.length - 4);
   lanes.forEach(({ name, at, endMs }, i) => {
     const [tokens, y] = [at(ms), plot.top + 4 + i * (height + 4)];

@@ -140,8 +140,8 @@ export class Story {
       const right = chapter.right(this.#data);
       [...buttons.children].forEach((one, i) => {
         one.setAttribute("aria-pressed", i === at);
-        one.classList.toggle("right", i === right);
-        one.classList.toggle("wrong", i === at && i !== right);
+        one.classList.toggle("is-true", i === right);
+        one.classList.toggle("is-false", i === at && i !== right);
       });
       says.replaceChildren(element("b", at === right ? "Yes. " : "Not so. "), chapter.tell(this.#data));
       const state = this.#state(id);
@@ -161,6 +161,7 @@ export class Story {
     for (const article of document.querySelectorAll("[data-chapter]")) {
       article.toggleAttribute("data-shown", article.dataset.chapter === id);
     }
+    for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
     if (isNew) this.#drawMovers(chapter);
     const start = play ?? (isNew && this.#state(id).chosen === null ? chapter.start : null);
     if (start) this.#play(...start(this.#data));

@@ -15,7 +15,7 @@ import { phasesOf, Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
-import { getJson } from "./stream.js";
+import { getJson, isRecorded } from "./stream.js";
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, ruleOf } from "./trace.js";
 import { fromRace, WhatIf } from "./whatif.js";
@@ -313,7 +313,7 @@ async function askHealth() {
 async function learnCurve() {
   const curve = await getJson("curve", form.key).catch(() => null);
   whatIf.learn(health, curve);
-  if (curve) dispatchEvent(new CustomEvent("curve", { detail: curve }));
+  if (curve && !isRecorded) dispatchEvent(new CustomEvent("curve", { detail: curve }));
 }
 
 async function load() {
