@@ -13,7 +13,7 @@ measured too fast. So medians count, a few measurements are doubted if they are 
 wipes out what was slow before.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -280,11 +280,17 @@ def believed(known: Collection[float], expected: float) -> float:
 
 
 def between(xs: Sequence[float], ys: Sequence[float], x: float, goes_on: bool = False) -> float:
-    """The height at `x` of the line through points; beyond the last it may go on as it went."""
+    """The height at `x` of the line through points; beyond the last it may go on.
+
+    It goes on as it went over its second half: the last step may be the end of a block.
+
+    Example: between([1, 16, 32, 33], [10, 16, 32, 50], 50, goes_on=True) -> 84, not 356.
+    """
     i = min(bisect_left(xs, x), len(xs) - 1)
     if x <= xs[0] or len(xs) == 1 or (x >= xs[-1] and not goes_on):
         return ys[i]
-    return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    j = i - 1 if x <= xs[i] else bisect_right(xs, xs[i] / 2) - 1
+    return ys[i] + (ys[i] - ys[j]) * (x - xs[i]) / (xs[i] - xs[j])
 
 
 class DraftPrice(NamedTuple):

@@ -18,14 +18,17 @@ export const LARGEST_K = 15;
 /** Tokens that a cycle gives on average: 1 + α + … + α^k. */
 export const expectedTokens = (alpha, k) => (alpha === 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha));
 
-/** The time of a pass over `rows` positions in ms: straight between measured ones, and behind the last. */
+/**
+ * The time of a pass over `rows` positions in ms: straight between measured ones. Behind the last it goes
+ * on as it went over its second half, as the last step may be the end of a block (control/estimates.py).
+ */
 export function passMs(curve, rows) {
   const known = Object.entries(curve.pass_ms).map(([n, ms]) => [Number(n), ms]).sort(([a], [b]) => a - b);
-  const next = known.findIndex(([n]) => n >= rows);
-  if (known.length === 1 || next === 0) return known[0][1];
-  const at = next < 0 ? known.length - 1 : next;
-  const [[n0, ms0], [n1, ms1]] = [known[at - 1], known[at]];
-  return ms0 + ((ms1 - ms0) * (rows - n0)) / (n1 - n0);
+  const at = known.findIndex(([n]) => n >= rows);
+  if (known.length === 1 || at === 0) return known[0][1];
+  const [n1, ms1] = known.at(at);
+  const [n0, ms0] = at > 0 ? known[at - 1] : known.findLast(([n]) => n <= n1 / 2) ?? known[0];
+  return ms1 + ((ms1 - ms0) * (rows - n1)) / (n1 - n0);
 }
 
 /** What a cycle takes, in plain passes of the same batch: {draft, verify}. */

@@ -354,6 +354,13 @@ def test_a_first_measurement_does_not_end_drafting(costs):
     assert costs.prices(1, 1).drafts["free"].step_ms == 250.0
 
 
+def test_behind_its_last_block_a_curve_goes_on_as_before_it(costs):
+    """Kernels work in blocks: row 33 costs 15 ms more than 32, and 48 rows not 15 times that."""
+    costs.start_from(Curve({1: 10.0, 16: 20.0, 32: 40.0, 33: 55.0}))
+    assert costs.a_pass(1, 50) == pytest.approx(55.0 + 17 * 35 / 17)
+    assert costs.a_pass(1, 24) == pytest.approx(30.0)
+
+
 def test_neither_text_to_read_nor_an_accident_makes_a_step_dear(costs):
     """What a cycle that took far too long says of its draft is not believed."""
     drafters = {"model": {"call_ms": 0.5, "step_ms": 0.5, "read_ms": 0.06}}
