@@ -5,6 +5,7 @@
 //   ask        the question, its choices, and right(data), the place of the one that is true
 //   tell       what is said once it was answered
 //   play       [name, last value, ms between two]: what moves by itself at the start, or with the answer
+//   run        the request of the run that is shown, and its cycle
 //   draw       the picture, of a state {at: the movers' values, chosen: the answer or null}
 
 import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_POSITIONS, passMs, speedupOf }
@@ -135,6 +136,7 @@ export const CHAPTERS = {
       + "So each pass gives at least one token, and every token is the target’s choice.",
     start: (data) => ["phase", data.cut.proposals.length + 1, PHASE_MS],
     play: (data) => ["phase", phasesOf(data.cut).length, PHASE_MS],
+    run: (data) => ({ ...data.request("first", data.drafter), at: data.cut.step }),
     draw: (scene, data, state) => drawCycle(scene, data, data.cut, state),
   },
   cache: {
@@ -224,6 +226,7 @@ export const CHAPTERS = {
     movers: () => [["noise", "other noise (0: as recorded)", [0, 30, 1], 0]],
     ask: () => "Tokens are drawn by chance, with the same seed, once with drafts and once without. Are the texts the same?",
     choices: () => ["no, other numbers are drawn", "yes, token for token", "only up to the first rejection"],
+    run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     tell: () => "The noise belongs to the seed and the place in the text, not to the draft. So the target lands where it "
       + "would have landed alone, whatever was guessed.",
@@ -240,15 +243,17 @@ export const CHAPTERS = {
   },
   who: {
     kinds: ["accepted", "recovered", "bonus", "plain"],
-    ways: () => ["text", { copy: { words: "a text that repeats" }, new: { words: "a new story" } }],
+    ways: () => ["text", { copy: { words: "a copied text" }, new: { words: "a new story" } }],
     movers: (data) => [["share", "time, in % of the slowest", [0, 100, 1], 0]],
-    ask: () => "The text repeats a list. Who is first?",
+    ask: () => "The model copies a text that stands in its prompt. Who is first?",
     choices: (data) => data.racers("copy").map(({ name }) => name),
     right: (data) => data.racers("copy").map(({ endMs }) => endMs).reduce((best, ms, i, all) => (ms < all[best] ? i : best), 0),
     tell(data) {
-      const ranked = (text) => [...data.racers(text)].sort((a, b) => a.endMs - b.endMs).map(({ name }) => name);
-      return `On the list ${ranked("copy")[0]}, on the story ${ranked("new")[0]}. A lookup costs nothing and copies what `
-        + "stood there before; a model guesses what is new. auto tries, and keeps what pays.";
+      const [copy, fresh] = ["copy", "new"].map((text) => data.racers(text).sort((a, b) => a.endMs - b.endMs));
+      const perPass = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
+      return `On the copied text ${copy[0].name}, then ${copy[1].name}; on the story ${fresh[0].name}, then `
+        + `${fresh[1].name}. The lookup ngram gives ${perPass(copy)} tokens per pass on the first, ${perPass(fresh)} on the `
+        + "second: it costs nothing, and finds only what stood there before. A model guesses what is new.";
     },
     play: () => ["share", 100, 60],
     draw(scene, data, { at: { text, share } }) {

@@ -11,6 +11,5 @@ import "./workbench.js";
 const story = new Story();
 byId("scene-legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
 addEventListener("curve", ({ detail }) => story.measured(detail));
-addEventListener("try", () => byId("workbench").scrollIntoView());
 recording.then((recorded) => story.tell(recorded), (error) => (
   byId("story").replaceChildren(element("p.error", `The story cannot be told: ${error.message}`))));

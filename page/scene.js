@@ -111,7 +111,7 @@ export function drawRace(box, lanes, ms, numTokens) {
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
   const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), xWords: "tokens written", label,
     yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 106 });
-  const height = Math.min(30, (plot.bottom - plot.top) / lanes.length - 4);
+  const height = Math.min(44, (plot.bottom - plot.top) / lanes.length - 4);
   lanes.forEach(({ name, at, endMs }, i) => {
     const [tokens, y] = [at(ms), plot.top + 4 + i * (height + 4)];
     plot.text(plot.left - 6, y + height / 2 + 5, name, "end.value");

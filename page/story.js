@@ -24,9 +24,10 @@ function mostTelling(cycles) {
 /** What the chapters tell of a recording and a curve. */
 class Data {
   #runs;
+  #prompts;
   constructor(recording, curve) {
     const { health, runs, prompts } = recording;
-    [this.#runs, this.curve, this.weights] = [runs, curve, health.target.weight_bytes];
+    [this.#runs, this.#prompts, this.curve, this.weights] = [runs, prompts, curve, health.target.weight_bytes];
     this.plainMs = passMs(curve, 1);
     const names = [...new Set(runs.map(({ request }) => request.drafter))];
     this.drafter = [...MODELS, ...names].find((name) => names.includes(name));
@@ -40,6 +41,12 @@ class Data {
     const parts = curve.drafters?.[this.drafter];
     this.c = parts ? (parts.call_ms / 5 + parts.step_ms) / this.plainMs : 0.1;
   }
+  /** The request of a recorded run, with its prompt. */
+  request(prompt, drafter, temperature = 0) {
+    const { request } = this.#runs.find(({ prompt: name, request: one }) => (
+      name === prompt && one.drafter === drafter && one.temperature === temperature));
+    return { ...request, prompt: this.#prompts[prompt] };
+  }
   passMs(rows) { return passMs(this.curve, rows); }
   #run(prompt, drafter) {
     return this.#runs.find(({ prompt: name, request }) => (
@@ -52,8 +59,8 @@ class Data {
   #drawnOf({ events }) {
     const [cycles, answer] = [readCycles(events.filter((event) => "step" in event)), events.at(-1)];
     const all = cycles.flatMap(({ tokens }) => tokens);
-    const places = cycles.flatMap(({ distributions, first }) => distributions.map((entries, i) => ({
-      entries: entries.filter(({ q, noise }) => q !== undefined && noise !== undefined), tokens: all.slice(0, first + i + 1) })));
+    const places = cycles.flatMap(({ distributions, first, step }) => distributions.map((entries, i) => ({
+      entries: entries.filter(({ q, noise }) => q !== undefined && noise !== undefined), tokens: all.slice(0, first + i + 1), step })));
     const agreed = ({ entries }) => Math.abs(0.55 - entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0));
     const able = places.filter(({ entries }) => entries.length > 2).sort((a, b) => agreed(a) - agreed(b));
     return able.length ? { ...able[0], text: answer.text, plain: answer.compare.plain.text } : null;
@@ -68,7 +75,8 @@ class Data {
         if (cycle.step) ms += spent(cycle);
         return cycle.tokens.map((token) => ({ ...token, ms }));
       });
-      return { name, endMs: ms, passes: cycles.length - 1, numTokens: timed.length,
+      const passes = cycles.length - 1;
+      return { name, endMs: ms, passes, numTokens: timed.length, tokensPerPass: (timed.length - 1) / passes,
         at: (now) => timed.filter((token) => token.ms <= now) };
     };
     const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => ({ ...one,
@@ -151,7 +159,10 @@ export class Story {
     };
     buttons.append(...chapter.choices(this.#data).map((words, i) => element("button.answer-button",
       { click: () => choose(i), "aria-pressed": "false" }, words)));
-    article.append(element("div.question", element("h3", chapter.ask(this.#data)), buttons, says));
+    const fields = chapter.run?.(this.#data);
+    const run = () => dispatchEvent(new CustomEvent("try", { detail: fields }));
+    article.append(element("div.question", element("h3", chapter.ask(this.#data)), buttons, says),
+      fields ? element("button.quiet", { type: "button", click: run }, "See this run in the workbench") : "");
   }
   /** Show a chapter; what it plays at its start, or with the answer, begins. */
   #enter(id, play = null) {

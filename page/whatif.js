@@ -61,8 +61,8 @@ export class WhatIf {
       }
       this.#touch();
     };
-    byId("measured").replaceChildren(...sorted.map((point) => element("p.note", measuredWords(point),
-      element("button.quiet", { click: () => take(point) }, `Take ${point.name}`))));
+    byId("measured").replaceChildren(...sorted.map((point) => element("p.note",
+      element("button.quiet", { click: () => take(point) }, `Take ${point.name}`), measuredWords(point))));
     if (sorted.length && !this.#isTouched) {
       take(sorted[0]);
       this.#isTouched = false;
@@ -93,9 +93,9 @@ function sentence(curve, at) {
       : "no draft"}.`;
 }
 
-function measuredWords({ name, alpha, k, c, speedup, source, disturbed }) {
-  return `${name}, measured (${source}${disturbed ? ", disturbed: the machine was busy" : ""}): ${times(speedup)} as fast as `
-    + `plain decoding, α ${short(alpha)}, ${k.toFixed(1)} drafted per cycle, c ${short(c)}. `;
+function measuredWords({ alpha, k, c, speedup, source, disturbed }) {
+  return ` ${times(speedup)} as fast as plain decoding (${source}${disturbed ? ", disturbed: the machine was busy" : ""}): `
+    + `α ${short(alpha)}, ${k.toFixed(1)} drafted per cycle, c ${short(c)}.`;
 }
 
 const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_passes;

@@ -242,9 +242,14 @@ function writeLink() {
 
 /** Run again what the address tells of, and go to its cycle. */
 function followLink() {
-  const { at, ...fields } = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  if (!("prompt" in fields) || mode !== "idle") return;
-  form.fill({ verification: "", seed: "", json_schema: "", ...fields, chat: fields.chat === "true" });
+  const fields = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" });
+}
+
+/** Run what these fields ask for, and go to the cycle `at`. */
+function runAgain({ at, ...fields }) {
+  if (mode !== "idle") return;
+  form.fill({ verification: "", seed: "", json_schema: "", ...fields });
   byId("workbench").scrollIntoView();
   begin("running", null, null, (session) => (
     session && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
@@ -286,6 +291,7 @@ byId("request").addEventListener("input", ({ target }) => {
   if (target.matches("[aria-invalid=true], #demo-prompt")) showError(null); // it is being corrected
 });
 addEventListener("hashchange", followLink);
+addEventListener("try", ({ detail }) => runAgain(detail));
 
 // ------------------------------------------------------------------------------ the server
 
