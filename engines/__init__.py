@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -64,7 +65,9 @@ def serve(
     def load_named() -> tuple[str, Flask]:
         chosen = replace(with_model(options), api_key=None)  # no one else can ask
         name = FALLBACK if chosen.is_embedded else model_id(chosen.title)
-        return name, load_app(chosen, load_engine, create_app)
+        app = load_app(chosen, load_engine, create_app)
+        app.extensions["worker"].measurement.left_ms = inf  # nobody waits for anything else
+        return name, app
 
     count = torch.get_num_threads()
     machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"

@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,9 +32,12 @@ Json = dict[str, Any]
 # By role: `first` begins with what is easy to guess, `copy` repeats what it was given, and `new`
 # surprises. For chat templates, and the demo prompts for other models.
 CHAT = {
-    "first": "What is the capital of France? Answer in one sentence, then tell me more about it.",
-    "copy": "Repeat this list three times: red, green, blue, yellow, orange, purple.",
-    "new": "Tell me a story about a lighthouse keeper.",
+    "first": "What is the best way to make a friend?",
+    "copy": "Copy this text exactly, word for word:\n\n"
+    "The first railways carried coal from mines to rivers, and horses pulled the wagons. When "
+    "steam engines became light enough to stand on wheels they took the place of the horses, and "
+    "soon lines were built between cities.",
+    "new": "Write a story about a robot that learns to paint.",
 }
 TEXT = {"first": "easy_facts", "copy": "repetitive_colours", "new": "hard_story"}
 _GREEDY = {
@@ -83,22 +86,23 @@ def write(folder: str, load: Callable[[], tuple[str, Flask]], machine: str) -> i
 def _room_in(folder: Path) -> Iterator[Path]:
     """A folder for what is not complete, inside one that is new, empty or an export, or OSError."""
     is_new, page = not folder.exists(), folder / INDEX
-    try:
-        if is_new:
-            folder.mkdir()
-        is_known = page.is_file() and _MARK in page.read_text("utf-8", "replace")
-        if not is_known and any(folder.iterdir()):
-            raise OSError(0, "it is neither empty nor an earlier export")
-        room = TemporaryDirectory(dir=folder, prefix=".part-")
-    except OSError as error:
-        raise OSError(f"cannot export into {folder}: {error.strerror}") from error
-    try:
-        with room as path:
-            yield Path(path)
-    finally:
-        if is_new:
-            with suppress(OSError):  # it is full, as it should be
-                folder.rmdir()
+    with ExitStack() as at_end:
+        try:
+            if is_new:
+                folder.mkdir()
+                at_end.callback(_forget, folder)
+            is_known = page.is_file() and _MARK in page.read_text("utf-8", "replace")
+            if not is_known and any(folder.iterdir()):
+                raise OSError(0, "it is neither empty nor an earlier export")
+            room = at_end.enter_context(TemporaryDirectory(dir=folder, prefix=".part-"))
+        except OSError as error:
+            raise OSError(f"cannot export into {folder}: {error.strerror}") from error
+        yield Path(room)
+
+
+def _forget(folder: Path) -> None:
+    with suppress(OSError):  # it is full, as it should be
+        folder.rmdir()
 
 
 def _record(app: Flask) -> Json:

@@ -97,7 +97,8 @@ function recordedWords({ model, recorded_at: day, prompts, runs }) {
 /** What a recorded run has otherwise than it was asked for, as warnings. */
 function differences(asked, own) {
   const has = { chat: false, top_p: 1, ...own };
-  const names = ["num_speculative_tokens", "max_tokens", "chat", ...(own.temperature ? ["seed", "top_p"] : [])];
+  const names = ["num_speculative_tokens", "max_tokens", "chat"];
+  if (own.temperature) names.push("seed", "top_p");
   const others = names.filter((name) => (asked[name] ?? has[name]) !== has[name]);
   const words = others.map((name) => `${name} ${has[name]}`).join(", ");
   return others.length ? [`This page has no server, and the run was recorded with ${words}.`] : [];

@@ -43,7 +43,7 @@ class Measurement:
 
     def __init__(self, engine: Engine, fingerprint: str | None) -> None:
         """`fingerprint` is the target's; without one nothing is stored."""
-        self._engine, self._left_ms, self.is_done = engine, _LONGEST_MS, False
+        self._engine, self.left_ms, self.is_done = engine, _LONGEST_MS, False
         models = {n: d for n, d in engine.pool.drafters.items() if not isinstance(d, TimedDrafter)}
         sizes = {name: getattr(drafter, "num_step_weights", 0) for name, drafter in models.items()}
         self._names = [name for name, size in sizes.items() if size]
@@ -74,7 +74,7 @@ class Measurement:
         try:
             with self._uncounted() as twin:
                 is_whole = not self._cycle(twin)
-            self._left_ms -= (time.thread_time() - began) * 1e3
+            self.left_ms -= (time.thread_time() - began) * 1e3
         except Exception as error:
             LOG.warning("the cost curve is not measured any further: %s", in_short(error))
             self.is_done = True
@@ -139,7 +139,7 @@ class Measurement:
         if _ROOM <= length:
             taken |= {name: len(self._drafts[name, _LONG]) for name in self._names}
         costs = {n: self._expected_ms(n) for n, count in taken.items() if count < _TIMES}
-        costs = {n: ms for n, ms in costs.items() if ms <= max(0.0, self._left_ms)}
+        costs = {n: ms for n, ms in costs.items() if ms <= max(0.0, self.left_ms)}
         if costs:  # so far, and for one cycle more
             chosen = min(costs, key=lambda n: costs[n] * (taken[n] + 1 / len(_cycles(n))))
             self._planned += _cycles(chosen)
