@@ -103,8 +103,8 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = fa
 }
 
 /**
- * Time of a pass against the positions in it. `handles` are [{rows, words}]; `guesses`, [{times, kind}],
- * stand at six positions, and hide the curve until `isShown`.
+ * Time of a pass against the positions in it. `handles` are [{rows, words}]; `guesses`, in times of one position,
+ * stand at six, and hide the curve until `isShown`.
  */
 export function drawTimes(box, curve, { handles = [], guesses = [], isShown = true, factor = () => 1 }) {
   const one = passMs(curve, 1) * factor(1);
@@ -123,7 +123,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
     for (const rows of Object.keys(curve.pass_ms)) plot.dot(Number(rows), at(Number(rows)), "pass-dot", 3);
   }
   plot.dot(1, one, "pass-dot", 4);
-  for (const { times: factorOf, kind } of guesses) plot.dot(6, factorOf * one, kind, 7);
+  for (const guess of guesses) plot.dot(6, guess * one, "guess", 7);
   if (!isShown) return;
   handles.forEach(({ rows, words: what }, i) => {
     plot.line(rows, 0, rows, at(rows), "leader");

@@ -107,7 +107,8 @@ export function drawLanes(box, lanes, most) {
 }
 
 /** Texts of drafters as bars of tokens by their fates, as far as they were at `ms`. */
-export function drawRace(box, lanes, ms, numTokens) {
+export function drawRace(box, lanes, ms) {
+  const numTokens = Math.max(...lanes.map((lane) => lane.numTokens));
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
   const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), xWords: "tokens written", label,
     yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 106 });

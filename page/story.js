@@ -1,16 +1,19 @@
 // The story: chapters to scroll, each with one thing to move and one question, beside one picture. All
-// that it tells was recorded (recordings/), but for the cost curve, which is this server's as soon as
-// it has measured one.
+// that it tells was recorded (recordings/), but for the cost curve, which is this server's as soon as it
+// has measured one.
 
-import { CHAPTERS } from "./chapters.js";
-import { passMs } from "./curve.js";
+import { BATCH, CHAPTERS, QUESTION } from "./chapters.js";
+import { costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
 import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
 import { Scene } from "./scene.js";
+import texts from "./texts.json" with { type: "json" };
 import { numAccepted, readCycles } from "./trace.js";
-import { bytes, milliseconds, short, times } from "./words.js";
+import { bytes, counted, milliseconds, quoted, short, times } from "./words.js";
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
-const [MODELS, FREE] = [["draft_model", "eagle3", "mtp", "dflash", "self_int8"], 1.25];
+const MODELS = ["draft_model", "eagle3", "mtp", "dflash", "self_int8"]; // the first that was recorded is told
+const [FLAT, AGREED] = [1.25, 0.55];
+const filled = (words, facts) => words.replace(/{(\w+)}/g, (_, name) => facts[name]);
 
 /** The cycle that shows most: some guesses accepted, one rejected, and several behind it to cut. */
 function mostTelling(cycles) {
@@ -25,69 +28,84 @@ function mostTelling(cycles) {
 class Data {
   #runs;
   #prompts;
-  constructor(recording, curve) {
-    const { health, runs, prompts } = recording;
-    [this.#runs, this.#prompts, this.curve, this.weights] = [runs, prompts, curve, health.target.weight_bytes];
-    this.plainMs = passMs(curve, 1);
-    const names = [...new Set(runs.map(({ request }) => request.drafter))];
+  constructor({ health, runs, prompts, model }, curve) {
+    [this.#runs, this.#prompts, this.curve, this.health, this.model] = [runs, prompts, curve, health, model];
+    [this.weights, this.plainMs] = [health.target.weight_bytes, this.passMs(1)];
+    const names = runs.map(({ request }) => request.drafter);
     this.drafter = [...MODELS, ...names].find((name) => names.includes(name));
     this.told = { cycles: this.#cycles("first", this.drafter), prompt: prompts.first };
-    const later = this.told.cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
-    this.whole = later.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(later);
-    this.cut = mostTelling(later.filter((cycle) => cycle !== this.whole));
+    const drafted = this.told.cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
+    const able = drafted.length ? drafted : this.told.cycles.slice(-2);
+    this.whole = able.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(able);
+    this.cut = mostTelling(able.filter((cycle) => cycle !== this.whole || able.length === 1));
     this.tokens = this.told.cycles.flatMap(({ tokens }) => tokens);
     const sampled = runs.find(({ request }) => request.temperature > 0 && request.verification === "coupled");
     this.drawn = sampled ? this.#drawnOf(sampled) : null;
-    const parts = curve.drafters?.[this.drafter];
-    this.c = parts ? (parts.call_ms / 5 + parts.step_ms) / this.plainMs : 0.1;
+    this.c = costOfDraft(curve, this.drafter, QUESTION.k) ?? 0.1;
+  }
+  #run(prompt, drafter, temperature = 0) {
+    return this.#runs.find(({ prompt: name, request }) => (
+      name === prompt && request.drafter === drafter && request.temperature === temperature))
+      ?? this.#runs.find(({ prompt: name }) => name === prompt) ?? this.#runs[0];
   }
   /** The request of a recorded run, with its prompt. */
   request(prompt, drafter, temperature = 0) {
-    const { request } = this.#runs.find(({ prompt: name, request: one }) => (
-      name === prompt && one.drafter === drafter && one.temperature === temperature));
-    return { ...request, prompt: this.#prompts[prompt] };
+    return { ...this.#run(prompt, drafter, temperature).request, prompt: this.#prompts[prompt] };
   }
   passMs(rows) { return passMs(this.curve, rows); }
-  #run(prompt, drafter) {
-    return this.#runs.find(({ prompt: name, request }) => (
-      name === prompt && request.drafter === drafter && !request.temperature));
-  }
   #cycles(prompt, drafter) {
     return readCycles(this.#run(prompt, drafter).events.filter((event) => "step" in event));
   }
-  /** The place of a sampled run where target and drafter agree about half: {entries, tokens, text, plain}. */
+  /** The place of a sampled run where target and drafter agree about half. */
   #drawnOf({ events }) {
     const [cycles, answer] = [readCycles(events.filter((event) => "step" in event)), events.at(-1)];
     const all = cycles.flatMap(({ tokens }) => tokens);
-    const places = cycles.flatMap(({ distributions, first, step }) => distributions.map((entries, i) => ({
-      entries: entries.filter(({ q, noise }) => q !== undefined && noise !== undefined), tokens: all.slice(0, first + i + 1), step })));
-    const agreed = ({ entries }) => Math.abs(0.55 - entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0));
-    const able = places.filter(({ entries }) => entries.length > 2).sort((a, b) => agreed(a) - agreed(b));
-    return able.length ? { ...able[0], text: answer.text, plain: answer.compare.plain.text } : null;
+    const isDrawn = ({ q, noise }) => q !== undefined && noise !== undefined;
+    const places = cycles.flatMap(({ distributions, first, step }) => distributions.map((entries, i) => (
+      { entries: entries.filter(isDrawn), tokens: all.slice(0, first + i + 1), step })));
+    const common = ({ entries }) => entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0);
+    const distance = (place) => Math.abs(AGREED - common(place));
+    const [best] = places.filter(({ entries }) => entries.length > 2).sort((a, b) => distance(a) - distance(b));
+    return best ? { ...best, text: answer.text, plain: answer.compare.plain.text } : null;
   }
-  /** The drafters' runs of a text, and plain decoding's: {name, endMs, passes, numTokens, at(ms)}. */
+  /** Plain decoding and the drafters on a text: {name, endMs, passes, numTokens, tokensPerPass, at(ms)}. */
   racers(prompt) {
     const runs = this.#runs.filter(({ prompt: name, request }) => name === prompt && !request.temperature);
-    const spent = ({ ms }) => (ms.draft ?? 0) + (ms.verify ?? 0) + (ms.other ?? 0);
     const racer = (name, cycles) => {
-      let ms = 0;
-      const timed = cycles.flatMap((cycle) => {
-        if (cycle.step) ms += spent(cycle);
-        return cycle.tokens.map((token) => ({ ...token, ms }));
+      let endMs = 0;
+      const timed = cycles.flatMap(({ step, tokens, ms: { draft = 0, verify = 0, other = 0 } }) => {
+        endMs += step ? draft + verify + other : 0; // the clock starts behind the prompt
+        return tokens.map((token) => ({ ...token, ms: endMs }));
       });
-      const passes = cycles.length - 1;
-      return { name, endMs: ms, passes, numTokens: timed.length, tokensPerPass: (timed.length - 1) / passes,
-        at: (now) => timed.filter((token) => token.ms <= now) };
+      const [numTokens, passes] = [timed.length, cycles.length - 1];
+      return { name, endMs, passes, numTokens, tokensPerPass: (numTokens - 1) / passes,
+        at: (now) => timed.filter(({ ms }) => ms <= now) };
     };
-    const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => ({ ...one,
-      tokens: one.tokens.map((token) => ({ ...token, kind: "plain", text: one.text })) }));
-    return [racer("plain", plain), ...runs.map(({ request }) => (
-      racer(request.drafter, this.#cycles(prompt, request.drafter))))];
+    const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => (
+      { ...one, tokens: one.tokens.map((token) => ({ ...token, kind: "plain", text: one.text })) }));
+    const drafted = runs.map(({ request: { drafter } }) => racer(drafter, this.#cycles(prompt, drafter)));
+    return [racer("plain", plain), ...drafted];
   }
-  get flatWords() {
-    const far = Object.keys(this.curve.pass_ms).map(Number).filter((n) => this.passMs(n) <= FREE * this.plainMs).at(-1);
-    return far > 1 ? `Here a pass over ${far} positions still takes less than ${FREE} times that of one.`
-      : "On this machine computing costs from the second position on.";
+  /** What is said with numbers of it, by the names in texts.json and in the page. */
+  get facts() {
+    const { curve, plainMs, whole, cut, weights, c } = this;
+    const flat = Object.keys(curve.pass_ms).map(Number).filter((rows) => this.passMs(rows) <= FLAT * plainMs);
+    const [copy, fresh] = ["copy", "new"].map((text) => this.racers(text).sort((a, b) => a.endMs - b.endMs));
+    const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
+    const speed = (batch) => times(speedupOf(curve, { ...QUESTION, c, batch }));
+    const [n, gave] = [whole.proposals.length, whole.tokens.length];
+    return {
+      model: this.model, layers: this.health.target.layers, drafter: this.drafter, c: short(c),
+      weights: bytes(weights), tenWeights: bytes(10 * weights), plain: milliseconds(plainMs),
+      tenPlain: milliseconds(10 * plainMs), six: times(this.passMs(6) / plainMs),
+      flat: counted(Math.max(...flat), "position"), guesses: counted(n, "token"), drafted: n,
+      kept: numAccepted(whole), gave: counted(gave, "token"), alone: milliseconds(gave * plainMs),
+      took: milliseconds(whole.ms.draft + this.passMs(n + 1)), wrong: quoted(cut.rejected ?? cut.tokens.at(-1)),
+      own: quoted(cut.tokens.at(-1)), cut: counted(cut.cached[0] - cut.cached[1], "token"),
+      from: cut.cached[0], to: cut.cached[1], five: short(expectedTokens(QUESTION.alpha, QUESTION.k)),
+      oneReader: speed(1), eightReaders: speed(BATCH), copyFirst: copy[0].name, copySecond: copy[1].name,
+      newFirst: fresh[0].name, newSecond: fresh[1].name, ngramCopy: ngram(copy), ngramNew: ngram(fresh),
+    };
   }
 }
 
@@ -98,12 +116,9 @@ export class Story {
   #states = {}; // by chapter, {at: the movers' values, chosen}
   #id = null; // of the chapter that is shown
   #timer = 0;
-  #source = "";
   /** Tell a recording; its own curve is used until `measured` gives this server's. */
   tell(recording) {
     this.#recording = recording;
-    const { model, recorded_at: date, machine } = recording;
-    this.#source = `recorded with ${model} on ${machine}, ${date}`;
     this.#take(recording.curve);
     const seen = new IntersectionObserver((entries) => {
       const entered = entries.findLast(({ isIntersecting }) => isIntersecting);
@@ -118,56 +133,56 @@ export class Story {
   }
   /** Take the curve that this server has measured. */
   measured(curve) {
-    if (!this.#recording || !(Object.keys(curve.pass_ms ?? {}).length > 2)) return;
-    this.#take({ drafters: this.#recording.curve.drafters, ...curve }, "curve: measured on this machine");
+    if (!this.#recording || Object.keys(curve.pass_ms ?? {}).length < 3) return;
+    this.#take({ ...curve, drafters: this.#recording.curve.drafters }, " The curve was measured by this server.");
   }
-  #take(curve, words = "") {
+  #take(curve, more = "") {
+    const { model, machine, recorded_at: date } = this.#recording;
     this.#data = new Data(this.#recording, curve);
-    write("scene-source", `Text and cycles: ${this.#source}. ${words}`);
-    const data = this.#data;
-    const facts = { weights: bytes(data.weights), plain: milliseconds(data.plainMs), drafter: data.drafter,
-      six: times(data.passMs(6) / data.plainMs), c: short(data.c), model: this.#recording.model,
-      layers: this.#recording.health.target.layers };
+    write("scene-source", `Recorded with ${model} on ${machine}, ${date}.${more}`);
+    const { facts } = this.#data;
     for (const node of document.querySelectorAll("[data-fact]")) node.textContent = facts[node.dataset.fact];
     if (this.#id) this.#draw();
   }
   #state(id) {
     const { movers, ways } = CHAPTERS[id];
-    this.#states[id] ??= { chosen: null, at: {
-      ...Object.fromEntries(movers(this.#data).map(([name, , , first]) => [name, first])),
-      ...(ways && { [ways()[0]]: Object.keys(ways()[1])[0] }) } };
+    if (!this.#states[id]) {
+      const at = Object.fromEntries(movers(this.#data).map(([name, , , first]) => [name, first]));
+      if (ways) at[ways()[0]] = ways()[1][0];
+      this.#states[id] = { chosen: null, at };
+    }
     return this.#states[id];
   }
   /** The question of a chapter, and its answers to choose from. */
   #ask(article) {
     const { chapter: id } = article.dataset;
-    const chapter = CHAPTERS[id];
+    const [chapter, words] = [CHAPTERS[id], texts.chapters[id]];
     const says = element("p.answer-says", { role: "status" });
     const buttons = element("div.buttons", { role: "group", "aria-label": "Your answer" });
     const choose = (at) => {
-      const right = chapter.right(this.#data);
+      const [right, state] = [chapter.right(this.#data), this.#state(id)];
       [...buttons.children].forEach((one, i) => {
         one.setAttribute("aria-pressed", i === at);
         one.classList.toggle("is-true", i === right);
         one.classList.toggle("is-false", i === at && i !== right);
       });
-      says.replaceChildren(element("b", at === right ? "Yes. " : "Not so. "), chapter.tell(this.#data));
-      const state = this.#state(id);
+      says.replaceChildren(element("b", at === right ? "Yes. " : "Not so. "), filled(words.tell, this.#data.facts));
       state.chosen = at;
       Object.assign(state.at, chapter.answered);
       this.#enter(id, chapter.play);
     };
-    buttons.append(...chapter.choices(this.#data).map((words, i) => element("button.answer-button",
-      { click: () => choose(i), "aria-pressed": "false" }, words)));
-    const fields = chapter.run?.(this.#data);
-    const run = () => dispatchEvent(new CustomEvent("try", { detail: fields }));
-    article.append(element("div.question", element("h3", chapter.ask(this.#data)), buttons, says),
-      fields ? element("button.quiet", { type: "button", click: run }, "See this run in the workbench") : "");
+    const { facts } = this.#data;
+    const choices = chapter.choices?.(this.#data) ?? words.choices.map((one) => filled(one, facts));
+    buttons.append(...choices.map((choice, i) => (
+      element("button.answer-button", { type: "button", click: () => choose(i), "aria-pressed": "false" }, choice))));
+    article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, says));
+    const request = chapter.run?.(this.#data);
+    const run = () => dispatchEvent(new CustomEvent("try", { detail: request }));
+    if (request) article.append(element("button.quiet", { type: "button", click: run }, "See this run in the workbench"));
   }
   /** Show a chapter; what it plays at its start, or with the answer, begins. */
   #enter(id, play = null) {
-    const chapter = CHAPTERS[id];
-    const isNew = this.#id !== id;
+    const [chapter, isNew] = [CHAPTERS[id], this.#id !== id];
     this.#id = byId("scene").dataset.at = id;
     for (const article of document.querySelectorAll("[data-chapter]")) {
       article.toggleAttribute("data-shown", article.dataset.chapter === id);
@@ -175,27 +190,30 @@ export class Story {
     for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
     if (isNew) this.#drawMovers(chapter);
     const start = play ?? (isNew && this.#state(id).chosen === null ? chapter.start : null);
+    this.#stop();
     if (start) this.#play(...start(this.#data));
     else this.#draw();
   }
   #drawMovers(chapter) {
-    const state = this.#state(this.#id);
-    const [name, ways] = chapter.ways?.() ?? [null, {}];
-    const pick = (way) => {
-      state.at[name] = way;
+    const { at } = this.#state(this.#id);
+    const [name, ways] = chapter.ways?.() ?? [null, []];
+    const choose = (value) => {
+      at[name] = value;
       this.#draw();
     };
-    byId("scene-movers").replaceChildren(
-      ...(name ? [element("div.buttons", { role: "group", "aria-label": "What is shown" },
-        ...Object.entries(ways).map(([way, { words }]) => element("button", { "data-way": way, click: () => pick(way) }, words)))] : []),
-      ...chapter.movers(this.#data).map(([mover, words, range]) => slider(`move-${mover}`, words, state.at[mover], range)));
-    for (const [mover] of chapter.movers(this.#data)) {
-      byId(`move-${mover}`).addEventListener("input", ({ target }) => {
+    const buttons = ways.map((way) => element("button", { type: "button", "data-way": way, click: () => choose(way) },
+      texts.chapters[this.#id].ways[way]));
+    const sliders = chapter.movers(this.#data).map(([mover, words, range]) => {
+      const label = slider(`move-${mover}`, words, at[mover], range);
+      label.addEventListener("input", ({ target }) => {
         this.#stop();
-        state.at[mover] = Number(target.value);
+        at[mover] = Number(target.value);
         this.#draw();
       });
-    }
+      return label;
+    });
+    byId("scene-movers").replaceChildren(...(name
+      ? [element("div.buttons", { role: "group", "aria-label": "What is shown" }, ...buttons)] : []), ...sliders);
   }
   #stop() {
     clearInterval(this.#timer);
@@ -203,21 +221,20 @@ export class Story {
   }
   /** Let a mover go to `last` by itself, from where it is. */
   #play(name, last, ms) {
-    this.#stop();
     const { at } = this.#state(this.#id);
     if (!mayMove()) at[name] = last;
-    if (at[name] >= last) return this.#draw();
-    this.#timer = setInterval(() => {
-      at[name] += 1;
-      if (at[name] >= last) this.#stop();
-      this.#draw(true);
-    }, ms);
-    return this.#draw();
+    if (at[name] < last) {
+      this.#timer = setInterval(() => {
+        at[name] += 1;
+        if (at[name] >= last) this.#stop();
+        this.#draw(true);
+      }, ms);
+    }
+    this.#draw();
   }
   #draw(isPlayed = false) {
     const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
-    const says = chapter.draw(this.#scene, this.#data, { ...state, isPlayed });
-    write("scene-says", says);
+    write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
     for (const [name, , [, , step]] of chapter.movers(this.#data)) {
       byId(`move-${name}`).value = state.at[name];
       write(`move-${name}-value`, step < 1 ? short(state.at[name]) : state.at[name]);

@@ -8,18 +8,21 @@ browser asks for is refused, and is a failure, as is a word on its console.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from contextlib import suppress
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 import speculative_decoding as core
 from server import ROOT, free_port, until
 
 pytestmark = pytest.mark.browser
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+api.expect.set_options(timeout=20_000)
 # Where the page is, and which recording it has then.
 ADDRESSES = {"export/": "embedded", "page/": "smollm2", "page/?model=embedded": "embedded"}
 # What page/stream.js gives: of each recorded request, of others, and of one that is broken off.
@@ -136,3 +139,157 @@ def test_a_recording_takes_its_time_where_pictures_may_move(open_page):
     page.wait_for_function("window.got")
     assert page.evaluate("got.length") == 0
     until(lambda: page.clock.run_for(1000) or page.evaluate("'usage' in (got.at(-1) ?? {})"))
+
+
+# --------------------------------------------------------------------------------- the chapters
+
+SMOLLM2, SAYS = "page/", "#scene-says"
+CHAPTERS = "stream positions guess reject cache pays loses sampling who".split()
+WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+SLIDE = """(slider, value) => {
+    slider.value = value;
+    slider.dispatchEvent(new Event("input", {bubbles: true}));
+}"""
+
+
+@pytest.fixture(scope="module")
+def told():
+    return json.loads((ROOT / "page" / "recordings" / "smollm2.json").read_text("utf-8"))
+
+
+def pass_ms(told, rows):
+    """Between measured numbers of positions it is a straight line."""
+    known = sorted((int(n), ms) for n, ms in told["curve"]["pass_ms"].items())
+    return float(np.interp(rows, *zip(*known, strict=True)))
+
+
+def tokens_of(alpha, k):
+    return sum(alpha**i for i in range(k + 1))
+
+
+def speedup(told, k, alpha, c, batch=1):
+    cycle = k * c * pass_ms(told, 1) + pass_ms(told, batch * (k + 1))
+    return tokens_of(alpha, k) * pass_ms(told, batch) / cycle
+
+
+def runs_of(told, prompt):
+    """The greedy runs of a prompt, by drafter: events of the cycles."""
+    runs = (r for r in told["runs"] if r["prompt"] == prompt and not r["request"]["temperature"])
+    return {r["request"]["drafter"]: [e for e in r["events"] if "step" in e] for r in runs}
+
+
+def show(page, chapter):
+    page.locator(f"[data-chapter={chapter}]").evaluate("node => node.scrollIntoView()")
+    page.locator(f"#scene[data-at={chapter}]").wait_for()
+
+
+def move(page, name, value, words):
+    page.locator(f"#move-{name}").evaluate(SLIDE, value)
+    for each in words:
+        api.expect(page.locator(SAYS)).to_contain_text(each)
+
+
+def test_each_chapter_asks_first_and_the_recording_answers(open_page, told):
+    """What is said was worked out here once more."""
+    cycles = runs_of(told, "first")["draft_model"][1:]
+    drafted = [cycle for cycle in cycles if len(cycle["proposals"]) > 1]
+    whole = next(c for c in drafted if c["accepted_count"] == len(c["proposals"]))
+    parts = told["curve"]["drafters"]["draft_model"]
+    c = (parts["call_ms"] / 5 + parts["step_ms"]) / pass_ms(told, 1)
+    weights = told["health"]["target"]["weight_bytes"]
+    answers = {
+        "stream": (1, [f"{10 * weights / 1e9:.1f} GB"]),
+        "positions": (0, [f"{pass_ms(told, 6) / pass_ms(told, 1):.2f}×"]),
+        "guess": (
+            whole["accepted_count"],
+            [f"{len(whole['proposals'])} of {len(whole['proposals'])}"],
+        ),
+        "reject": (1, ["recovered"]),
+        "cache": (2, ["The length goes from"]),
+        "pays": (2, [f"{tokens_of(0.8, 5):.2f}"]),
+        "loses": (None, [f"{speedup(told, 5, 0.8, c, n):.2f}×" for n in (1, 8)]),
+        "sampling": (1, ["belongs to the seed"]),
+        "who": (None, ["On the list"]),
+    }
+    assert [*answers] == CHAPTERS
+    page = open_page(SMOLLM2, viewport=WIDE)
+    for chapter, (right, words) in answers.items():
+        show(page, chapter)
+        article = page.locator(f"[data-chapter={chapter}]")
+        said, buttons = article.locator(".answer-says"), article.locator(".answer-button")
+        assert said.text_content() == "" and article.locator(".is-true, .is-false").count() == 0
+        for at in range(buttons.count()):  # each may be chosen, and one is right
+            buttons.nth(at).click()
+            api.expect(said).to_contain_text("Yes." if at == right else re.compile("Yes|Not so"))
+            if right is not None:
+                assert article.locator(".is-false").count() == (at != right)
+        assert article.locator(".is-true").count() == 1
+        for each in words:
+            assert each in said.text_content(), (chapter, each)
+
+
+def test_what_is_moved_moves_the_picture_and_the_numbers(open_page, told):
+    page, one = open_page(SMOLLM2, viewport=WIDE), pass_ms(told, 1)
+    text = "".join(cycle["text"] for cycle in runs_of(told, "first")["draft_model"])
+    show(page, "stream")
+    move(page, "tokens", 5, ["5 tokens"])
+    shown = page.locator("#scene-text .token")
+    assert text.startswith("".join(shown.all_text_contents())) and shown.count() == 5
+    show(page, "positions")
+    for rows in (1, 7, 64):
+        move(page, "rows", rows, [f"{pass_ms(told, rows) / one:.2f}× the time of one"])
+        assert page.locator("#scene-pass :is(.place, .position)").count() == rows
+    show(page, "pays")
+    for alpha, k, c in ((0.5, 2, 0.1), (0.9, 10, 0.02), (0.3, 5, 0.9)):
+        for name, value in {"alpha": alpha, "k": k, "c": c}.items():
+            move(page, name, value, [])
+        label = page.get_attribute("#scene-plot .half:last-child svg", "aria-label")
+        assert f"{speedup(told, k, alpha, c):.2f}×" in label
+        even = [a / 1000 for a in range(1001) if speedup(told, k, a / 1000, c) >= 1]
+        pays = re.search(r"pays from α = (\S+) on", page.text_content(SAYS))
+        assert bool(pays) == bool(even) and (
+            not even or float(pays[1]) == pytest.approx(even[0], abs=0.006)
+        )
+        best = max(range(16), key=lambda n: speedup(told, n, alpha, c))
+        assert (f"K = {best} is best" if best else "no draft is best") in page.text_content(SAYS)
+    show(page, "loses")
+    for way in page.locator("[data-way]").all():
+        way.click()
+        api.expect(page.locator(f"{SAYS}")).to_contain_text(way.text_content())
+    show(page, "who")
+    for way, prompt in (("copy", "copy"), ("new", "new")):
+        page.click(f"[data-way={way}]")
+        move(page, "share", 100, [])
+        lanes = page.locator("#scene-plot rect.fate")
+        assert lanes.count() == 48 * (1 + len(runs_of(told, prompt)))  # and plain decoding's
+
+
+def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_page):
+    page = open_page(SMOLLM2, viewport=WIDE, reduced_motion="no-preference")
+    show(page, "guess")
+    api.expect(page.locator("#scene-pass .chip.on:not(.own)")).to_have_count(5)  # by itself
+    assert page.locator("#scene-pass .verdict.on").count() == 0
+    page.click("[data-chapter=guess] .answer-button >> nth=2")
+    api.expect(page.locator("#scene-pass .verdict.on").last).to_be_visible()
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
+def test_figure_legend_and_text_are_in_sight_together_and_nothing_overflows(open_page, size):
+    page = open_page(SMOLLM2, viewport=size)
+    for chapter in CHAPTERS:
+        show(page, chapter)
+        page.click(f"[data-chapter={chapter}] .answer-button >> nth=0")
+        for slider in page.locator("#scene-movers input").all():
+            for end in ("max", "min"):
+                slider.evaluate(f"(s) => ({SLIDE})(s, s.{end})")
+                assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (
+                    chapter
+                )
+                assert page.evaluate(OUTSIDE) == [], chapter
+
+
+OUTSIDE = """() => ["#scene", "#scene-movers", "#scene-legend", "#scene-says"].filter((name) => {
+    const {top, bottom, left, right, width} = document.querySelector(name).getBoundingClientRect();
+    const isIn = top >= -1 && bottom <= innerHeight + 1 && left >= -1 && right <= innerWidth + 1;
+    return !(width && isIn);
+})"""
