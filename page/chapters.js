@@ -42,7 +42,8 @@ function cycleLanes(data, { proposals: { length: n }, tokens: { length: gave }, 
   const check = { ms: data.passMs(n + 1), kind: "pass", isOn: phase > n, words: "one pass" };
   const passes = isEnd ? counted(gave, "pass", "passes") : "a pass for each token";
   return [{ words: `one by one: ${passes}`, blocks: list(n + 1, pass) },
-    { words: `guess and check: ${counted(n, "guess", "guesses")}, one pass`, blocks: [...list(n, draft), check] }];
+    { words: `guess and check: ${counted(n, "guess", "guesses")}, one pass`,
+      blocks: [...list(n, draft), check] }];
 }
 
 /** Draw a cycle as far as a phase, with the text before it and the times of both ways. */
@@ -146,7 +147,8 @@ export const CHAPTERS = {
       drawCosts(scene, data, at, [{ rows: at.k + 1, words: "K + 1" }], isShown);
       const [least, k] = [at.k ? breakEven(data.curve, at) : null, bestK(data.curve, at)];
       const pays = !at.k ? "This is plain decoding." : least === null
-        ? "It cannot pay, however good the guesses are." : `With this K and c it pays from α = ${short(least)} on.`;
+        ? "It cannot pay, however good the guesses are."
+        : `With this K and c it pays from α = ${short(least)} on.`;
       return `${pays} For this α and c, ${k ? `K = ${k} is best` : "no draft is best"}.`;
     },
   },
@@ -162,13 +164,15 @@ export const CHAPTERS = {
     draw(scene, data, { at: { way, k } }) {
       const { alpha, batch = 1, slow = data.c, factor } = WAYS[way];
       const at = { alpha, k, c: slow, batch, factor };
-      const handles = [{ rows: Math.min(MOST_POSITIONS, batch * (k + 1)), words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
+      const rows = Math.min(MOST_POSITIONS, batch * (k + 1));
+      const handles = [{ rows, words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
       if (batch > 1) handles.unshift({ rows: batch, words: "8, plain" });
       drawCosts(scene, data, at, handles);
       const [longest, { draft, verify }] = [bestK(data.curve, at), cycleCost(data.curve, at)];
       const { ways, why } = texts.chapters.loses;
-      return `${ways[way]}: ${short(expectedTokens(alpha, k))} tokens for ${short(draft + verify)} plain passes, `
-        + `${times(speedupOf(data.curve, at))}. ${longest ? `K = ${longest}` : "No draft"} is best. ${why[way]}`;
+      const gives = `${short(expectedTokens(alpha, k))} tokens for ${short(draft + verify)} plain passes`;
+      return `${ways[way]}: ${gives}, ${times(speedupOf(data.curve, at))}. `
+        + `${longest ? `K = ${longest}` : "No draft"} is best. ${why[way]}`;
     },
   },
   sampling: {
@@ -185,7 +189,7 @@ export const CHAPTERS = {
       const [target, guess] = [best(entries, "p"), best(entries, "q")];
       scene.plot((box) => drawNoise(box, entries), 0.62);
       return `The target takes the token whose ● is furthest right, ${quoted(target)}; the drafter’s ◆ is at `
-        + `${quoted(guess)}: ${target.id === guess.id ? "accepted" : `rejected, ${quoted(target)} is written`}.`;
+        + `${quoted(guess)}: ${target.id === guess.id ? "accepted" : "rejected"}.`;
     },
   },
   who: {
@@ -193,7 +197,10 @@ export const CHAPTERS = {
     ways: () => ["text", ["copy", "new"]],
     movers: () => [["share", "time, in % of the slowest", [0, 100, 1], 0]],
     choices: (data) => data.racers("copy").map(({ name }) => name),
-    right: (data) => data.racers("copy").reduce((at, { endMs }, i, all) => (endMs < all[at].endMs ? i : at), 0),
+    right(data) {
+      const ends = data.racers("copy").map(({ endMs }) => endMs);
+      return ends.indexOf(Math.min(...ends));
+    },
     play: () => ["share", 100, 60],
     draw(scene, data, { at: { text, share } }) {
       const racers = data.racers(text);
@@ -202,8 +209,8 @@ export const CHAPTERS = {
       scene.strip("", first.at(ms));
       scene.nothing();
       scene.plot((box) => drawRace(box, racers, ms), 0.75);
-      return `${first.name} is first: ${milliseconds(first.endMs)} for ${counted(first.numTokens, "token")} in `
-        + `${counted(first.passes, "pass", "passes")} of the target.`;
+      const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
+      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes} of the target.`;
     },
   },
 };
@@ -217,7 +224,8 @@ function drawArray(box, { before, cached: [verified], fed, pending }, length, ph
     const isWritten = phase > 0 && i < verified;
     const kind = i < before ? "old" : !isWritten ? "free" : i >= length ? "rejected" : "accepted";
     const text = i < before ? "…" : isWritten ? read[i - before] : "";
-    return element(`li.${kind}${i === length ? ".at-length" : ""}`, element("span", text), element("small", `${i}`));
+    const tag = i === length ? `li.${kind}.at-length` : `li.${kind}`;
+    return element(tag, element("span", text), element("small", `${i}`));
   });
   box.replaceChildren(element("ol.array", { "aria-label": `An array with the length ${length}` }, ...cells),
     element("p.array-says", "length = ", element("b", `${length}`)));

@@ -72,22 +72,26 @@ const MARGIN = { left: 46, top: 24, right: 16, bottom: 40 }; // px
 const LETTER = 7.6; // px, of a bold label
 
 /** An SVG with two axes in `box`: {x, y, add, text, line, path, dot}, which all take values of the axes. */
-export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = false, left = isFlat ? 8 : MARGIN.left,
+export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = false,
+  left = isFlat ? 8 : MARGIN.left,
   height = Math.max(140, box.clientHeight) }) {
   const width = Math.max(240, box.clientWidth);
   const [top, right, bottom] = [MARGIN.top, width - MARGIN.right, height - MARGIN.bottom];
   const x = (value) => left + ((value - xs[0]) / (xs[1] - xs[0])) * (right - left);
   const y = (value) => bottom - (Math.min(value, most) / most) * (bottom - top);
-  const svg = drawing("svg.plot", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
+  const svg = drawing("svg.plot", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
+    "aria-label": label });
   const add = (...parts) => svg.append(drawing(...parts));
   const text = (at, to, words, kind = "middle") => add(`text.${kind}`, { x: at, y: to }, words);
   const line = (x1, y1, x2, y2, kind) => add(`line.${kind}`, { x1: x(x1), y1: y(y1), x2: x(x2), y2: y(y2) });
-  const path = (points, kind) => add(`polyline.${kind}`, { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") });
-  const area = (points, kind) => add(`polygon.${kind}`, { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") });
+  const shape = (tag) => (points, kind) => (
+    add(`${tag}.${kind}`, { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") }));
+  const [path, area] = [shape("polyline"), shape("polygon")];
   const dot = (a, b, kind, r = 6) => add(`circle.${kind}`, { cx: x(a), cy: y(b), r });
   const note = (at, to, words) => { // beside a mark, where there is room for it
     const isRight = at + LETTER * words.length > right;
-    text(isRight ? Math.max(at - 8, left + LETTER * words.length) : at + 8, to, words, isRight ? "end.value" : "start.value");
+    text(isRight ? Math.max(at - 8, left + LETTER * words.length) : at + 8, to, words,
+      isRight ? "end.value" : "start.value");
   };
   const step = [0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((size) => most / size <= 5) ?? 5000;
   for (let tick = 0; tick <= most && !isFlat; tick += step) {
@@ -103,8 +107,8 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = fa
 }
 
 /**
- * Time of a pass against the positions in it. `handles` are [{rows, words}]; `guesses`, in times of one position,
- * stand at six, and hide the curve until `isShown`.
+ * Time of a pass against the positions in it. `handles` are [{rows, words}]; `guesses`, in times
+ * of one position, stand at six, and hide the curve until `isShown`.
  */
 export function drawTimes(box, curve, { handles = [], guesses = [], isShown = true, factor = () => 1 }) {
   const one = passMs(curve, 1) * factor(1);
@@ -113,11 +117,11 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   const most = 1.1 * (isShown ? Math.max(at(MOST_POSITIONS), 3 * one) : 7 * one);
   const words = handles.map(({ rows, words: what }) => `${what}: ${times(at(rows) / one)}`).join(", ");
   const label = `Milliseconds of a pass against the positions in it, 1 to 64. ${words}`;
-  const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64], yWords: "ms of one pass",
-    xWords: "positions in the pass", label });
+  const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64], 
+    yWords: "ms of one pass", xWords: "positions in the pass", label });
   const last = Math.min(MOST_POSITIONS, most / one); // what as many passes over one would take
   plot.path([[1, one], [last, last * one]], "plain-line");
-  plot.text(plot.x(last) + (last > 30 ? -8 : 8), plot.y(last * one) + 14, "one by one", last > 30 ? "end" : "start");
+  plot.text(plot.x(last) + 8, plot.y(last * one) + 14, "one by one", "start");
   if (isShown) {
     plot.path(all, "pass-line");
     for (const rows of Object.keys(curve.pass_ms)) plot.dot(Number(rows), at(Number(rows)), "pass-dot", 3);
@@ -129,7 +133,8 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
     plot.line(rows, 0, rows, at(rows), "leader");
     plot.dot(rows, at(rows), "handle", 7);
     const above = i < handles.length - 1 ? -5 : 14; // one of two stands beside its mark
-    plot.note(plot.x(rows), Math.max(plot.top + 6, plot.y(at(rows)) - above), `${what}: ${times(at(rows) / one)}`);
+    const y = Math.max(plot.top + 6, plot.y(at(rows)) - above);
+    plot.note(plot.x(rows), y, `${what}: ${times(at(rows) / one)}`);
   });
 }
 
@@ -142,12 +147,13 @@ export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
   const costs = ks.map((k) => cycleCost(curve, { ...at, k }));
   const tokens = ks.map((k) => expectedTokens(at.alpha, k));
   const total = costs.map(({ draft, verify }) => draft + verify);
-  const most = 1.12 * Math.max(4, Math.min(16, Math.max(...tokens, total[at.k], ...points.map((p) => p.tokens))));
+  const highest = Math.max(...tokens, total[at.k] ?? 0, ...points.map((point) => point.tokens));
+  const most = 1.12 * Math.max(4, Math.min(16, highest));
   const speedup = tokens[at.k] / total[at.k];
   const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
     + `${short(total[at.k])} plain passes, ${times(speedup)}`;
-  const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15], xWords: "K, drafted tokens per cycle",
-    yWords: "tokens, and time in plain passes", label });
+  const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15], 
+    xWords: "K, drafted tokens per cycle", yWords: "tokens, and time in plain passes", label });
   const floor = [[LARGEST_K, 0], [0, 0]];
   const verify = ks.map((k) => [k, costs[k].verify]);
   plot.area([...verify, ...floor], "pass-area");

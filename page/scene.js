@@ -4,7 +4,7 @@
 import { axes } from "./curve.js";
 import { byId, element, isNarrow } from "./elements.js";
 import { Picture } from "./picture.js";
-import { bytes, chance, counted, milliseconds, visible } from "./words.js";
+import { bytes, chance, counted, milliseconds, quoted, visible } from "./words.js";
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
 const LANE = 34; // px, the height of a lane of times
@@ -67,12 +67,12 @@ export function drawNoise(box, entries) {
   const [target, guess] = [best(entries, "p"), best(entries, "q")];
   const others = entries.filter((entry) => entry !== target && entry !== guess);
   const shown = [...new Set([target, guess]), ...others].slice(0, 7).sort((a, b) => b.p - a.p);
-  const ends = shown.flatMap(({ p, q, noise }) => [p, q].filter(Boolean).map((chance) => Math.log(chance) + noise));
+  const ends = shown.flatMap(({ p, q, noise }) => [p, q].filter(Boolean).map((one) => Math.log(one) + noise));
   const [low, high] = [Math.max(-9, Math.floor(Math.min(...ends))) - 1, Math.ceil(Math.max(...ends)) + 1];
   const xTicks = Array.from({ length: Math.floor((high - low) / 2) + 1 }, (_, i) => low + 2 * i);
-  const label = `Log of chance and noise: the target's largest is ${visible(target.text)}, the drafter's ${visible(guess.text)}`;
-  const plot = axes(box, { xs: [low, high], most: 1, xTicks, xWords: "log chance + noise", yWords: "token: p, q", label,
-    isFlat: true, left: 150 });
+  const label = `Log chance + noise: largest for the target ${quoted(target)}, the drafter ${quoted(guess)}`;
+  const plot = axes(box, { xs: [low, high], most: 1, xTicks, xWords: "log chance + noise", label,
+    yWords: "token: p, q", isFlat: true, left: 150 });
   const gap = (plot.bottom - plot.top) / shown.length;
   shown.forEach(({ id, text, p, q, noise }, i) => {
     const y = plot.top + gap * (i + 0.5);
@@ -91,8 +91,8 @@ export function drawNoise(box, entries) {
 /** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */
 export function drawLanes(box, lanes, most) {
   const label = lanes.map(({ words }) => words).join("; ");
-  const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticksTo(most), xWords: "ms", yWords: "", label, isFlat: true,
-    height: 24 + lanes.length * (LANE + 28) + 42 });
+  const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticksTo(most), xWords: "ms", yWords: "", label,
+    isFlat: true, height: 24 + lanes.length * (LANE + 28) + 42 });
   lanes.forEach(({ words, blocks }, i) => {
     const top = plot.top + 4 + i * (LANE + 28);
     plot.text(plot.left, top - 6, words, "start.value");
@@ -110,19 +110,21 @@ export function drawLanes(box, lanes, most) {
 export function drawRace(box, lanes, ms) {
   const numTokens = Math.max(...lanes.map((lane) => lane.numTokens));
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
-  const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), xWords: "tokens written", label,
-    yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 106 });
+  const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), label,
+    xWords: "tokens written", yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 106 });
   const height = Math.min(44, (plot.bottom - plot.top) / lanes.length - 4);
   lanes.forEach(({ name, at, endMs }, i) => {
     const [tokens, y] = [at(ms), plot.top + 4 + i * (height + 4)];
     plot.text(plot.left - 6, y + height / 2 + 5, name, "end.value");
     tokens.forEach(({ kind }, j) => plot.add(`rect.fate.${kind}`, { x: plot.x(j), y, height,
       width: Math.max(1, plot.x(1) - plot.x(0) - 1) }));
-    if (ms >= endMs) plot.text(plot.x(numTokens) - 6, y + height / 2 + 5, milliseconds(endMs), "end.value.on-bar");
+    const end = [plot.x(numTokens) - 6, y + height / 2 + 5];
+    if (ms >= endMs) plot.text(...end, milliseconds(endMs), "end.value");
   });
 }
 
 const ticksTo = (most) => {
-  const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((size) => most / size <= 6) ?? 10_000;
+  const steps = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000];
+  const step = steps.find((size) => most / size <= 6) ?? 10_000;
   return Array.from({ length: Math.floor(most / step) + 1 }, (_, i) => i * step);
 };

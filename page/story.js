@@ -65,7 +65,8 @@ class Data {
       { entries: entries.filter(isDrawn), tokens: all.slice(0, first + i + 1), step })));
     const common = ({ entries }) => entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0);
     const distance = (place) => Math.abs(AGREED - common(place));
-    const [best] = places.filter(({ entries }) => entries.length > 2).sort((a, b) => distance(a) - distance(b));
+    const able = places.filter(({ entries }) => entries.length > 2);
+    const [best] = able.sort((a, b) => distance(a) - distance(b));
     return best ? { ...best, text: answer.text, plain: answer.compare.plain.text } : null;
   }
   /** Plain decoding and the drafters on a text: {name, endMs, passes, numTokens, tokensPerPass, at(ms)}. */
@@ -100,7 +101,8 @@ class Data {
       tenPlain: milliseconds(10 * plainMs), six: times(this.passMs(6) / plainMs),
       flat: counted(Math.max(...flat), "position"), guesses: counted(n, "token"), drafted: n,
       kept: numAccepted(whole), gave: counted(gave, "token"), alone: milliseconds(gave * plainMs),
-      took: milliseconds(whole.ms.draft + this.passMs(n + 1)), wrong: quoted(cut.rejected ?? cut.tokens.at(-1)),
+      took: milliseconds(whole.ms.draft + this.passMs(n + 1)),
+      wrong: quoted(cut.rejected ?? cut.tokens.at(-1)),
       own: quoted(cut.tokens.at(-1)), cut: counted(cut.cached[0] - cut.cached[1], "token"),
       from: cut.cached[0], to: cut.cached[1], five: short(expectedTokens(QUESTION.alpha, QUESTION.k)),
       oneReader: speed(1), eightReaders: speed(BATCH), copyFirst: copy[0].name, copySecond: copy[1].name,
@@ -134,7 +136,8 @@ export class Story {
   /** Take the curve that this server has measured. */
   measured(curve) {
     if (!this.#recording || Object.keys(curve.pass_ms ?? {}).length < 3) return;
-    this.#take({ ...curve, drafters: this.#recording.curve.drafters }, " The curve was measured by this server.");
+    const { drafters } = this.#recording.curve;
+    this.#take({ ...curve, drafters }, " The curve was measured by this server.");
   }
   #take(curve, more = "") {
     const { model, machine, recorded_at: date } = this.#recording;
@@ -166,19 +169,21 @@ export class Story {
         one.classList.toggle("is-true", i === right);
         one.classList.toggle("is-false", i === at && i !== right);
       });
-      says.replaceChildren(element("b", at === right ? "Yes. " : "Not so. "), filled(words.tell, this.#data.facts));
+      const verdict = element("b", at === right ? "Yes. " : "Not so. ");
+      says.replaceChildren(verdict, filled(words.tell, this.#data.facts));
       state.chosen = at;
       Object.assign(state.at, chapter.answered);
       this.#enter(id, chapter.play);
     };
     const { facts } = this.#data;
     const choices = chapter.choices?.(this.#data) ?? words.choices.map((one) => filled(one, facts));
-    buttons.append(...choices.map((choice, i) => (
-      element("button.answer-button", { type: "button", click: () => choose(i), "aria-pressed": "false" }, choice))));
+    const press = (i) => ({ type: "button", click: () => choose(i), "aria-pressed": "false" });
+    buttons.append(...choices.map((choice, i) => element("button.answer-button", press(i), choice)));
     article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, says));
     const request = chapter.run?.(this.#data);
-    const run = () => dispatchEvent(new CustomEvent("try", { detail: request }));
-    if (request) article.append(element("button.quiet", { type: "button", click: run }, "See this run in the workbench"));
+    const click = () => dispatchEvent(new CustomEvent("try", { detail: request }));
+    const label = "See this run in the workbench";
+    if (request) article.append(element("button.quiet", { type: "button", click }, label));
   }
   /** Show a chapter; what it plays at its start, or with the answer, begins. */
   #enter(id, play = null) {
@@ -201,8 +206,9 @@ export class Story {
       at[name] = value;
       this.#draw();
     };
-    const buttons = ways.map((way) => element("button", { type: "button", "data-way": way, click: () => choose(way) },
-      texts.chapters[this.#id].ways[way]));
+    const words = texts.chapters[this.#id].ways;
+    const press = (way) => ({ type: "button", "data-way": way, click: () => choose(way) });
+    const buttons = ways.map((way) => element("button", press(way), words[way]));
     const sliders = chapter.movers(this.#data).map(([mover, words, range]) => {
       const label = slider(`move-${mover}`, words, at[mover], range);
       label.addEventListener("input", ({ target }) => {
@@ -212,8 +218,8 @@ export class Story {
       });
       return label;
     });
-    byId("scene-movers").replaceChildren(...(name
-      ? [element("div.buttons", { role: "group", "aria-label": "What is shown" }, ...buttons)] : []), ...sliders);
+    const group = element("div.buttons", { role: "group", "aria-label": "What is shown" }, ...buttons);
+    byId("scene-movers").replaceChildren(...(name ? [group, ...sliders] : sliders));
   }
   #stop() {
     clearInterval(this.#timer);

@@ -1,8 +1,8 @@
 // What if: what a cycle gives and takes for an α, K, c and a batch of one's choice, on the cost curve
 // that was measured here, beside what each drafter has brought on this server.
 
-import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, LARGEST_K, MOST_POSITIONS, speedupOf }
-  from "./curve.js";
+import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, LARGEST_K, MOST_POSITIONS,
+  speedupOf } from "./curve.js";
 import { byId, element, slider, write } from "./elements.js";
 import { short, times } from "./words.js";
 
@@ -23,7 +23,7 @@ export class WhatIf {
   constructor() {
     const sliders = Object.entries(SLIDERS).map(([name, about]) => slider(idOf(name), ...about));
     byId("whatif").append(element("div.movers", { input: () => this.#touch() }, ...sliders),
-      element("div.halves", element("figure", { id: "whatif-times" }), element("figure", { id: "whatif-gain" })),
+      element("div.halves", ...["times", "gain"].map((id) => element("figure", { id: idOf(id) }))),
       element("p.says", { id: "whatif-says" }), element("p.note", { id: "whatif-source" }),
       element("div", { id: "measured" }));
     new ResizeObserver(() => this.draw()).observe(byId("whatif"));
@@ -38,10 +38,11 @@ export class WhatIf {
     const costs = health.controller?.costs_by_batch?.["1"];
     if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
       this.#curve = curve;
-      this.#source = `The curve was measured in idle time, ${curve.measured_at.slice(0, 16).replace("T", " ")}.`;
+      const when = curve.measured_at.slice(0, 16).replace("T", " ");
+      this.#source = `The curve was measured in idle time, ${when}.`;
       if (costs?.pass_ms) {
         const [six, one] = [costs.pass_ms + 5 * costs.token_ms, costs.pass_ms];
-        this.#source += ` The controller believes that six positions take ${times(six / one)}; see the curve at 6.`;
+        this.#source += ` The controller believes that six positions take ${times(six / one)}, see at 6.`;
       }
     } else if (costs?.pass_ms) {
       this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
@@ -51,7 +52,8 @@ export class WhatIf {
   }
   /** Points, one for each drafter: a newer one takes the place of one that is not better. */
   add(points) {
-    for (const one of points) if (!(this.#points.get(one.name)?.rank > one.rank)) this.#points.set(one.name, one);
+    const isBetter = ({ name, rank }) => !(this.#points.get(name)?.rank > rank);
+    for (const point of points.filter(isBetter)) this.#points.set(point.name, point);
     const sorted = [...this.#points.values()].sort((a, b) => b.speedup - a.speedup);
     const take = (point) => {
       for (const name of ["alpha", "k", "c"]) {
@@ -78,7 +80,8 @@ export class WhatIf {
     const handles = [{ rows, words: at.batch > 1 ? `${at.batch} × (K + 1)` : "K + 1" }];
     if (at.batch > 1) handles.unshift({ rows: at.batch, words: "plain" });
     drawTimes(byId("whatif-times"), this.#curve, { handles });
-    drawGain(byId("whatif-gain"), this.#curve, at, { points: at.batch === 1 ? [...this.#points.values()] : [] });
+    const points = at.batch === 1 ? [...this.#points.values()] : [];
+    drawGain(byId("whatif-gain"), this.#curve, at, { points });
     write("whatif-says", sentence(this.#curve, at));
     write("whatif-source", this.#source);
   }
@@ -88,13 +91,15 @@ function sentence(curve, at) {
   if (!at.k) return "K = 0 is plain decoding: 1.00×.";
   const [{ draft, verify }, least, best] = [cycleCost(curve, at), breakEven(curve, at), bestK(curve, at)];
   const pays = least === null ? "it cannot pay" : `it pays from α ${short(least)} on`;
-  return `K = ${short(at.k, at.k % 1 ? 1 : 0)}: expected ${times(speedupOf(curve, at))}, ${short(expectedTokens(at.alpha, at.k))} tokens in `
-    + `${short(draft + verify)} plain passes; ${pays}. Best is ${best ? `K = ${best}, ${times(speedupOf(curve, { ...at, k: best }))}`
+  const gives = `${short(expectedTokens(at.alpha, at.k))} tokens in ${short(draft + verify)} plain passes`;
+  return `K = ${short(at.k, at.k % 1 ? 1 : 0)}: expected ${times(speedupOf(curve, at))}, ${gives}; ${pays}. `
+    + `Best is ${best ? `K = ${best}, ${times(speedupOf(curve, { ...at, k: best }))}`
       : "no draft"}.`;
 }
 
 function measuredWords({ alpha, k, c, speedup, source, disturbed }) {
-  return ` ${times(speedup)} as fast as plain decoding (${source}${disturbed ? ", disturbed: the machine was busy" : ""}): `
+  return ` ${times(speedup)} as fast as plain decoding `
+    + `(${source}${disturbed ? ", disturbed: the machine was busy" : ""}): `
     + `α ${short(alpha)}, ${k.toFixed(1)} drafted per cycle, c ${short(c)}.`;
 }
 
@@ -105,7 +110,8 @@ export function fromRace({ compare, metrics: { speculative_decoding: told } }) {
   const { costs: { alpha, c }, measured_speedup: speedup, disturbed } = compare;
   if (alpha === null || c === null || speedup === null) return [];
   const [name, tokens] = [told.drafter, told.tokens_per_pass];
-  return [{ name, alpha, k: draftedPerCycle(told), c, speedup, tokens, disturbed, source: "the last race", rank: 1 }];
+  const k = draftedPerCycle(told);
+  return [{ name, alpha, k, c, speedup, tokens, disturbed, source: "the last race", rank: 1 }];
 }
 
 /** From each drafter's life so far, against the controller's idea of a plain pass. */
