@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,8 +77,8 @@ def write(folder: str, load: Callable[[], tuple[str, Flask]], machine: str) -> i
         for part in contents:  # all of it is on the disk
             (room.parent / part).parent.mkdir(parents=True, exist_ok=True)
             (room / part).replace(room.parent / part)
-    print(f"recorded {len(recording['runs'])} runs of {name}. To look at them:")
-    print(f"python -m http.server -d {shlex.quote(folder)}")
+    count = len(recording["runs"])
+    print(f"{count} runs of {name}; next: python -m http.server -d {shlex.quote(folder)}")
     return 0
 
 
@@ -90,7 +90,7 @@ def _room_in(folder: Path) -> Iterator[Path]:
         try:
             if is_new:
                 folder.mkdir()
-                at_end.callback(_forget, folder)
+                at_end.callback(lambda: any(folder.iterdir()) or folder.rmdir())
             is_known = page.is_file() and _MARK in page.read_text("utf-8", "replace")
             if not is_known and any(folder.iterdir()):
                 raise OSError(0, "it is neither empty nor an earlier export")
@@ -100,16 +100,12 @@ def _room_in(folder: Path) -> Iterator[Path]:
         yield Path(room)
 
 
-def _forget(folder: Path) -> None:
-    with suppress(OSError):  # it is full, as it should be
-        folder.rmdir()
-
-
 def _record(app: Flask) -> Json:
     """What the application's routes answer: health, curve, prompts and runs."""
-    client, runs = app.test_client(), list[Json]()
-    curve = _measured(client, app.extensions["worker"])
-    health = client.get("/health").json
+    client, runs, end = app.test_client(), list[Json](), time.monotonic() + _CURVE_S
+    while not app.extensions["worker"].measurement.is_done and time.monotonic() < end:
+        time.sleep(0.1)  # the curve is measured while nobody asks for anything
+    curve, health = client.get("/curve").json, client.get("/health").json
     demo, texts, more = client.get("/prompts").json["prompts"], CHAT, {"chat": True}
     if not health["chat_template"]:
         texts, more = {role: demo[name] for role, name in TEXT.items()}, {}
@@ -127,14 +123,6 @@ def _record(app: Flask) -> Json:
         raise ValueError("no run could be recorded, so nothing is exported")
     health = client.get("/health").json  # by now it knows what each drafter costs
     return {"health": health, "curve": curve, "prompts": texts, "runs": runs}
-
-
-def _measured(client: FlaskClient, worker: Any) -> Json:
-    """The cost curve, once it is measured to its end, which goes on while nobody asks."""
-    end = time.monotonic() + _CURVE_S
-    while not worker.measurement.is_done and time.monotonic() < end:
-        time.sleep(0.1)
-    return client.get("/curve").json
 
 
 def _best_guesser(runs: list[Json]) -> str:
@@ -169,8 +157,8 @@ def _shown(event: Json) -> Json:
         return {"plain": {name: plain[name] for name in ("step", "tokens", "text", "ms")}}
     if "step" not in event:  # the answer, whose trace are the events before it
         return {name: value for name, value in event.items() if name != "trace"}
-    places = [_likeliest(event, i) for i in range(len(event["distributions"]))]
-    return event | {"distributions": places}
+    places = range(len(event["distributions"]))
+    return event | {"distributions": [_likeliest(event, i) for i in places]}
 
 
 def _likeliest(event: Json, i: int) -> list[Json]:

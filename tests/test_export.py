@@ -152,6 +152,7 @@ def test_what_fails_is_told_and_the_rest_is_exported(is_strict, tiny_folder, tmp
 def test_a_model_without_drafters_is_exported_beside_an_earlier_recording(
     main, demo_engine, monkeypatch, tmp_path
 ):
+    monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
     assert main("--export", str(tmp_path / "site"))[0] == 0
     monkeypatch.setattr(core, "load_engine", lambda options: core.Engine(demo_engine.target, {}))
     monkeypatch.setattr(export, "TEXT", {"new": "hard_prose"})
@@ -199,6 +200,7 @@ def test_a_folder_that_cannot_be_had_is_one_line_before_anything_is_loaded(
 def test_an_export_that_ends_early_leaves_nothing(
     broken, error, status, main, monkeypatch, tmp_path
 ):
+    monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
     monkeypatch.setattr(*broken, raising(error))
     done, out, err = main("--export", str(tmp_path / "site"))
     assert (done, out) == (status, "") and "Traceback" not in err and os.listdir(tmp_path) == []

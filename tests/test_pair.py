@@ -8,20 +8,23 @@ are marked `network`: `--model qwen2.5-coder` fetches the files first (1.6 GB, a
 where FOLDER holds target.gguf (Qwen2.5-Coder-1.5B-Instruct) and draft.gguf (0.5B), in Q4_K_M.
 """
 
+import json
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 from random import Random
 
 import pytest
-from conftest import assert_lossless, load
+from conftest import ROOT, assert_lossless, load
 from exactness import assert_same_bits
 
 from benchmarks.pair import own_memory
 from benchmarks.servers import FORGETFUL, OURS, started
 from models import gguf_hub
 from models.catalogue import PAIRS
-from models.prompts import chat_ids
+from models.prompts import chat_ids, prompt_ids
+from page.export import CHAT
 
 pytestmark = pytest.mark.network
 CODE = (
@@ -90,6 +93,20 @@ def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
     engine = load(pair[0], drafter="draft_model", **options)
     sequence = assert_lossless(engine, ids_of(engine, CODE[0]), 40, "draft_model")
     assert sequence.statistics.num_accepted_draft_tokens > 20
+
+
+def test_the_default_model_has_twice_the_tokens_a_pass_where_its_text_repeats():
+    """What is looked up is a copying task's text, and README's, against a story."""
+    engine = load("smollm2", drafter="ngram")
+    known = engine.target.tokenizer, engine.target.max_length
+    (body,) = re.findall(r"/generate .* -d '(.*tick.*)'", (ROOT / "README.md").read_text("utf-8"))
+    prompts = {role: chat_ids(text, *known) for role, text in CHAT.items()}
+    prompts["README"] = prompt_ids(json.loads(body)["prompt"], *known)
+    per_pass = {}
+    for role, prompt in prompts.items():
+        sequence = assert_lossless(engine, prompt, 48, "ngram")
+        per_pass[role] = sequence.statistics.tokens_per_pass
+    assert min(per_pass["copy"], per_pass["README"]) >= 2 * per_pass["new"], per_pass
 
 
 def test_the_default_model_s_file_goes_with_its_head():
