@@ -41,9 +41,17 @@ _MEANING = {
     "bonus": "the model's own next token",
 }
 _CHOICES = (
-    "a choice: K tokens are drafted, or none (K=0). α is the chance that a token is accepted, c\n"
-    "what it costs to draft it, in passes. Drafting pays if α is above break-even"
+    "The controller chooses K, the most tokens to draft; K=0 is none. α is the chance that a\n"
+    "token is accepted, c the time to draft it, in passes. Drafting pays if α is above break-even."
 )
+_REASONS = {  # why a token is chosen, by rule
+    "greedy": "The score is the target's logit. It chooses the token with the highest score.",
+    "coupled": "The target chooses the token with the highest sum of log p (p: its chance) and\n"
+    "noise, which is made from the seed and the position alone.",
+    "rejection": "p and q are the chances that target and drafter give a token. It is accepted if\n"
+    "the random number u is below p / q.",
+}
+_ENDS = {"length": "the limit is reached", "stop": "the text has ended"}
 _PLAIN = "plain decoding"
 _DEMO_S, _MOST_S = 60.0, 120.0  # that repeats may take, and a single run
 _FEW, _SHORTEST = 8, 32  # tokens to generate: when timing a run, and in a text at the least
@@ -52,7 +60,7 @@ _FIGURES = (  # of a drafter's run, as its statistics have them
     "num_draft_tokens", "num_accepted_draft_tokens",
 )  # fmt: skip
 _COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
-_WORDS = "accepted: drafted tokens that were kept, a cycle; rate: their share of all drafted tokens"
+_WORDS = "accepted: drafted tokens that were kept in a cycle; rate: their share of drafted tokens"
 _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
 
@@ -109,18 +117,25 @@ def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
     """One generation, streamed to the terminal with the origin of each token, then its figures.
 
     Of the first cycles, as many as --explain says, every step is shown before the text; the
-    prefill is one of them. Returns 0, the exit status.
+    prefill is one of them. Those that are only timed do not count. Returns 0, the exit status.
     """
     is_chat, num_explained = options.is_chat(engine.target.tokenizer), flags.explain
     body = {"prompt": flags.prompt, "stop": flags.stop, "chat": is_chat}
     wanted, *_ = parse_request(body, engine, options.for_requests)
+    colour = has_colour()
+    heading = [legend(colour), *([_CHOICES] if engine.controller and wanted.drafter else [])]
+    if num_explained:
+        heading.append(_REASONS[wanted.sampling.rule])
+    print(*heading, sep="\n", end="\n\n")
     if num_explained:
         for sequence, cycle in engine.generate(replace(wanted, trace=True)):
+            said = sequence.drafting.task.decision
+            if said and said.is_timing:
+                print(f"cycle {cycle.number}: {said}", end="\n\n")
+                continue
             print(explain(trace.event(sequence, cycle)), end="\n\n")
-            if cycle.number == num_explained - 1:
+            if not (num_explained := num_explained - 1):
                 break
-    colour = has_colour()
-    print(legend(colour), end="\n\n")
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
     try:
         for s, _ in engine.generate(wanted):
@@ -132,7 +147,7 @@ def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
     print(mark([(end_of_text(engine, s), "end")], colour), end="")
     print_figures(s.finish_reason, s.statistics)
     if s.drafting.task.decision:
-        print(f"controller, last: {s.drafting.task.decision}")
+        print(f"the controller's last choice: {s.drafting.task.decision}")
     if not wanted.sampling.is_greedy:
         print(f"seed {wanted.seed}")
     for warning in s.warnings:
@@ -180,14 +195,13 @@ def explain(event: Json) -> str:
     held = verified - 1 - len(tree)
     lines = [f"cycle {event['step']}"]
     if event["step"] == 0:
-        lines[0] += f": prefill, {verified} tokens of the prompt are cached now"
-    else:
-        lines.append(f"  draft     {_branches(tree, texts) or 'nothing'}")
-        lines.append(
-            f"  verify    pending and {len(tree)} drafted in one pass: cache {held} -> {verified}"
-        )
+        lines[0] += f": the prompt is read (prefill), its {verified} tokens are cached now"
     if event.get("controller"):
-        lines.append(f"  decided   {event['controller']}")
+        lines.append(f"  decide    {event['controller']}")
+    if event["step"]:
+        read = f"the pending token and {len(tree)} drafted" if tree else "the pending token"
+        lines.append(f"  draft     {_branches(tree, texts) or 'nothing'}")
+        lines.append(f"  verify    one pass over {read}: cache {held} -> {verified} tokens")
     judged = [t for t in tokens if t["kind"] == "accepted"]
     judged += [event["rejected"]] if event["rejected"] else []
     for i, token in enumerate(judged, 1):
@@ -198,11 +212,11 @@ def explain(event: Json) -> str:
     for token in tokens:
         if token["kind"] != "accepted":
             lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
-    cut = f"cache {verified} -> {after}" if after < verified else f"nothing to cut, cache {after}"
+    cut = f"cache {verified} -> {after} tokens" if after < verified else f"nothing, {after} stay"
     if (states := event.get("recurrent")) and after < verified:
         again = f", {states['stepped']} tokens replayed" if states["stepped"] else ""
-        lines.append(f"  states    of {states['layers']} layers: {verified} -> {after}{again}")
-    return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
+        lines.append(f"  states    of {states['layers']} layers go back, like the cache{again}")
+    return "\n".join([*lines, f"  truncate  {cut}; pending next: {texts[tokens[-1]['id']]!r}"])
 
 
 def _branches(tree: list[dict[str, int]], texts: dict[int, str], at: int = -1) -> str:
@@ -227,20 +241,21 @@ def _why(token: Json) -> str:
     total, score = token["total"], token["score"]
     if score is None:
         return "has no chance here (p = 0)"
+    less = ", the target's choice has more" if kind == "rejected" else ""
     if total == score:  # greedy
-        return f"score {score:.2f}"
-    return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}"
+        return f"score {score:.2f}{less}"
+    return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}{less}"
 
 
 def print_figures(finish_reason: str | None, statistics: Statistics) -> None:
     """The closing line of one generation."""
     s, rate = statistics, statistics.draft_acceptance_rate
     print(
-        f"\n\n{s.completion_tokens} tokens ({finish_reason})"
-        f" · {s.target_passes} passes after prefill"
+        f"\n\n{s.completion_tokens} tokens ({_ENDS.get(finish_reason, finish_reason)})"
+        f" · {s.target_passes} passes after the prompt's"
         f" · {s.tokens_per_pass or 0:.2f} tokens per pass"
         f" · {'nothing drafted' if rate is None else format(rate, '.0%') + ' accepted'}"
-        f" · ms: prefill {s.prompt_ms:.0f}, draft {s.draft_ms:.0f}, verify {s.verify_ms:.0f}, "
+        f" · ms: prompt {s.prompt_ms:.0f}, draft {s.draft_ms:.0f}, verify {s.verify_ms:.0f}, "
         f"other {s.other_ms:.0f}"
     )
 

@@ -278,6 +278,7 @@ class Decision(NamedTuple):
     expected_speedup: float = 1.0  # of the whole batch
     is_probe: bool = False
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
+    is_timing: bool = False  # nor here: the clock measures plain cycles
 
     def as_dict(self) -> "Json":
         """A dict for JSON, with the sentence."""
@@ -287,18 +288,20 @@ class Decision(NamedTuple):
         return values | {"says": str(self)}
 
     def __str__(self) -> str:
+        if self.is_timing:
+            return "K=0 for now: a few plain cycles are timed, to compare with"
         if self.is_rest:
             return "K=0 for a while: cycles with drafts were no faster than plain ones"
         alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
         if self.is_probe:
-            return f"a probe of {self.drafter}: α {alpha}, break-even {even} (c {c})"
+            return f"a probe, one token of {self.drafter}: α {alpha}, break-even {even} (c {c})"
         if self.num_tokens:
             expected = f"expected {self.expected_speedup:.2f}×"
             return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
         if self.break_even > 1:
-            return f"K=0 is faster here: even a certain {self.drafter} guess costs more (c {c})"
+            return f"K=0 is faster here: {self.drafter} costs more than a sure guess saves (c {c})"
         if self.alpha >= self.break_even:  # it has text to read first, say
-            return f"K=0 is faster now: {self.drafter} has α {alpha}, but to begin costs more"
+            return f"K=0 is faster now: starting {self.drafter} would not pay yet (α {alpha})"
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 

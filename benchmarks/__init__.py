@@ -92,12 +92,12 @@ class Finished(NamedTuple):
 
 def run_together(
     engine: Engine, requests: list[Request], num_tokens: float = math.inf,
-    at_once: int | None = None,
+    at_once: int | None = None, at_end: Callable[[], Any] = lambda: None,
 ) -> list[Finished]:  # fmt: skip
     """All requests, each to its end, or until it has `num_tokens`; at most `at_once` in a batch.
 
-    The next one takes the place of one that ends, as it is where clients ask again and again.
-    Raises RuntimeError if one was not done as asked.
+    The next one takes the place of one that ends, as it is where clients ask again and again;
+    `at_end` is called for each. Raises RuntimeError if one was not done as asked.
     """
     waiting, running, done = list(enumerate(requests)), dict[Any, int](), dict[int, Finished]()
     while waiting or running:
@@ -111,6 +111,7 @@ def run_together(
                 warnings = s.warnings
                 raise RuntimeError(f"a request was not done as asked: {warnings}") from s.failure
             done[running.pop(s)] = Finished(s.output, s.statistics)
+            at_end()
     return [done[i] for i in range(len(requests))]
 
 

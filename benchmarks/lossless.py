@@ -95,31 +95,32 @@ def compare(ours: list[tuple], theirs: list[tuple]) -> dict[str, ChiSquared]:
     }
 
 
-def sample(engine: Engine, request: Request, num_samples: int) -> list[bench.Finished]:
-    """The beginnings of `num_samples` runs of a request, its seed counting up from run to run."""
-    requests = [replace(request, seed=request.seed + i) for i in range(num_samples)]
-    return bench.run_together(engine, requests, NUM_TOKENS, BATCH)
+def sample(engine: Engine, request: Request, count: int, **how: Any) -> list[bench.Finished]:
+    """The beginnings of `count` runs of a request, its seed counting up from run to run."""
+    requests = [replace(request, seed=request.seed + i) for i in range(count)]
+    return bench.run_together(engine, requests, NUM_TOKENS, BATCH, **how)
 
 
-def first_tokens(engine: Engine, request: Request, num_samples: int) -> list[tuple]:
-    """The first tokens of `num_samples` runs of a request, with one seed after another."""
-    return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, num_samples)]
+def first_tokens(engine: Engine, request: Request, count: int, **how: Any) -> list[tuple]:
+    """The first tokens of `count` runs of a request, with one seed after another."""
+    return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, count, **how)]
 
 
 def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: acceptance by both rules, differences, and the tests."""
     prompt, rows = engine.target.tokenizer(PROMPT)["input_ids"], []
     names = bench.names_of(engine)
-    for name, coupled in tqdm(SAMPLINGS.items(), desc="samplings"):
+    progress = tqdm(desc="texts", total=num_samples * len(SAMPLINGS) * (1 + 2 * len(names)))
+    for name, coupled in SAMPLINGS.items():
         rejection = replace(coupled, verification="rejection")
         plain = Request(prompt, 12, None, 0, sampling=coupled, seed=1_000_000)
-        theirs = first_tokens(engine, plain, num_samples)
+        theirs = first_tokens(engine, plain, num_samples, at_end=progress.update)
         for i, drafter in enumerate(names, 1):
             row = {"sampling": name, "drafter": drafter, "samples": num_samples}
             ours, rates = {}, {}
             for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
                 request = Request(prompt, 12, drafter, K, sampling=sampling, seed=seed)
-                found = sample(engine, request, num_samples)
+                found = sample(engine, request, num_samples, at_end=progress.update)
                 ours[sampling.rule] = [tuple(one.output[:NUM_TOKENS]) for one in found]
                 rates[sampling.rule] = bench.total(found).draft_acceptance_rate
             row["draft_acceptance_rate"] = rates
@@ -133,12 +134,14 @@ def measure_kept(engine: Engine, max_tokens: int, num_seeds: int) -> list[dict[s
     """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
     prompts, rows = bench.flat(bench.demo_prompts(engine)).values(), []
     cases = [(name, s, d) for name, s in KEPT.items() for d in bench.names_of(engine)]
-    for name, coupled, drafter in tqdm(cases, desc="kept"):
+    progress = tqdm(desc="whole texts", total=len(cases) * 2 * num_seeds * len(prompts))
+    for name, coupled, drafter in cases:
         row: dict[str, Any] = {"sampling": name, "drafter": drafter}
         for sampling in (coupled, replace(coupled, verification="rejection")):
             asked = partial(Request, max_tokens=max_tokens, drafter=drafter, sampling=sampling)
             requests = [asked(ids, seed=seed) for seed in range(num_seeds) for ids in prompts]
-            found = bench.total(bench.run_together(engine, requests, at_once=1))
+            done = bench.run_together(engine, requests, at_once=1, at_end=progress.update)
+            found = bench.total(done)
             figures = ("draft_acceptance_rate", "tokens_per_pass")
             row[sampling.rule] = {name: getattr(found, name) for name in figures}
         rows.append(row)

@@ -416,7 +416,7 @@ class Planner(FixedK):
         new = [s for s in batch if s.num_steps and s not in self._chosen]
         if not plan.account.may_draft():
             plan.kind, self._owed_ms, self._chosen = RESTS, 0.0, {}
-            plan.tasks = list(map(self._resting, batch))
+            plan.tasks = [self._resting(s, plan.account.is_resting) for s in batch]
         elif self._owed_ms > 0 and len(new) <= len(batch) // _FEW:
             plan.kind, self._served = REUSED, self._served + 1
             if new:
@@ -441,15 +441,15 @@ class Planner(FixedK):
             return nothing(s)
         return task._replace(limit=min(task.limit, limit_of(s)))
 
-    def _resting(self, s: TextSequence) -> Task:
-        """The task in a rest: no draft, but for a request with a fixed K."""
+    def _resting(self, s: TextSequence, is_rest: bool) -> Task:
+        """The task where all rest, or are timed: no draft, but for a request with a fixed K."""
         if s.request.fixed_k:
             return fixed(s)
         if not (s.drafting.states and s.num_steps):
             return nothing(s)
         said = s.drafting.task.decision or RESTING
-        said = said._replace(num_tokens=0, expected_speedup=1.0, is_probe=False, is_rest=True)
-        return Task(decision=said)
+        said = said._replace(num_tokens=0, expected_speedup=1.0, is_probe=False)
+        return Task(decision=said._replace(is_rest=is_rest, is_timing=not is_rest))
 
     def _missed(self, s: TextSequence, name: str) -> int:
         """The tokens of a text that a drafter does not know; for a tree, the most of a member."""

@@ -59,7 +59,7 @@ class KernelForward:
     """What `CachedModel.forward` calls where whole forwards run in C: `model.compiled`."""
 
     is_compiled = True
-    what = "whole forwards in C"
+    what = "in C"
     reason = (
         "by construction: every sum has one order, whatever the number of rows, the threads, the "
         "place and the neighbours"
@@ -133,7 +133,7 @@ class KernelForward:
     @property
     def description(self) -> str:
         """How the model is computed, in few words."""
-        return f"{self.what} ({library.instructions()})"
+        return f"{self.what} ({library.instructions()} instructions)"
 
     def report(self) -> Report:
         """Report how exact the model is, after a trial that compares rows alone and together."""
@@ -168,7 +168,7 @@ class ModuleForward(KernelForward):
     """The forward of a model that runs in transformers' modules (modules.py)."""
 
     is_compiled = False
-    what = "transformers' modules, with linear layers and attention in C"
+    what = "in transformers' modules, with linear layers and attention in C"
     reason = (
         "linear layers, experts and attention have one order of every sum; what lies between them "
         "goes row by row, and whole forwards were compared"

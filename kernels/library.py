@@ -107,7 +107,7 @@ def use(wanted: bool) -> None:
             load()
             is_used = True
     except ValueError as error:
-        LOG.warning("transformers' modules run, which is slower: %s", error)
+        LOG.warning("the models run in transformers' modules, which is slower: %s", error)
 
 
 def load() -> ctypes.CDLL:
@@ -219,7 +219,7 @@ def _compile(file: Path) -> None:
 
     The library is made beside its place: several processes may do so at once.
     """
-    PROGRESS.info("compiling the kernels for this machine (a few seconds, once)")
+    PROGRESS.info("compiling the C code for this machine (a few seconds, once)")
     for left in file.parent.glob("tmp*"):  # by a process that was killed meanwhile
         if time.time() - left.stat().st_mtime > 3600:
             shutil.rmtree(left, ignore_errors=True)

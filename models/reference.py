@@ -177,7 +177,7 @@ def check(cached: Model) -> None:
     """
     reference, cached.reference = cached.reference, None  # it is large
     if reference:
-        PROGRESS.info("comparing the logits with those of transformers' own forward")
+        PROGRESS.info("checking the model: its logits are compared with those of transformers")
         reference.check(cached)
     if cached.compiled:
         cached.compiled.recompute_rope_tables()

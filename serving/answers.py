@@ -270,15 +270,16 @@ def sse(data: Json) -> str:
 
 
 def setting(engine: Engine, options: Options) -> str:
-    """One line: what the target is computed with on this machine, and whether that is exact."""
+    """One sentence: what the target is computed with on this machine, and whether that is exact."""
     model, fast, report = engine.target.model, engine.target.compiled, engine.target.report
     kind = weights_of(engine, options)["dtype"]
-    backend = fast.description if fast else "transformers' modules"
-    exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
+    backend = fast.description if fast else "in transformers' modules"
     count, device = torch.get_num_threads(), model.device.type
-    where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else f"on {device}"
-    kind = "with packed weights" if kind == "packed" else f"in {kind}"
-    return f"the target runs {kind}: {backend}, {where}, {exact}"
+    where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else device
+    kind = "the file's packed weights" if kind == "packed" else f"weights in {kind}"
+    bits = "the same bits (checked) as" if report and report.is_exact else "other last bits than"
+    drafted = f"where a draft is verified, logits have {bits} without it"
+    return f"the target runs {backend} on {where}, with {kind}; {drafted}"
 
 
 def weights_of(engine: Engine, options: Options) -> Json:

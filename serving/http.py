@@ -260,10 +260,10 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     server = Server(loading_app(options), check, options.host, port, num_threads(options), limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
-    say(f"loading {options.title}: {url} shows how far it is, and all else answers 503")
+    say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
     server.app = app = _loaded(load, flush_log)
     is_loading = False
-    say(f"serving on {url} (the page, POST /generate, /v1, GET /health)")
+    say(f"serving on {url}: open it in a browser, or send requests (POST /generate, /v1/…)")
     wait_for(ends)
     if not server.has_died:
         _drain(app.extensions["worker"], server, options.grace_period)

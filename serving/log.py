@@ -1,7 +1,8 @@
-"""One JSON line on stderr for each request that generates, and for each that is refused.
+"""One line on stderr for each request that generates, and for each that is refused.
 
-docs/operations.md has an example. Where a request failed, or was refused before it got a place,
-`error` says why. What was written or read is in no line unless asked for.
+It is JSON, and on a terminal a sentence: docs/operations.md has examples. Where a request failed,
+or was refused before it got a place, `error` says why. What was written or read is in no line
+unless asked for.
 """
 
 import json
@@ -71,14 +72,47 @@ class _Format(logging.Formatter):
         return json.dumps(line)
 
 
+class _Words(logging.Formatter):
+    """For a terminal: time, level, and what happened in words; a traceback stands below."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level, said = record.levelname, record.getMessage()
+        if isinstance(line := record.msg, dict):
+            said, is_ours = _in_words(line), line["status"] == 500
+            level = "ERROR" if is_ours else "WARNING" if "error" in line else "INFO"
+        lines = [one_line(said, LONGEST_LINE)]
+        if record.exc_info:  # strangers' bytes may be in it, too
+            for each in self.formatException(record.exc_info).splitlines():
+                lines.append(re.match(" *", each)[0] + one_line(each, LONGEST_LINE))
+        moment = datetime.fromtimestamp(record.created)
+        return f"{moment:%H:%M:%S} {level:8}" + "\n".join(lines)
+
+
+def _in_words(line: Json) -> str:
+    """Example: POST /generate: 30 tokens in 9 passes, drafter mtp, 80% accepted, 97 ms."""
+    said = []
+    if "tokens" in line:
+        said.append(f"{line['tokens']} tokens in {line['passes']} passes")
+        said.append(f"drafter {line['drafter']}" if line["drafter"] else "no drafter")
+        if line["acceptance"] is not None:
+            said.append(f"{line['acceptance']:.0%} accepted")
+    if line["finish"] == "cancelled":
+        said.append("the client left")
+    elif "error" in line:
+        said.append(f"answered with an error, status {line['status']} ({line['error']})")
+    said.append(f"{line['ms']:.0f} ms")
+    said += [f"{name} {line[name]!r}" for name in ("prompt", "text") if name in line]
+    return f"{line['method']} {line['path']}: {', '.join(said)}"
+
+
 def log_to_stderr() -> Callable[[], bool]:
-    """Send what the server has to say to stderr, a JSON object a line.
+    """Send what the server has to say to stderr: JSON, an object a line; to a terminal words.
 
     Returns what waits for the last lines, for a second at most, and says if all are written.
     """
     lines: queue.Queue[Any] = queue.Queue(_MAX_LINES)
     writer = logging.StreamHandler(sys.stderr)
-    writer.setFormatter(_Format())
+    writer.setFormatter(_Words() if sys.stderr.isatty() else _Format())
     root = logging.getLogger()
     root.handlers = [_Handler(lines)]
     LOG.setLevel(logging.INFO)

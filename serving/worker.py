@@ -564,7 +564,7 @@ def warm_up(engine: Engine) -> None:
     First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
     at K + 1 rows. Statistics are dropped. A fault is ignored: it comes again at run time.
     """
-    PROGRESS.info("running the models once")
+    PROGRESS.info("warming up: each model runs once, as its first pass is slow")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
     models = [name for name, model in engine.pool.drafters.items() if not hasattr(model, "guess")]
     with uncounted(engine) as twin:

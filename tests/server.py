@@ -49,7 +49,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None):
+def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None, stderr=None):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background
     for number in ignored:  # as a shell does with SIGINT in its background jobs, nohup with SIGHUP
@@ -62,6 +62,8 @@ def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None):
     elif stdout:
         os.dup2(os.open(stdout, os.O_WRONLY), 1)
         sys.stdout = open(1, "w", closefd=False)  # which knows whether it can seek there
+    if stderr:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_NOCTTY), 2)
     os.chdir(ROOT)
     raise SystemExit(importlib.import_module(module).main(arguments))
 

@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from functools import partial
 from itertools import permutations
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -100,6 +101,8 @@ def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
     name = "temperature 1.3"
     monkeypatch.setattr(lossless, "SAMPLINGS", {name: lossless.SAMPLINGS[name]})
     monkeypatch.setattr(lossless, "KEPT", {"temperature 1": lossless.KEPT["temperature 1"]})
+    bars = []
+    monkeypatch.setattr(lossless, "tqdm", lambda **words: bars.append(Mock(**words)) or bars[-1])
     few = "--samples 160 --max-tokens 6 --seeds 1"
     document = measure(f"lossless {few} --drafter {tmp_path}/own.py:Liar")
     for row in document["rows"]:
@@ -109,6 +112,8 @@ def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
     names = ["ngram", "suffix", "draft_model", "mtp"]
     assert [row["drafter"] for row in document["kept"]] == names
     assert all(row["rejection"]["tokens_per_pass"] > 1 for row in document["kept"])
+    # It takes minutes: each text that is done is a step of the progress shown.
+    assert [bar.update.call_count for bar in bars] == [bar.total for bar in bars] == [1760, 16]
 
 
 def test_speedups_are_medians_of_runs():

@@ -45,17 +45,17 @@ def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main):
     prompt = ("--prompt", "red, green, blue, red, green,")
     status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
     assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
-    figures = r"20 tokens \(length\) · \d+ passes after prefill · \d\.\d\d tokens per pass"
+    figures = r"20 tokens \(the limit is reached\) · \d+ passes after the prompt's · \d\.\d\d tok"
     assert re.search(figures, out)
 
 
 def test_a_text_ends_at_a_stop_string_or_at_the_token_that_ends_a_turn(main, monkeypatch):
     _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
     text, _, figures = out.rpartition("\n\n")
-    assert "(stop)" in figures and "8" in text and "9" not in text
+    assert "(the text has ended)" in figures and "8" in text and "9" not in text
     monkeypatch.setattr(core, "choose", lambda *_, **__: 0)
     status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
-    assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (stop)" in out
+    assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (the text has ended)" in out
 
 
 def test_a_terminal_shows_text_in_colours_and_of_few_characters_all_the_same(monkeypatch, main):
@@ -198,27 +198,32 @@ def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
     assert status == 0 and out.count(verdict) == len(terminal.read_prompts())
 
 
-def test_explain_shows_the_first_cycles_step_by_step(main):
+def test_explain_shows_the_first_cycles_step_by_step(main, monkeypatch):
     prompt = ["--prompt", "red, green, blue, red,", "--max-tokens", "16", "--drafter", "mtp"]
     sampled = ["--temperature", "0.8", "--seed", "1091336943", "--fixed-k", "--explain", "3"]
     _, out, _ = main(*prompt, *sampled, "--verification", "rejection")
     assert re.findall(r"^cycle (\d+)", out, re.MULTILINE) == ["0", "1", "2"]
-    assert "cycle 0: prefill, 8 tokens of the prompt are cached now" in out
+    assert "cycle 0: the prompt is read (prefill), its 8 tokens are cached now" in out
     found = re.findall(r"u (\S+) (<|>=) p / q = (\S+) / (\S+): (\w+)", out)
     assert found
     for u, sign, p, q, kind in found:
         u, p, q = float(u), float(p), float(q)
         assert (sign == "<") == (kind == "accepted")
         assert abs(u * q - p) < 2e-3 or (u * q < p) == (kind == "accepted")
-    drafted = re.findall(r"pending and 5 drafted in one pass: cache (\d+) -> (\d+)", out)
+    drafted = re.findall(r"the pending token and 5 drafted: cache (\d+) -> (\d+)", out)
     assert len(drafted) == 2 and all(int(after) - int(before) == 6 for before, after in drafted)
     assert "            d3, d4, d5: dropped behind the rejected token" in out
-    assert "from norm(max(0, p - q)): recovered" in out and "; pending '" in out
+    assert "from norm(max(0, p - q)): recovered" in out and "; pending next: '" in out
     assert "tokens per pass" in out  # the text and its figures follow
     _, out, _ = main(*prompt, *sampled)
     sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", out)
     assert sums and all(abs(float(p) + float(g) - float(total)) < 0.011 for p, g, total in sums)
     assert main(*prompt, "--explain")[1].count("\n  truncate") == 4  # cycles
+    monkeypatch.setattr(core, "load_engine", load_engine)  # with a controller, which knows nothing
+    _, out, _ = main(*prompt, "--explain", "2")
+    assert re.findall(r"^cycle (\d+): K=0 for now: a few", out, re.MULTILINE) == ["1", "2", "3"]
+    assert re.findall(r"^cycle (\d+)(?::|\n  decide)", out, re.MULTILINE) == [*"01234"]
+    assert out.count("\n  truncate") == 2 and "The score is the target's logit." in out
 
 
 def test_sampling_options_are_followed_and_the_seed_is_told(main):

@@ -317,10 +317,10 @@ def test_it_says_why():
     )
     assert re.fullmatch(r"model, K=\d: α .9\d, c .20, expected \d\.\d\d×", str(good))
     assert str(poor) == "K=0 is faster here: model has α .05 < break-even .22 (c .20)"
-    dear = "K=0 is faster now: model has α .85, but to begin costs more"
+    dear = "K=0 is faster now: starting model would not pay yet (α .85)"
     assert str(poor._replace(alpha=0.85)) == dear
     assert poor.break_even == pytest.approx(0.2 + 0.2 / 10.2, abs=0.01)
-    says = r"K=0 is faster here: even a certain model guess costs more \(c 3\d\.\d\d\)"
+    says = r"K=0 is faster here: model costs more than a sure guess saves \(c 3\d\.\d\d\)"
     assert re.fullmatch(says, str(hopeless)) and hopeless.num_tokens == 0
 
 
@@ -738,6 +738,7 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     sampling = core.Sampling(temperature=0.5, verification=rule)
     request = Request(prompts["code_class"], 30, "model", 2, sampling=sampling)
     first, second = (engine.open(replace(request, fixed_k=fixed)) for fixed in (False, True))
+    engine.controller.account(1, None).is_resting = True
     for _ in range(4):
         cycle = engine.step([first, second])
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted

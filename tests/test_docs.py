@@ -10,11 +10,13 @@ import json
 import re
 import shlex
 import subprocess
+import time
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 
 import pytest
 import speculative_decoding as core
+import torch
 from conftest import ROOT
 from server import SCRIPT, module_server, naming_a_model
 
@@ -86,6 +88,7 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
     assert passes[4] == passes[5] < 30 and passes[6] < 40  # the same drafts, with cache or without
     assert "the same texts: True" in said
     assert len(re.findall(r"\d positions \d", said)) == 4  # how long they take is the machine's
+    assert_the_mask_is_drawn(names)
     assert "\n9: 16777216 16777218\n" in said
     constrained = names["result_10"]
     assert constrained == names["undrafted_10"]
@@ -98,6 +101,61 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
     assert int(fewer) < int(more) / 2 and int(more) == len(constrained)
     loses = names["hard_text"], names["slow_drafter"], names["large_batch"]
     assert max(loses) < 1 and f"{names['pays']:.2f}" in read("docs/lesson.md")
+
+
+def assert_the_mask_is_drawn(names):
+    """Step 7's picture has the mask that its block makes for texts and drafts as they are drawn."""
+    (drawn,) = (block for block in blocks(read("docs/lesson.md"), "") if "second pass" in block)
+    rows = [[part.split() for part in line.split("│")] for line in drawn.splitlines()[1:]]
+    prompts = [names["prompt"][: len(first[2:]) - first.count("·")] for first, *_ in rows]
+    drafts, masks, model = [[] for _ in rows], [], names["model"]
+    for prompt, (_, second, _) in zip(prompts, rows, strict=True):
+        _pending, *drafted = (token for token in second[:-1] if token != "·")
+        chosen = names["plain_loop"](prompt, 9)[len(prompt) + 1 :]
+        drafts.append([i ^ ("✗" in token) for i, token in zip(chosen, drafted, strict=False)])
+
+    def seen(*ids, attention_mask, **more):
+        masks.append(attention_mask.tolist())
+        return model(*ids, attention_mask=attention_mask, **more)
+
+    told = iter(drafts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(names, "guess", lambda *_: next(told, []))
+        patch.setitem(names, "model", seen)
+        names["batch"](prompts, 9)
+    columns = ["".join([*second[-1:], *mask]) for _, second, mask in rows]
+    assert columns == ["".join(map(str, mask[: len(columns[0])])) for mask in masks[2]]
+
+
+def test_a_busy_machine_hides_no_time_of_the_lesson_or_is_named(monkeypatch, capsys):
+    """Step 3 on a machine that is made up: a busy one makes a pass over five positions far longer.
+
+    The least of several passes in turn does not show it, unless it lasts.
+    """
+    block, threads = blocks(read("docs/lesson.md"), "python")[2], torch.get_num_threads()
+    clock, passes, computing = [0.0], [], set()
+
+    def multiply(vectors, matrix):
+        if matrix is names["weights"][0]:
+            passes.append(len(vectors))
+        is_busy = lasts or len(passes) != 4 * 6 + 2  # it rests in one of nine rounds
+        clock[0] += (1 + len(vectors) / 20) * (40 if is_busy and len(vectors) == 5 else 1)
+        computing.add(torch.get_num_threads())
+
+    monkeypatch.setattr(torch, "randn", torch.empty)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1000)
+    monkeypatch.setattr(torch, "mm", multiply)
+    torch.set_num_threads(2)
+    try:
+        for lasts in (False, True):
+            names = {"torch": torch}
+            exec(block, names)  # noqa: S102
+            told, quick = capsys.readouterr().out, f"5 positions {len(names['weights']) * 1.25:.1f}"
+            assert (quick in told) == ("other programs" not in told) == (not lasts)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert computing == {1} and passes == [1, 5, 17, 65] * 9 * 2
 
 
 def test_the_lesson_begins_with_the_core_s_four_steps():

@@ -4,12 +4,14 @@ A better drafter has more of its tokens accepted, and a broken one fewer: neithe
 Only a broken `verify` does. Exercise 4, about distributions, is in test_sampling.py.
 """
 
+import re
+
 import pytest
 import speculative_decoding as core
 from conftest import credulous, run
 from test_docs import blocks, read
 
-from messages import Draft
+from messages import Draft, RequestError
 from serving.statistics import Statistics
 
 
@@ -72,13 +74,23 @@ def test_1_a_longer_context_helps(demo_engine, prompts):
 def test_2_a_draft_model_that_forgets_to_truncate_changes_no_output(
     demo_engine, prompts, monkeypatch
 ):
-    """Its cache is soon longer than the text; it is given up, and the answers go on without it."""
+    """Its cache is soon longer than the text; it is given up, and the answers go on without it.
+
+    The exercise names the lines that truncate, and quotes what is said.
+    """
     drafter = demo_engine.pool.drafters["draft_model"]
+    (asked,) = re.findall(r"^2\. (.+?)^3\. ", read("docs/lesson.md"), re.MULTILINE | re.DOTALL)
+    lines = enumerate(read("drafters/draft_model.py").splitlines(), 1)
+    numbers = [str(i) for i, line in lines if line.strip().startswith("cache.truncate(")]
+    assert re.findall(r"\b\d{2,}\b", asked.partition("`")[0]) == numbers
     outputs, sound = totals(demo_engine, prompts, {"draft_model": drafter})["draft_model"]
     monkeypatch.setattr(drafter._draft.cache, "truncate", lambda row, length: None)
     same, worse = totals(demo_engine, prompts, {"draft_model": drafter})["draft_model"]
     assert same == outputs
     assert worse.num_spec_steps < sound.num_spec_steps / 4
+    engine = core.Engine(demo_engine.target, {"draft_model": drafter}, is_strict=True)
+    with pytest.raises(RequestError, match=re.escape(" ".join(asked.split("*")[1].split()))):
+        run(engine, next(iter(prompts.values())), max_tokens=40, drafter="draft_model")
 
 
 def test_3_a_verify_that_accepts_everything_is_noticed(main, monkeypatch):

@@ -333,6 +333,8 @@ def test_bytes_of_a_file_are_escaped_and_few_in_what_is_told(files, tmp_path, ca
     assert status or where in ("a rule for words", "a key", "a key of a family"), lines
     lines += [logging.lastResort.format(record) for record in caplog.records]
     lines += [log._Format().format(record) for record in caplog.records]
+    for record in caplog.records:
+        lines += log._Words().format(record).split("\n")
     for line in lines:
         assert line.isprintable() and len(line) <= 1200
 

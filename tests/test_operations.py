@@ -7,13 +7,16 @@ and deadlines are in test_server.py, the command line's mistakes in test_command
 
 import ctypes
 import json
+import logging
 import os
+import pty
 import re
 import shutil
 import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, run
 
@@ -26,6 +29,7 @@ from server import COLOURS, GOOD, PATHS, SCRIPT, end_of, module_server, process,
 
 from kernels import library
 from page import INDEX, files
+from serving import log
 from serving.http import num_threads, room_for_connections
 from serving.options import MAX_QUEUED, Options
 
@@ -270,6 +274,51 @@ def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
     line = lines_of(server)["own:/v1/completions"]
     assert (line["path"], line["tokens"], line["drafter"]) == ("/v1/completions", 5, None)
     assert line["passes"] == 5 and line["acceptance"] is None
+
+
+def test_the_log_on_a_terminal_is_for_people(tmp_path):
+    reader, end = pty.openpty()
+    os.set_blocking(reader, False)
+    said = bytearray()
+
+    def lines():
+        with suppress(BlockingIOError):
+            said.extend(os.read(reader, 1 << 16))
+        return said.decode().splitlines()
+
+    with serving("--log-prompts", stderr=os.ttyname(end)) as server:
+        plain = {"max_tokens": 3, "speculative": False}
+        assert server.generate(prompt=f"{SECRET} \u202e", **plain)[0] == 200
+        assert server.call("GET", "/%1b[31m")[0] == 404
+        until(lambda: any("/\\x1b[31m" in line for line in lines()))
+    time_and_level = r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR) +"
+    shown = [line for line in lines() if re.match(time_and_level, line)]  # no bars of transformers
+    assert "{" not in said.decode() and all(line.isprintable() for line in shown)
+    *started, answered, refused = (line[17:] for line in shown)
+    assert any("the target runs in" in line for line in started)
+    words = r"POST /generate: 3 tokens in 3 passes, no drafter, \d+ ms, prompt 'correct .*, text .*"
+    assert re.fullmatch(words, answered)
+    words = r"GET /\\x1b\[31m: answered with an error, status 404 \(Not Found\), \d+ ms"
+    assert re.fullmatch(words, refused) and f"WARNING {refused}" in said.decode()
+
+
+def test_the_log_in_a_pipe_is_json(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    with serving(stderr=tmp_path / "log") as server:
+        assert server.generate(**GOOD)[0] == 200
+        server.send(signal.SIGTERM)
+        assert server.exit_code() == 0
+    told = [json.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
+    assert any("the target runs in" in line.get("message", "") for line in told)
+    assert told[-1]["path"] == "/generate"
+
+
+def test_the_examples_of_a_line_are_the_same_request():
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    given, shown = re.search(r"^(\{.+\})\n\d\d:\d\d:\d\d (.+)$", text, re.MULTILINE).groups()
+    record = logging.makeLogRecord({"msg": json.loads(given), "levelname": "INFO"})
+    assert log._Words().format(record)[9:] == shown
 
 
 def test_what_was_written_or_read_is_in_no_line(server):
