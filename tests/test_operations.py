@@ -400,7 +400,7 @@ def test_pickled_weights_are_loaded_only_where_that_was_asked_for(folder, run_on
 
 FOREIGN = (  # what the page refers to outside, scripts and styles that CSP stops, text as HTML
     r"""(?:src|href|action|url|import|from|fetch|open)\W{1,4}(?:https?:)?//|@import"""
-    r"""|<script[^>]*>[^<]|<style|\sstyle\s*=|<[^>]*\son\w+\s*=|javascript:"""
+    r"""|<script[^>]*>[^<]|<style|\sstyle\s*=|<[a-z][^>]*\son\w+\s*=|javascript:"""
     r"""|(?:inner|outer|Adjacent)HTML|document\.write|eval\("""
 )
 
