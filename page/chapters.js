@@ -9,8 +9,8 @@
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
-import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_POSITIONS, speedupOf }
-  from "./curve.js";
+import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_POSITIONS, passMs,
+  speedupOf } from "./curve.js";
 import { element } from "./elements.js";
 import { phasesOf } from "./picture.js";
 import { best, drawLanes, drawNoise, drawRace, gumbel } from "./scene.js";
@@ -59,12 +59,12 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
 
 /** Both figures of costs: a pass's time by its positions, and a cycle's gain by K. */
 function drawCosts(scene, data, at, handles, isShown = true) {
-  scene.positions(Math.min(MOST_POSITIONS, handles.at(-1).rows), data);
+  scene.positions(Math.min(MOST_POSITIONS, handles.at(-1).rows), data.here);
   scene.plot((box) => {
     const [left, right] = [element("div.half"), element("div.half")];
     box.replaceChildren(left, right);
-    drawTimes(left, data.curve, { handles, factor: at.factor });
-    drawGain(right, data.curve, at, { isShown });
+    drawTimes(left, data.here.curve, { handles, factor: at.factor });
+    drawGain(right, data.here.curve, at, { isShown });
   }, 0.62);
 }
 
@@ -88,17 +88,18 @@ export const CHAPTERS = {
   positions: {
     kinds: ["pass", "plain"],
     movers: () => [["rows", "positions in one pass", [1, MOST_POSITIONS, 1], 6]],
-    right: (data) => [1.75, 4.5, Infinity].findIndex((edge) => data.passMs(6) / data.plainMs < edge),
+    right: (data) => [1.75, 4.5, Infinity].findIndex((edge) => data.factorOf(6) < edge),
     draw(scene, data, { at: { rows }, chosen }) {
       scene.strip(data.told.prompt, asPlain(data.tokens.slice(0, 6)));
       const read = data.tokens.map(({ text }) => text);
-      scene.positions(rows, data, { read, says: read.slice(1) });
+      scene.positions(rows, data.here, { read, says: read.slice(1) });
       const isShown = chosen !== null || rows !== 6;
       const guesses = isShown ? [] : [1, 3, 6];
       const handles = [{ rows, words: counted(rows, "position") }];
-      scene.plot((box) => drawTimes(box, data.curve, { handles, guesses, isShown }), 0.6);
-      return isShown ? `A pass over ${counted(rows, "position")} takes ${milliseconds(data.passMs(rows))}, `
-        + `${times(data.passMs(rows) / data.plainMs)} the time of one.`
+      scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown }), 0.6);
+      const took = milliseconds(passMs(data.here.curve, rows));
+      return isShown ? `A pass over ${counted(rows, "position")} takes ${took}, `
+        + `${times(data.factorOf(rows))} the time of one.`
         : "Three hollow marks stand at six positions. Which one is true?";
     },
   },
@@ -145,7 +146,7 @@ export const CHAPTERS = {
     draw(scene, data, { at, chosen }) {
       const isShown = chosen !== null || at.alpha !== QUESTION.alpha || at.k !== QUESTION.k;
       drawCosts(scene, data, at, [{ rows: at.k + 1, words: "K + 1" }], isShown);
-      const [least, k] = [at.k ? breakEven(data.curve, at) : null, bestK(data.curve, at)];
+      const [least, k] = [at.k ? breakEven(data.here.curve, at) : null, bestK(data.here.curve, at)];
       const pays = !at.k ? "This is plain decoding." : least === null
         ? "It cannot pay, however good the guesses are."
         : `With this K and c it pays from α = ${short(least)} on.`;
@@ -156,7 +157,7 @@ export const CHAPTERS = {
     kinds: ["drafting", "pass", "accepted", "plain"],
     ways: () => ["way", Object.keys(WAYS)],
     movers: () => [["k", "K", [0, 15, 1], QUESTION.k]],
-    right({ curve, c }) {
+    right({ here: { curve }, c }) {
       const [alone, many] = [1, BATCH].map((batch) => speedupOf(curve, { ...QUESTION, c, batch }));
       return many < 1.03 ? 2 : many > 0.93 * alone ? 0 : 1;
     },
@@ -168,10 +169,10 @@ export const CHAPTERS = {
       const handles = [{ rows, words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
       if (batch > 1) handles.unshift({ rows: batch, words: "8, plain" });
       drawCosts(scene, data, at, handles);
-      const [longest, { draft, verify }] = [bestK(data.curve, at), cycleCost(data.curve, at)];
+      const [longest, { draft, verify }] = [bestK(data.here.curve, at), cycleCost(data.here.curve, at)];
       const { ways, why } = texts.chapters.loses;
       const gives = `${short(expectedTokens(alpha, k))} tokens for ${short(draft + verify)} plain passes`;
-      return `${ways[way]}: ${gives}, ${times(speedupOf(data.curve, at))}. `
+      return `${ways[way]}: ${gives}, ${times(speedupOf(data.here.curve, at))}. `
         + `${longest ? `K = ${longest}` : "No draft"} is best. ${why[way]}`;
     },
   },

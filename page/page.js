@@ -10,6 +10,7 @@ import "./workbench.js";
 
 const story = new Story();
 byId("scene-legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
-addEventListener("curve", ({ detail }) => story.measured(detail));
 recording.then((recorded) => story.tell(recorded), (error) => (
   byId("story").replaceChildren(element("p.error", `The story cannot be told: ${error.message}`))));
+addEventListener("curve", ({ detail: { curve, health } }) => (
+  recording.then(() => story.measured(curve, health), () => {})));

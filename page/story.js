@@ -24,13 +24,18 @@ function mostTelling(cycles) {
   return cycles.reduce((a, b) => (worth(b) > worth(a) ? b : a));
 }
 
-/** What the chapters tell of a recording and a curve. */
+/**
+ * What the chapters tell: texts, cycles and their times of a recording, and what passes cost `here`, where
+ * a curve was measured: {curve, weights}. Without one the recording's stands for it.
+ */
 class Data {
   #runs;
   #prompts;
-  constructor({ health, runs, prompts, model }, curve) {
-    [this.#runs, this.#prompts, this.curve, this.health, this.model] = [runs, prompts, curve, health, model];
-    [this.weights, this.plainMs] = [health.target.weight_bytes, this.passMs(1)];
+  #recorded; // curve
+  constructor({ health: { target }, runs, prompts, curve }, here) {
+    [this.#runs, this.#prompts, this.#recorded] = [runs, prompts, curve];
+    [this.weights, this.plainMs] = [target.weight_bytes, this.passMs(1)];
+    this.here = here ?? { curve, weights: this.weights };
     const names = runs.map(({ request }) => request.drafter);
     this.drafter = [...MODELS, ...names].find((name) => names.includes(name));
     this.told = { cycles: this.#cycles("first", this.drafter), prompt: prompts.first };
@@ -41,7 +46,9 @@ class Data {
     this.tokens = this.told.cycles.flatMap(({ tokens }) => tokens);
     const sampled = runs.find(({ request }) => request.temperature > 0 && request.verification === "coupled");
     this.drawn = sampled ? this.#drawnOf(sampled) : null;
-    this.c = costOfDraft(curve, this.drafter, QUESTION.k) ?? 0.1;
+    const known = [this.drafter, ...Object.keys(this.here.curve.drafters)];
+    const costs = known.map((name) => costOfDraft(this.here.curve, name, QUESTION.k));
+    this.c = costs.find((cost) => cost !== null) ?? costOfDraft(curve, this.drafter, QUESTION.k) ?? 0.1;
   }
   #run(prompt, drafter, temperature = 0) {
     return this.#runs.find(({ prompt: name, request }) => (
@@ -52,7 +59,9 @@ class Data {
   request(prompt, drafter, temperature = 0) {
     return { ...this.#run(prompt, drafter, temperature).request, prompt: this.#prompts[prompt] };
   }
-  passMs(rows) { return passMs(this.curve, rows); }
+  passMs(rows) { return passMs(this.#recorded, rows); }
+  /** The time of a pass here, in passes over one position. */
+  factorOf(rows) { return passMs(this.here.curve, rows) / passMs(this.here.curve, 1); }
   #cycles(prompt, drafter) {
     return readCycles(this.#run(prompt, drafter).events.filter((event) => "step" in event));
   }
@@ -89,16 +98,15 @@ class Data {
   }
   /** What is said with numbers of it, by the names in texts.json and in the page. */
   get facts() {
-    const { curve, plainMs, whole, cut, weights, c } = this;
-    const flat = Object.keys(curve.pass_ms).map(Number).filter((rows) => this.passMs(rows) <= FLAT * plainMs);
+    const { here: { curve }, plainMs, whole, cut, weights, c } = this;
+    const flat = Object.keys(curve.pass_ms).map(Number).filter((rows) => this.factorOf(rows) <= FLAT);
     const [copy, fresh] = ["copy", "new"].map((text) => this.racers(text).sort((a, b) => a.endMs - b.endMs));
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
     const speed = (batch) => times(speedupOf(curve, { ...QUESTION, c, batch }));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
     return {
-      model: this.model, layers: this.health.target.layers, drafter: this.drafter, c: short(c),
-      weights: bytes(weights), tenWeights: bytes(10 * weights), plain: milliseconds(plainMs),
-      tenPlain: milliseconds(10 * plainMs), six: times(this.passMs(6) / plainMs),
+      drafter: this.drafter, c: short(c), weights: bytes(weights), tenWeights: bytes(10 * weights), plain: milliseconds(plainMs),
+      tenPlain: milliseconds(10 * plainMs), six: times(this.factorOf(6)),
       flat: counted(Math.max(...flat), "position"), guesses: counted(n, "token"), drafted: n,
       kept: numAccepted(whole), gave: counted(gave, "token"), alone: milliseconds(gave * plainMs),
       took: milliseconds(whole.ms.draft + this.passMs(n + 1)),
@@ -121,7 +129,7 @@ export class Story {
   /** Tell a recording; its own curve is used until `measured` gives this server's. */
   tell(recording) {
     this.#recording = recording;
-    this.#take(recording.curve);
+    this.#take();
     const seen = new IntersectionObserver((entries) => {
       const entered = entries.findLast(({ isIntersecting }) => isIntersecting);
       if (entered) this.#enter(entered.target.dataset.chapter);
@@ -133,15 +141,14 @@ export class Story {
     this.#enter("stream");
     addEventListener("resize", () => this.#draw());
   }
-  /** Take the curve that this server has measured. */
-  measured(curve) {
+  /** Take the curve that this server has measured, of the model that it has loaded. */
+  measured(curve, { model, target }) {
     if (!this.#recording || Object.keys(curve.pass_ms ?? {}).length < 3) return;
-    const { drafters } = this.#recording.curve;
-    this.#take({ ...curve, drafters }, " The curve was measured by this server.");
+    this.#take({ curve, weights: target.weight_bytes }, ` The curve: ${model}, measured by this server.`);
   }
-  #take(curve, more = "") {
+  #take(here = null, more = "") {
     const { model, machine, recorded_at: date } = this.#recording;
-    this.#data = new Data(this.#recording, curve);
+    this.#data = new Data(this.#recording, here);
     write("scene-source", `Recorded with ${model} on ${machine}, ${date}.${more}`);
     const { facts } = this.#data;
     for (const node of document.querySelectorAll("[data-fact]")) node.textContent = facts[node.dataset.fact];

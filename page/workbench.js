@@ -319,7 +319,7 @@ async function askHealth() {
 async function learnCurve() {
   const curve = await getJson("curve", form.key).catch(() => null);
   whatIf.learn(health, curve);
-  if (curve && !isRecorded) dispatchEvent(new CustomEvent("curve", { detail: curve }));
+  if (curve && !isRecorded) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
 
 async function load() {
