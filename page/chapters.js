@@ -2,7 +2,7 @@
 // picture that answers it:
 //
 //   kinds      of what it shows, for the legend
-//   movers     sliders, as [name, words, [least, most, step], first value]; with `ways`, buttons, too
+//   movers     sliders: [name, words, [least, most, step], first value, words of values]; `ways`, buttons
 //   right      the place of the choice that is true; `choices`, where they are not words
 //   start      [name, last value, ms between two]: what moves by itself when the chapter is reached,
 //   play       and with the answer; `answered` is set then
@@ -109,6 +109,7 @@ export const CHAPTERS = {
     choices: (data) => list(data.whole.proposals.length + 1, String),
     right: (data) => numAccepted(data.whole),
     start: (data) => ["phase", data.whole.proposals.length, PHASE_MS],
+    answered: (data) => ({ phase: data.whole.proposals.length + 1 }),
     play: (data) => ["phase", phasesOf(data.whole).length, PHASE_MS],
     draw: (scene, data, state) => drawCycle(scene, data, data.whole, state),
   },
@@ -117,13 +118,14 @@ export const CHAPTERS = {
     movers: (data) => cycleMover(data.cut),
     right: () => 1,
     start: (data) => ["phase", data.cut.proposals.length + 1, PHASE_MS],
+    answered: (data) => ({ phase: phasesOf(data.cut).length - 1 }),
     play: (data) => ["phase", phasesOf(data.cut).length, PHASE_MS],
     run: (data) => ({ ...data.request("first", data.drafter), at: data.cut.step }),
     draw: (scene, data, state) => drawCycle(scene, data, data.cut, state),
   },
   cache: {
-    kinds: ["drafting", "accepted", "rejected", "recovered"],
-    movers: () => [["phase", "before the pass, after it, cut", [0, 2, 1], 0]],
+    kinds: ["drafting", "pass", "accepted", "rejected", "recovered"],
+    movers: () => [["phase", "when", [0, 2, 1], 0, ["before the pass", "after the pass", "after the cut"]]],
     right: () => 2,
     start: () => ["phase", 1, PHASE_MS],
     play: () => ["phase", 2, PHASE_MS],
@@ -161,7 +163,7 @@ export const CHAPTERS = {
       const [alone, many] = [1, BATCH].map((batch) => speedupOf(curve, { ...QUESTION, c, batch }));
       return many < 1.03 ? 2 : many > 0.93 * alone ? 0 : 1;
     },
-    answered: { way: "batch" },
+    answered: () => ({ way: "batch" }),
     draw(scene, data, { at: { way, k } }) {
       const { alpha, batch = 1, slow = data.c, factor } = WAYS[way];
       const at = { alpha, k, c: slow, batch, factor };
@@ -219,11 +221,12 @@ export const CHAPTERS = {
 /** The cache as an array that has this length, at one of three times of a cycle. */
 function drawArray(box, { before, cached: [verified], fed, pending }, length, phase) {
   const read = [pending, ...fed].map(({ text }) => text);
-  const first = Math.max(0, before - 3);
-  const cells = list(verified + 2 - first, (j) => {
+  const first = Math.max(0, before - 2);
+  const cells = list(verified + 1 - first, (j) => {
     const i = first + j;
     const isWritten = phase > 0 && i < verified;
-    const kind = i < before ? "old" : !isWritten ? "free" : i >= length ? "rejected" : "accepted";
+    const kind = i < before ? "old" : !isWritten ? "free" : phase < 2 ? "pass" : i >= length ? "rejected"
+      : i === before ? pending.kind : "accepted";
     const text = i < before ? "…" : isWritten ? read[i - before] : "";
     const tag = i === length ? `li.${kind}.at-length` : `li.${kind}`;
     return element(tag, element("span", text), element("small", `${i}`));

@@ -68,15 +68,13 @@ export function costOfDraft(curve, name, k) {
   return parts ? (parts.call_ms / Math.max(1, k) + parts.step_ms) / passMs(curve, 1) : null;
 }
 
-const MARGIN = { left: 46, top: 24, right: 16, bottom: 40 }; // px
-const LETTER = 7.6; // px, of a bold label
+const [MARGIN, LINE] = [{ left: 46, top: 40, right: 16, bottom: 40 }, 17]; // px
 
 /** An SVG with two axes in `box`: {x, y, add, text, line, path, dot}, which all take values of the axes. */
 export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = false,
-  left = isFlat ? 8 : MARGIN.left,
-  height = Math.max(140, box.clientHeight) }) {
+  left = isFlat ? 8 : MARGIN.left, margin = MARGIN.right, height = Math.max(140, box.clientHeight) }) {
   const width = Math.max(240, box.clientWidth);
-  const [top, right, bottom] = [MARGIN.top, width - MARGIN.right, height - MARGIN.bottom];
+  const [top, right, bottom] = [isFlat ? 24 : MARGIN.top, width - margin, height - MARGIN.bottom];
   const x = (value) => left + ((value - xs[0]) / (xs[1] - xs[0])) * (right - left);
   const y = (value) => bottom - (Math.min(value, most) / most) * (bottom - top);
   const svg = drawing("svg.plot", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
@@ -88,11 +86,7 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = fa
     add(`${tag}.${kind}`, { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") }));
   const [path, area] = [shape("polyline"), shape("polygon")];
   const dot = (a, b, kind, r = 6) => add(`circle.${kind}`, { cx: x(a), cy: y(b), r });
-  const note = (at, to, words) => { // beside a mark, where there is room for it
-    const isRight = at + LETTER * words.length > right;
-    text(isRight ? Math.max(at - 8, left + LETTER * words.length) : at + 8, to, words,
-      isRight ? "end.value" : "start.value");
-  };
+  const note = (i, words) => text(right, 13 + LINE * i, words, "end.value"); // above, where no curve is
   const step = [0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((size) => most / size <= 5) ?? 5000;
   for (let tick = 0; tick <= most && !isFlat; tick += step) {
     line(xs[0], tick, xs[1], tick, "grid");
@@ -132,9 +126,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   handles.forEach(({ rows, words: what }, i) => {
     plot.line(rows, 0, rows, at(rows), "leader");
     plot.dot(rows, at(rows), "handle", 7);
-    const above = i < handles.length - 1 ? -5 : 14; // one of two stands beside its mark
-    const y = Math.max(plot.top + 6, plot.y(at(rows)) - above);
-    plot.note(plot.x(rows), y, `${what}: ${times(at(rows) / one)}`);
+    plot.note(i, `${what}: ${times(at(rows) / one)}`);
   });
 }
 
@@ -147,13 +139,12 @@ export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
   const costs = ks.map((k) => cycleCost(curve, { ...at, k }));
   const tokens = ks.map((k) => expectedTokens(at.alpha, k));
   const total = costs.map(({ draft, verify }) => draft + verify);
-  const highest = Math.max(...tokens, total[at.k] ?? 0, ...points.map((point) => point.tokens));
-  const most = 1.12 * Math.max(4, Math.min(16, highest));
+  const most = 1.1 * Math.max(4, ...tokens, ...total, ...points.map((point) => point.tokens));
   const speedup = tokens[at.k] / total[at.k];
   const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
     + `${short(total[at.k])} plain passes, ${times(speedup)}`;
   const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15], 
-    xWords: "K, drafted tokens per cycle", yWords: "tokens, and time in plain passes", label });
+    xWords: "K, drafted tokens per cycle", yWords: "tokens; passes", label });
   const floor = [[LARGEST_K, 0], [0, 0]];
   const verify = ks.map((k) => [k, costs[k].verify]);
   plot.area([...verify, ...floor], "pass-area");
@@ -168,7 +159,7 @@ export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
     plot.text(plot.x(k) + 10, plot.y(gave) + 4, name, "start");
   }
   if (isShown) {
-    plot.note(plot.x(at.k), Math.max(plot.top + 6, plot.y(tokens[at.k]) - 12),
-      `${short(tokens[at.k])} tokens in ${short(total[at.k])} passes: ${times(speedup)}`);
+    plot.note(0, `${short(tokens[at.k])} tokens in ${short(total[at.k])} plain passes`);
+    plot.note(1, `${times(speedup)} as fast`);
   }
 }

@@ -8,6 +8,7 @@ import { bytes, chance, counted, milliseconds, quoted, visible } from "./words.j
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
 const LANE = 34; // px, the height of a lane of times
+const NOISE_RANGE = [-10, 4]; // of log chance + noise
 const oneLine = (text) => text.replaceAll("\n", "↵");
 
 export class Scene {
@@ -17,7 +18,7 @@ export class Scene {
   #picture = new Picture(byId("scene-pass"));
   /** What stands in the text: the end of a prompt, and tokens with their fates. */
   strip(prompt, tokens) {
-    const [end] = /\S.{0,34}$/s.exec(prompt) ?? [""];
+    const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words, if there are any
     const dots = end.length < prompt.trim().length ? "… " : "";
     this.#strip.replaceChildren(element("span", element("span.soft", `${dots}${oneLine(end)} `),
       ...tokens.slice(-22).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
@@ -41,7 +42,7 @@ export class Scene {
   /** Two texts, one below the other. */
   twins(texts) {
     this.#pass.replaceChildren(...texts.map(([words, text]) => (
-      element("p.twin", element("b", words), ` ${oneLine(text.slice(0, isNarrow() ? 70 : 150))}…`))));
+      element("p.twin", element("b", words), element("span", `${oneLine(text.slice(0, isNarrow() ? 50 : 120))}…`)))));
   }
   /** Let `draw(box)` fill the figure, which takes this share of what room there is. */
   plot(draw, share = 0.34) {
@@ -62,31 +63,37 @@ export function gumbel(seed, id) {
   return -Math.log(-Math.log(((x >>> 0) + 0.5) / 2 ** 32));
 }
 
-/** For each token log p and log q, and where the same noise moves both. */
+/** For each token log p and log q, and where the same noise moves both; what is out of sight is "◂". */
 export function drawNoise(box, entries) {
   const [target, guess] = [best(entries, "p"), best(entries, "q")];
   const others = entries.filter((entry) => entry !== target && entry !== guess);
   const shown = [...new Set([target, guess]), ...others].slice(0, 7).sort((a, b) => b.p - a.p);
-  const ends = shown.flatMap(({ p, q, noise }) => [p, q].filter(Boolean).map((one) => Math.log(one) + noise));
-  const [low, high] = [Math.max(-9, Math.floor(Math.min(...ends))) - 1, Math.ceil(Math.max(...ends)) + 1];
-  const xTicks = Array.from({ length: Math.floor((high - low) / 2) + 1 }, (_, i) => low + 2 * i);
   const label = `Log chance + noise: largest for the target ${quoted(target)}, the drafter ${quoted(guess)}`;
+  const [low, high] = NOISE_RANGE;
+  const xTicks = Array.from({ length: (high - low) / 2 + 1 }, (_, i) => low + 2 * i);
   const plot = axes(box, { xs: [low, high], most: 1, xTicks, xWords: "log chance + noise", label,
-    yWords: "token: p, q", isFlat: true, left: 150 });
+    yWords: "", isFlat: true, left: 188 });
   const gap = (plot.bottom - plot.top) / shown.length;
+  const columns = { token: plot.left - 104, p: plot.left - 52, q: plot.left - 8 };
+  for (const [name, x] of Object.entries(columns)) plot.text(x, 13, name, "end");
   shown.forEach(({ id, text, p, q, noise }, i) => {
     const y = plot.top + gap * (i + 0.5);
-    const kind = id === target.id ? "end.value" : "end";
-    plot.text(plot.left - 10, y + 4, `${visible(text).slice(0, 9)} ${chance(p)}, ${chance(q)}`, kind);
+    plot.text(columns.token, y + 4, shortened(visible(text)), id === target.id ? "end.value" : "end");
     for (const [name, share, lift] of [["p", p, -gap / 6], ["q", q, gap / 6]]) {
-      if (!share || Math.log(share) + noise < low) continue;
-      const [from, to] = [Math.max(low, Math.log(share)), Math.log(share) + noise].map(plot.x);
+      plot.text(columns[name], y + 4, chance(share), `end.${name}-words`);
+      const end = share ? Math.log(share) + noise : -Infinity;
+      if (end < low) {
+        plot.text(plot.left + 6, y + lift + 5, "◂", `middle.${name}-mark`);
+        continue;
+      }
+      const [from, to] = [Math.max(low, Math.log(share)), Math.min(high, end)].map(plot.x);
       plot.add(`line.${name}-line`, { x1: from, x2: to, y1: y + lift, y2: y + lift });
-      const isBest = id === (name === "p" ? target : guess).id;
-      plot.text(to, y + lift + 6, name === "p" ? "●" : "◆", `middle.${name}-mark${isBest ? ".best" : ""}`);
+      const kind = id === (name === "p" ? target : guess).id ? ".best" : "";
+      plot.text(to, y + lift + 6, name === "p" ? "●" : "◆", `middle.${name}-mark${kind}`);
     }
   });
 }
+const shortened = (text) => (text.length > 9 ? `${text.slice(0, 8)}…` : text);
 
 /** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */
 export function drawLanes(box, lanes, most) {
@@ -111,15 +118,16 @@ export function drawRace(box, lanes, ms) {
   const numTokens = Math.max(...lanes.map((lane) => lane.numTokens));
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
   const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), label,
-    xWords: "tokens written", yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 106 });
+    xWords: "tokens written", yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 96,
+    margin: isNarrow() ? 122 : 150 });
   const height = Math.min(44, (plot.bottom - plot.top) / lanes.length - 4);
-  lanes.forEach(({ name, at, endMs }, i) => {
+  lanes.forEach(({ name, at, endMs, passes }, i) => {
     const [tokens, y] = [at(ms), plot.top + 4 + i * (height + 4)];
     plot.text(plot.left - 6, y + height / 2 + 5, name, "end.value");
     tokens.forEach(({ kind }, j) => plot.add(`rect.fate.${kind}`, { x: plot.x(j), y, height,
       width: Math.max(1, plot.x(1) - plot.x(0) - 1) }));
-    const end = [plot.x(numTokens) - 6, y + height / 2 + 5];
-    if (ms >= endMs) plot.text(...end, milliseconds(endMs), "end.value");
+    const end = [plot.right + 6, y + height / 2 + 5];
+    if (ms >= endMs) plot.text(...end, `${milliseconds(endMs)}, ${passes} passes`, "start.value");
   });
 }
 

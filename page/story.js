@@ -3,7 +3,7 @@
 // has measured one.
 
 import { BATCH, CHAPTERS, QUESTION } from "./chapters.js";
-import { costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
+import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
 import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
 import { Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
@@ -19,7 +19,9 @@ const filled = (words, facts) => words.replace(/{(\w+)}/g, (_, name) => facts[na
 function mostTelling(cycles) {
   const worth = (cycle) => {
     const [n, accepted] = [cycle.proposals.length, numAccepted(cycle)];
-    return n + 3 * Math.min(accepted, 2) + (cycle.rejected ? 6 : 0) + 2 * Math.min(2, n - accepted - 1);
+    const isClear = new Set([cycle.pending, ...cycle.proposals].map(({ text }) => text)).size > n; // no word twice
+    return n + 3 * Math.min(accepted, 2) + 6 * Boolean(cycle.rejected) + 2 * Math.min(2, n - accepted - 1)
+      + 4 * isClear;
   };
   return cycles.reduce((a, b) => (worth(b) > worth(a) ? b : a));
 }
@@ -113,7 +115,7 @@ class Data {
       wrong: quoted(cut.rejected ?? cut.tokens.at(-1)),
       own: quoted(cut.tokens.at(-1)), cut: counted(cut.cached[0] - cut.cached[1], "token"),
       from: cut.cached[0], to: cut.cached[1], five: short(expectedTokens(QUESTION.alpha, QUESTION.k)),
-      oneReader: speed(1), eightReaders: speed(BATCH), copyFirst: copy[0].name, copySecond: copy[1].name,
+      oneReader: speed(1), eightReaders: speed(BATCH), eightBest: bestK(curve, { ...QUESTION, c, batch: BATCH }), copyFirst: copy[0].name, copySecond: copy[1].name,
       newFirst: fresh[0].name, newSecond: fresh[1].name, ngramCopy: ngram(copy), ngramNew: ngram(fresh),
     };
   }
@@ -179,7 +181,7 @@ export class Story {
       const verdict = element("b", at === right ? "Yes. " : "Not so. ");
       says.replaceChildren(verdict, filled(words.tell, this.#data.facts));
       state.chosen = at;
-      Object.assign(state.at, chapter.answered);
+      Object.assign(state.at, chapter.answered?.(this.#data));
       this.#enter(id, chapter.play);
     };
     const { facts } = this.#data;
@@ -248,9 +250,9 @@ export class Story {
   #draw(isPlayed = false) {
     const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
     write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
-    for (const [name, , [, , step]] of chapter.movers(this.#data)) {
+    for (const [name, , [, , step], , values] of chapter.movers(this.#data)) {
       byId(`move-${name}`).value = state.at[name];
-      write(`move-${name}-value`, step < 1 ? short(state.at[name]) : state.at[name]);
+      write(`move-${name}-value`, values?.[state.at[name]] ?? (step < 1 ? short(state.at[name]) : state.at[name]));
     }
     for (const button of byId("scene-movers").querySelectorAll("[data-way]")) {
       button.setAttribute("aria-pressed", Object.values(state.at).includes(button.dataset.way));

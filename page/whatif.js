@@ -33,9 +33,9 @@ export class WhatIf {
     this.#isTouched = true;
     this.draw();
   }
-  /** Take what /health and /curve tell: the curve, else what the controller believes of passes. */
+  /** Take /health, or null of a recording, and /curve; without one, what the controller believes. */
   learn(health, curve) {
-    const costs = health.controller?.costs_by_batch?.["1"];
+    const costs = health?.controller?.costs_by_batch?.["1"];
     if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
       this.#curve = curve;
       const when = curve.measured_at.slice(0, 16).replace("T", " ");
@@ -48,7 +48,7 @@ export class WhatIf {
       this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
       this.#source = "No curve was measured yet: this is what the controller believes.";
     }
-    this.add(fromHealth(health));
+    this.add(health ? fromHealth(health) : []);
   }
   /** Points, one for each drafter: a newer one takes the place of one that is not better. */
   add(points) {
@@ -106,12 +106,12 @@ function measuredWords({ alpha, k, c, speedup, source, disturbed }) {
 const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_passes;
 
 /** From an answer with a comparison; none where nothing was drafted. */
-export function fromRace({ compare, metrics: { speculative_decoding: told } }) {
+export function fromRace({ compare, metrics: { speculative_decoding: told } }, source = "the last race") {
   const { costs: { alpha, c }, measured_speedup: speedup, disturbed } = compare;
   if (alpha === null || c === null || speedup === null) return [];
   const [name, tokens] = [told.drafter, told.tokens_per_pass];
   const k = draftedPerCycle(told);
-  return [{ name, alpha, k, c, speedup, tokens, disturbed, source: "the last race", rank: 1 }];
+  return [{ name, alpha, k, c, speedup, tokens, disturbed, source, rank: 1 }];
 }
 
 /** From each drafter's life so far, against the controller's idea of a plain pass. */

@@ -15,7 +15,7 @@ import { phasesOf, Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
-import { getJson, isRecorded } from "./stream.js";
+import { getJson, isRecorded, recording } from "./stream.js";
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, ruleOf } from "./trace.js";
 import { fromRace, WhatIf } from "./whatif.js";
@@ -318,7 +318,10 @@ async function askHealth() {
 /** Ask what passes take here; a server that measures none says so with 404. */
 async function learnCurve() {
   const curve = await getJson("curve", form.key).catch(() => null);
-  whatIf.learn(health, curve);
+  whatIf.learn(isRecorded ? null : health, curve);
+  for (const { prompt, request, events } of isRecorded ? (await recording).runs : []) {
+    if (prompt === "first" && !request.temperature) whatIf.add(fromRace(events.at(-1), `recorded on “${prompt}”`));
+  }
   if (curve && !isRecorded) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
 
