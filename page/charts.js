@@ -24,15 +24,12 @@ export function placed(made, share, width = null) {
 
 /** A bar between two shares of its row, in the colour of `kind`. */
 export const bar = (kind, from, to) => placed(element(`span.bar.${kind}`), from, to - from);
-
 /** A row: a name, bars, and what is at their right. */
 export const row = (kind, name, bars, right = "") => element(`div.row${kind}`,
   element("span.name", name), element("span.bars", ...bars), element("span", right));
-
 /** Numbers from `low` to `high` where they stand in a row, as a scale. */
 export const scale = (low, high) => ticks(low, high).map((tick) => placed(
   element("span.tick", String(tick).replace("-", "−").replace("0.", ".")), (tick - low) / (high - low || 1)));
-
 /** A figure with its name and its formula. */
 export const entry = (name, value, more = "") => element("div", element("dt", name),
   element("dd.figure", { "data-figure": name }, value), element("dd.note", more));
@@ -62,7 +59,7 @@ export function drawStatistics({ cycles, request, answer }) {
   const shares = at.map(({ drafted, reached, accepted }) => (
     [reached ? accepted / reached : null, accepted / drafted]));
   const words = shares.map(([reached, all], i) => `d${i + 1} ${short(reached)} / ${short(all)}`);
-  drawRows("chart-positions", words.join(", ") || "Nothing was drafted.", ...shares.map(([reached, all], i) => (
+  drawRows("chart-positions", words.join(", ") || "No drafts.", ...shares.map(([reached, all], i) => (
     row("", `d${i + 1}`, [bar("accepted.whole", 0, all), bar("accepted", 0, reached ?? 0)],
       `${short(reached)} / ${short(all)}`))), row(".scale", "share", scale(0, 1)));
   const kinds = { draft: "drafting", verify: "pass", other: "other" };
@@ -73,7 +70,7 @@ export function drawStatistics({ cycles, request, answer }) {
   });
   drawRows("chart-time", parts.map((part) => part.textContent).join("; "), ...parts,
     row(".scale", "ms", scale(0, totalMs || 1)));
-  write("controller-says", figures.controller ? `${figures.controller}. In every cycle the controller chooses `
+  write("controller-says", figures.controller ? `${figures.controller}. In every cycle the controller takes `
     + "the K that promises most tokens for the time, and 0 where no draft would pay."
     : request.drafter === "none" ? "Nobody: plain decoding drafts nothing."
       : request.fixed_k ? "You: a named drafter drafts as many tokens as you asked for, where it finds them."
@@ -106,5 +103,6 @@ function drawAccepted({ perCycle, accepted, drafted }) {
   const x = element("p.x", element("span", "cycle 1"), element("span", last > 1 ? `cycle ${last}` : ""));
   const y = element("p.y", element("span", counted(most, "token")), element("span", "0"));
   write("accepted-says", words);
-  drawRows("chart-accepted", `A column for each of ${last} cycles. ${words}`, y, element("p.plot", ...columns), x);
+  const bins = element("p.bins", ...columns);
+  drawRows("chart-accepted", `A column for each of ${last} cycles. ${words}`, y, bins, x);
 }

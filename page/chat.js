@@ -17,10 +17,7 @@ export class Chat {
       event.preventDefault();
       if (!isOff("send")) this.#send(say, choose);
     });
-    onPress("forget", () => {
-      this.#messages = [];
-      this.#turns.replaceChildren();
-    });
+    onPress("forget", () => { this.#messages = []; this.#turns.replaceChildren(); });
   }
   set isBusy(isBusy) { for (const id of ["send", "forget"]) enable(id, !isBusy); }
   #send(say, choose) {

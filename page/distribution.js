@@ -10,6 +10,7 @@
 import { bar, drawRows, placed, row, scale } from "./charts.js";
 import { byId, element, explained, slider, write } from "./elements.js";
 import { keyOf } from "./popup.js";
+import { gumbel } from "./scene.js";
 import { numAccepted, ruleOf } from "./trace.js";
 import { chance, grammarWords, MARKS, quoted, visible } from "./words.js";
 
@@ -24,10 +25,7 @@ export class Distribution {
   #says = element("p.says", { role: "status", id: "verdict" });
   #note = element("p.note");
   #about = null; // entries, rule, drafted, chosen, temperature, none, hasQ, first (what sliders began with)
-  clear() {
-    this.#about = null;
-    this.#box.replaceChildren();
-  }
+  clear() { this.#about = null; this.#box.replaceChildren(); }
   /** Show place `i` of `cycle`; `request` is what the run was asked with. */
   show(cycle, i, request) {
     if (!cycle.distributions[i]?.length) return this.clear();
@@ -38,26 +36,21 @@ export class Distribution {
     const entries = cycle.distributions[i].map((entry) => ({ ...entry, q: qOf(entry) }));
     const temperature = Number(request.temperature ?? 0) || 1;
     const judged = i < numAccepted(cycle) ? chosen : cycle.rejected ?? chosen;
-    const first = rule === "coupled" ? { needle: 0 } : rule === "rejection" && drafted ? { needle: judged.u } : {};
+    const first = rule === "coupled" ? { needle: 0 } : {};
+    if (drafted && rule === "rejection") first.needle = judged.u;
     if (rule !== "greedy") {
       Object.assign(first, { heat: Math.min(2, temperature), nucleus: Number(request.top_p ?? 1) });
     }
-    const none = cycle.proposals.length ? "Nothing was drafted for this place: the draft ended before it."
-      : "Nothing was drafted.";
+    const none = `Nothing was drafted${cycle.proposals.length ? " here: the draft ended before" : ""}.`;
     this.#about = { entries, rule, drafted, chosen, temperature, none, hasQ, first };
-    const knobs = element("div.knobs", { input: () => this.draw() });
-    for (const [id, value] of Object.entries(first)) {
-      const [words, range] = {
-        needle: rule === "coupled" ? ["another noise", [0, 20, 1]] : ["u, drawn from 0 to 1", [0, 1, "any"]],
-        heat: ["temperature", [0.05, 2, "any"]],
-        nucleus: ["top-p", [0.05, 1, "any"]],
-      }[id];
-      knobs.append(slider(id, words, value, range));
-    }
+    const about = { heat: ["temperature", [0.05, 2, "any"]], nucleus: ["top-p", [0.05, 1, "any"]],
+      needle: rule === "coupled" ? ["another noise", [0, 20, 1]] : ["u, drawn from 0 to 1", [0, 1, "any"]] };
+    const knobs = Object.entries(first).map(([id, value]) => slider(id, about[id][0], value, about[id][1]));
     const words = grammarWords(cycle, i);
-    const grammar = element("p.says", { id: "grammar", hidden: !words }, words);
-    const place = drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen);
-    this.#box.replaceChildren(element("h4", `Why: ${place}`), this.#says, grammar, knobs,
+    this.#box.replaceChildren(
+      element("h4", `Why: ${drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen)}`), this.#says,
+      element("p.says", { id: "grammar", hidden: !words }, words),
+      element("div.knobs", { input: () => this.draw() }, ...knobs),
       this.#keys, element("div.rows", { id: "chances" }), this.#note);
     this.draw();
   }
@@ -78,7 +71,7 @@ export class Distribution {
       : isMoved ? "Worked out here, of the tokens that are shown; the rest is left out. "
         : "The likeliest tokens, as the server had them. ";
     if (rule === "greedy") return;
-    if (drafted && !hasQ) this.#note.append("This drafter draws nothing: its q is 1 for the token that it names. ");
+    if (drafted && !hasQ) this.#note.append("This drafter draws nothing: q is 1 for what it names. ");
     if (rule === "coupled") this.#note.append(explained("noise", "What is the noise?"));
     else this.#note.append(explained(drafted ? "u" : "draw", "What is u?"));
   }
@@ -86,9 +79,8 @@ export class Distribution {
   #recomputed({ heat, nucleus }) {
     const { entries, temperature, hasQ } = this.#about;
     const scores = entries.map(({ score }) => score ?? -Infinity); // a grammar forbids it
-    const best = Math.max(...scores);
-    const p = withTopP(scores.map((score) => Math.exp((score - best) / heat)), nucleus);
-    const q = hasQ ? withTopP(entries.map((entry) => entry.q ** (temperature / heat)), nucleus) : null;
+    const p = withTopP(scores.map((score) => Math.exp((score - Math.max(...scores)) / heat)), nucleus);
+    const q = hasQ && withTopP(entries.map((entry) => entry.q ** (temperature / heat)), nucleus);
     return entries.map((entry, i) => ({ ...entry, p: p[i], q: q ? q[i] : entry.q }));
   }
   // Each rule: what it says of the entries, and what to draw of them.
@@ -101,10 +93,8 @@ export class Distribution {
   }
   rejection(entries, u) {
     const { drafted, chosen, none, first } = this.#about;
-    if (!drafted) {
-      const says = `${none} ${quoted(chosen)} was drawn from p by u = ${chance(chosen.u)}.`;
-      return { entries, same: chosen.id, says };
-    }
+    const drawn = `${none} ${quoted(chosen)} was drawn from p by u = ${chance(chosen.u)}.`;
+    if (!drafted) return { entries, same: chosen.id, says: drawn };
     const { p, q } = entries.find(({ id }) => id === drafted.id);
     const share = q ? p / q : p ? Infinity : 0;
     const isKept = u * q < p;
@@ -137,24 +127,25 @@ export class Distribution {
   #bars({ entries, same, guess = null, hasResidual = false, isNoisy = false }) {
     const { drafted, chosen } = this.#about;
     const must = [same, drafted?.id, guess];
-    const ranked = [...entries].sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q));
-    const rows = ranked.filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
+    const rows = [...entries].sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q))
+      .filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
     const hasQ = rows[0].q !== null;
     const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
     const [low, high] = isNoisy ? rangeOf(rows) : [0, 1];
     const marked = (kind, value) => Number.isFinite(value)
       && placed(element(`span.mark.${kind}`, MARKS[kind]), (Math.max(value, low) - low) / (high - low || 1));
     const ours = same === drafted?.id ? "accepted" : drafted ? "recovered" : chosen.kind;
-    const noisy = hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats";
+    const noisy = this.#about.hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats";
     this.#keys.replaceChildren(keyOf("p", "p, the target"), hasQ ? keyOf("q", "q, the drafter") : "",
       hasResidual ? keyOf("recovered", "max(0, p − q)") : "", isNoisy ? ` right: ${noisy}` : "");
     drawRows("chances", `Chances: ${rows.map((one) => `${visible(one.text)} ${numbers(one)}`).join(", ")}`,
       ...rows.map((entry) => {
         const { id, text, p, q, target, draft } = entry;
         const kind = id === same ? ours : id === drafted?.id ? "drafting" : "";
-        const right = isNoisy ? element("span.marks", marked("p", target), marked("q", draft)) : numbers(entry);
+        const marks = isNoisy && element("span.marks", marked("p", target), marked("q", draft));
         const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q)];
-        return row(kind && `.${kind}`, kind ? `${MARKS[kind]} ${visible(text)}` : visible(text), bars, right);
+        const name = kind ? `${MARKS[kind]} ${visible(text)}` : visible(text);
+        return row(kind && `.${kind}`, name, bars, marks || numbers(entry));
       }),
       row(".scale", "chance", scale(0, 1), isNoisy && element("span.marks", ...scale(low, high))));
   }
@@ -176,12 +167,4 @@ function rangeOf(entries) {
   const values = entries.flatMap(({ target, draft }) => [target, draft]).filter(Number.isFinite);
   const high = Math.max(...values);
   return [Math.max(Math.min(...values), high - DEEPEST), high];
-}
-
-/** Noise for one token under another seed: of the same distribution as the server's, made here. */
-function gumbel(seed, id) {
-  let x = Math.imul(id + 1, 0x9e3779b1) ^ Math.imul(seed, 0x85ebca6b);
-  for (const factor of [0x7feb352d, 0x846ca68b]) x = Math.imul(x ^ (x >>> 15), factor);
-  x ^= x >>> 16;
-  return -Math.log(-Math.log(((x >>> 0) + 0.5) / 2 ** 32));
 }

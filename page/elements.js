@@ -4,13 +4,10 @@
 const SVG = "http://www.w3.org/2000/svg"; // a name, not an address: nothing is fetched
 
 export const byId = (id) => document.getElementById(id);
-
 /** Put words into the element of this id. */
 export const write = (id, words) => { byId(id).textContent = words; };
-
 /** element("li.slot", {title: "x", click: act}, "text", child); what is null or false is left out. */
 export const element = (tag, ...parts) => filled((name) => document.createElement(name), tag, parts);
-
 /** The same for SVG. */
 export const drawing = (tag, ...parts) => filled((name) => document.createElementNS(SVG, name), tag, parts);
 
@@ -30,7 +27,6 @@ function filled(make, tag, parts) {
 /** A word that the popup explains. */
 export const explained = (word, words, kind = "word") => (
   element(`button.${kind}`, { type: "button", "data-word": word }, words));
-
 /** A slider below its label, which ends with its value. */
 export const slider = (id, words, value, [min, max, step]) => element("label", { for: id }, `${words} `,
   element("output", { id: `${id}-value`, "aria-live": "off" }),
@@ -40,12 +36,9 @@ export const slider = (id, words, value, [min, max, step]) => element("label", {
 export const enable = (id, isOn) => byId(id).setAttribute("aria-disabled", !isOn);
 export const isOff = (id) => byId(id).getAttribute("aria-disabled") === "true";
 export const onPress = (id, act) => byId(id).addEventListener("click", () => isOff(id) || act());
-
 /** Whether pictures may move. */
 export const mayMove = () => !matchMedia("(prefers-reduced-motion: reduce)").matches;
-
 /** Whether the window is so narrow that pictures stand above their text. */
 export const isNarrow = () => matchMedia("(max-width: 56rem)").matches;
-
 /** Scroll as little as needed to see a node, below what sticks to the window's top. */
 export const reveal = (node) => node.scrollIntoView({ block: "nearest" });

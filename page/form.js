@@ -79,9 +79,7 @@ export class RequestForm {
     try {
       const asked = this.request(request.compare, Array.isArray(prompt) ? prompt : null);
       return JSON.stringify(asked) === JSON.stringify({ prompt, ...request });
-    } catch {
-      return false;
-    }
+    } catch { return false; }
   }
   /** Mark the field that an error is about, if it is one of these; null marks none. */
   mark(param) {

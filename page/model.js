@@ -21,8 +21,8 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
     entry("model", model, card ? `${card.origin}, ${card.licence}` : ""),
     entry("parameters", `${(target.parameters / 1e6).toFixed(1)} M`, vocabulary),
     entry("layers", target.layers),
-    entry("weights", bytes(target.weight_bytes), `${target.dtype} in memory, where every pass reads them all; `
-      + "the file may be smaller"),
+    entry("weights", bytes(target.weight_bytes), `${target.dtype} in memory, all read in every `
+      + "pass; the file may be smaller"),
     entry("one pass", pass ? milliseconds(pass) : "–", "one token, as the controller has timed it so far"),
     health.bitwise_lossless ? entry("exact", "to the bit", exact)
       : entry("exact", "not to the bit", "rounding may decide near-ties"),
@@ -46,6 +46,6 @@ function drawElsewhere(model, { name, version }, drafters) {
   for (const id of NEED_A_TRACE) byId(id).hidden = true;
   for (const legend of document.querySelectorAll("#workbench .legend")) legend.hidden = true;
   for (const id of CHOSEN_BY_THE_ENGINE) byId(id).parentElement.hidden = true;
-  write("cycle-says", `${name} ${version ?? ""} runs this model. It does not tell p, q, u or its KV cache, nor `
-    + "which tokens were drafted, so no cycle can be drawn.");
+  write("cycle-says", `${name} ${version ?? ""} runs this model. It does not tell p, q, u or its KV cache, `
+    + "nor which tokens were drafted, so no cycle can be drawn.");
 }

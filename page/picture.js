@@ -13,28 +13,25 @@ const MANY = 7; // guesses; where there are more their verdicts are marks alone
 export function phasesOf(cycle) {
   const { proposals, tokens, cached: [verified, kept] } = cycle;
   const [n, own] = [proposals.length, ownToken(cycle)];
-  const phases = proposals.map((token, i) => ({
-    stage: "draft",
-    says: `The drafter guesses ${quoted(token)}, ${i + 1} of ${n}. Only the drafter works here.`,
-  }));
-  phases.push({ stage: "verify", says: passWords(cycle) });
-  for (const token of tokens.slice(0, numAccepted(cycle))) {
-    phases.push({ stage: "accept", says: `The target’s choice here is ${quoted(token)}, too: accepted.` });
-  }
-  if (own) phases.push({ stage: "accept", says: ownWords(cycle, own) });
   const cut = verified === kept ? "Nothing to cut: the cache keeps all"
     : `The cache drops the ${counted(verified - kept, "token")} that no longer belong to the text`;
   const next = own ? `; ${quoted(own)} is pending now` : "";
-  phases.push({ stage: "truncate", says: `${cut}. ${counted(tokens.length, "token")} for one pass${next}.` });
-  return phases;
+  return [
+    ...proposals.map((token, i) => ["draft",
+      `The drafter guesses ${quoted(token)}, ${i + 1} of ${n}. Only the drafter works here.`]),
+    ["verify", passWords(cycle)],
+    ...tokens.slice(0, numAccepted(cycle)).map((token) => ["accept",
+      `The target’s choice here is ${quoted(token)}, too: accepted.`]),
+    ...own ? [["accept", ownWords(cycle, own)]] : [],
+    ["truncate", `${cut}. ${counted(tokens.length, "token")} for one pass${next}.`],
+  ].map(([stage, says]) => ({ stage, says }));
 }
 
 function passWords({ fed: { length: n }, pending, cached }) {
   if (!pending) return `One pass reads the prompt, ${counted(cached[1], "token")}.`;
   if (n === 0) return `Nothing was drafted: one pass reads the pending token ${quoted(pending)}.`;
-  const guesses = counted(n, "guess", "guesses");
-  return `One pass of the target reads ${quoted(pending)} and the ${guesses} together, `
-    + `and says what comes after each of the ${n + 1}.`;
+  return `One pass of the target reads ${quoted(pending)} and the ${counted(n, "guess", "guesses")} `
+    + `together, and says what comes after each of the ${n + 1}.`;
 }
 
 function ownWords({ proposals, rejected }, own) {
@@ -57,15 +54,14 @@ export class Picture {
   draw(cycle, cycles) {
     this.#parts = [];
     const n = cycle.proposals.length;
-    const read = cycle.pending ? `one pass of the target over ${counted(cycle.fed.length + 1, "position")}`
-      : "one pass over the prompt";
+    const read = cycle.pending ? `of the target over ${counted(cycle.fed.length + 1, "position")}`
+      : "over the prompt";
     const label = { "aria-label": "The draft and the target’s verdicts" };
     this.#box.replaceChildren(
       element(n > MANY ? "ol.draft.many" : "ol.draft", label, ...this.#slots(cycle)),
-      this.#from(n + 1, "lit", element("p.beam.pass", `${MARKS.pass} ${read}`)),
+      this.#from(n + 1, "lit", element("p.beam.pass", `${MARKS.pass} one pass ${read}`)),
       this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens)),
-    );
-    if (cycle.recurrent) this.#box.append(this.#states(cycle));
+      cycle.recurrent ? this.#states(cycle) : "");
     this.show(Infinity);
   }
   /** Show the first `phase` phases of phasesOf(cycle). Where they are played, they move. */
@@ -80,36 +76,28 @@ export class Picture {
     }
   }
   /** Give a part a class from a phase on. */
-  #from(phase, name, part) {
-    this.#parts.push([part, name, phase]);
-    return part;
-  }
+  #from(phase, name, part) { this.#parts.push([part, name, phase]); return part; }
   #later(phase, tag, ...children) { return this.#from(phase, "on", element(`${tag}.later`, ...children)); }
   #slots(cycle) {
     const { fed, proposals, pending, rejected, tokens } = cycle;
-    const [n, accepted, own] = [proposals.length, numAccepted(cycle), ownToken(cycle)];
-    const [places, result] = [placesOf(cycle), []];
-    if (pending) {
-      const slot = element("div.slot.pending", explained("pending", "pending"),
-        element("span.chip", visible(pending.text)));
-      result.push(element("li", this.#from(n + 1, "read", this.#from(n + 2, "judged", slot))));
-    }
-    proposals.forEach((token, i) => {
-      if (i === numJudged(cycle) || (rejected && i === accepted)) {
-        result.push(this.#later(tokens.length + n + 2, "li.cut", { "aria-label": "cut here" }, "✂"));
-      }
+    const [n, places] = [proposals.length, placesOf(cycle)];
+    const [accepted, own] = [numAccepted(cycle), ownToken(cycle)];
+    const first = pending && element("div.slot.pending", explained("pending", "pending"),
+      element("span.chip", visible(pending.text)));
+    const read = first && this.#from(n + 1, "read", this.#from(n + 2, "judged", first));
+    const guesses = proposals.flatMap((token, i) => {
+      const isCut = i === numJudged(cycle) || (rejected && i === accepted);
+      const cut = isCut && this.#later(tokens.length + n + 2, "li.cut", { "aria-label": "cut here" }, "✂");
       const guess = this.#later(i + 1, "span.chip.drafting", visible(token.text));
       const [kind, target] = i < accepted ? ["accepted", tokens[i]]
         : i === accepted && rejected ? ["rejected", own] : ["unjudged", null];
       const rivals = fed.filter(({ parent }, j) => parent === fed[places[i]].parent && j !== places[i]);
       const label = [`d${i + 1}`, ...rivals.map(quoted)].join(" or ");
-      result.push(element("li", this.#slot(cycle, i, label, guess, kind, target)));
+      return [cut, element("li", this.#slot(cycle, i, label, guess, kind, target))];
     });
-    if (own && own.kind !== "recovered") {
-      const slot = this.#slot(cycle, n, n ? `after d${n}` : "next", null, own.kind, own);
-      result.push(this.#later(n + 2 + accepted, "li", slot));
-    }
-    return result;
+    const last = own && own.kind !== "recovered" && this.#later(n + 2 + accepted, "li",
+      this.#slot(cycle, n, n ? `after d${n}` : "next", null, own.kind, own));
+    return [first && element("li", read), ...guesses, last].map((slot) => slot || null);
   }
   /** A place's slot: what was guessed, and later the verdict and the target's token. */
   #slot(cycle, place, label, guess, kind, target) {

@@ -20,11 +20,7 @@ export const keyOf = (kind, words = kind) => (
   element(`button.key.${kind}`, { type: "button", "data-word": kind }, `${MARKS[kind]} ${words}`)
 );
 
-export function hidePopup() {
-  anchor?.removeAttribute("aria-describedby");
-  anchor = null;
-  box.hidden = true;
-}
+export function hidePopup() { anchor?.removeAttribute("aria-describedby"); anchor = null; box.hidden = true; }
 
 /** What an event is about, if anything. */
 const aboutOf = ({ target }) => target.closest?.("[data-word], [data-index]") ?? null;
@@ -40,21 +36,21 @@ function show(event) {
   place();
 }
 
-/** Beside the anchor's column, at its height; in a narrow window at the lower edge, or the upper one. */
+/** Beside the anchor's column, at its height; without columns at the lower edge, or the upper one. */
 function place() {
   if (!anchor) return;
   const at = anchor.getClientRects()[0] ?? anchor.getBoundingClientRect();
-  const column = (anchor.closest("[data-column]") ?? document.body).getBoundingClientRect();
+  const column = isWide.matches && anchor.closest("[data-column], article, #scene")?.getBoundingClientRect();
   const { width, height } = box.getBoundingClientRect();
   const [right, lowest] = [document.documentElement.clientWidth, innerHeight - height - GAP];
   const isFree = at.bottom + GAP < lowest;
-  const [left, top] = !isWide.matches ? [(right - width) / 2, isFree ? lowest : GAP]
+  const [left, top] = !column ? [(right - width) / 2, isFree ? lowest : GAP]
     : [column.left > width + 2 * GAP ? column.left - width - GAP : column.right + GAP, at.top];
   [box.style.left, box.style.top] = [left, Math.max(GAP, Math.min(top, lowest))].map((px) => `${px}px`);
 }
 
 for (const kind of ["pointerover", "focusin", "click"]) addEventListener(kind, show);
-for (const kind of ["pointerout", "focusout"]) addEventListener(kind, (event) => aboutOf(event) && hidePopup());
+for (const kind of ["pointerout", "focusout"]) addEventListener(kind, (at) => aboutOf(at) && hidePopup());
 addEventListener("keydown", ({ key }) => key === "Escape" && hidePopup());
 addEventListener("scroll", place, { capture: true, passive: true });
 addEventListener("resize", place);

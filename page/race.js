@@ -20,7 +20,8 @@ class Lane {
   add({ step, tokens, text, ms }) {
     const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the clock starts behind the prompt
     const [{ at, tokens: count, passes }, elements] = [this.last, tokensOf({ tokens, text })];
-    this.#events.push({ at: at + took, tokens: count + tokens.length, passes: passes + (step > 0), elements });
+    const more = { tokens: count + tokens.length, passes: passes + (step > 0) };
+    this.#events.push({ at: at + took, ...more, elements });
   }
   /** Show what had come by then; the clock may go back. */
   show(ms) {
@@ -88,9 +89,9 @@ export class Race {
     const timings = NAMES.map((name) => compare[name].timings);
     const spent = timings.map(({ predicted_ms: ms, predicted_n: count }) => ms / Math.max(1, count - 1));
     const [most, words] = [Math.max(...spent) || 1, spent.map((ms) => `${ms.toFixed(2)} ms per token`)];
-    const rows = ["ours", "plain"].map((kind, i) => row("", NAMES[i], [bar(kind, 0, spent[i] / most)], words[i]));
-    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`, ...rows,
-      row(".scale", "ms", scale(0, most)));
+    const bars = ["ours", "plain"].map((kind, i) => [bar(kind, 0, spent[i] / most)]);
+    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`, 
+      ...bars.map((each, i) => row("", NAMES[i], each, words[i])), row(".scale", "ms", scale(0, most)));
     byId("chart-race").hidden = false;
     return this.say("Medians of three runs. ", ...speedWords(compare), ` ${textWords(compare, textOf)}`);
   }
@@ -99,7 +100,7 @@ export class Race {
     const end = Math.max(...NAMES.map((name) => this.#lanes[name].last.at));
     [this.#clock, this.#frame, this.#slower] = [0, 0, Math.max(1, REPLAY_MS / (end || 1))];
     byId("chart-race").hidden = true;
-    write("race-pace", `replayed ${this.#slower.toFixed(this.#slower < 10 ? 1 : 0)} times slower than it was`);
+    write("race-pace", `replayed ${this.#slower.toFixed(this.#slower < 10 ? 1 : 0)} times slower`);
     this.#move();
   }
   /** Let the clock run, if it does not. */
@@ -123,7 +124,8 @@ function speedWords({ measured_speedup: measured, predicted_speedup: predicted, 
   if (measured === null) return ["Too few tokens to measure a speed-up."];
   const [least, most] = compare.spread.map(times);
   const doubt = `disturbed: the machine was busy, ${compare.num_runs} runs gave ${least} to ${most}`;
-  const speed = Math.abs(measured - 1) < 0.05 ? "about as fast as" : measured > 1 ? "faster than" : "slower than";
+  const speed = Math.abs(measured - 1) < 0.05 ? "about as fast as"
+    : measured > 1 ? "faster than" : "slower than";
   const words = `Speculative decoding was ${speed} plain decoding. `
     + `Measured speed-up ${times(measured)}${compare.disturbed ? ` (${doubt})` : ""}`;
   const costs = { alpha: "α", c: "c", t_verify: "t_verify" };
@@ -134,7 +136,7 @@ function speedWords({ measured_speedup: measured, predicted_speedup: predicted, 
 
 function textWords({ identical, first_difference: difference }, textOf) {
   if (identical) return "The texts are identical, token for token.";
-  if (identical === null) return "The texts are two draws from one distribution (by rejection): not compared.";
+  if (identical === null) return "By rejection the texts are two draws from one distribution: not compared.";
   const [ours, theirs] = [difference.speculative_token, difference.plain_token]
     .map((id) => (id === null ? "its end" : `“${visible(textOf(id))}”`));
   const why = { "near-tie": "a near-tie that rounding decided", bug: "too far apart for rounding: a bug",

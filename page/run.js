@@ -22,11 +22,7 @@ export class Run {
   /** Show everything from here on. */
   release() { this.#allow(Infinity); }
   /** Hang up, which frees the server, and show nothing more, even if all was read. */
-  stop() {
-    this.#abort.abort();
-    [this.#waiting, this.#end] = [[], { state: "stopped" }];
-    this.release();
-  }
+  stop() { this.#abort.abort(); [this.#waiting, this.#end] = [[], { state: "stopped" }]; this.release(); }
   async #read(request, key) {
     try {
       for await (const event of generate(request, key, this.#abort.signal)) {
@@ -41,10 +37,7 @@ export class Run {
       this.release(); // nobody should have to step towards an error
     }
   }
-  #allow(count) {
-    this.#allowed = count;
-    this.#frame ||= requestAnimationFrame(() => this.#show());
-  }
+  #allow(count) { this.#allowed = count; this.#frame ||= requestAnimationFrame(() => this.#show()); }
   #show() {
     const until = performance.now() + BUDGET_MS;
     const mayShow = () => this.#waiting.length && (this.#allowed > 0 || !("step" in this.#waiting[0]));

@@ -42,12 +42,11 @@ export class TokenText {
     this.#list.addEventListener("focusin", ({ target }) => this.#makeStop(target));
     this.#list.addEventListener("click", pick);
     this.#list.addEventListener("keydown", (event) => {
-      const { key, ctrlKey, altKey, metaKey } = event;
-      const isPick = key === "Enter" || key === " ";
-      if (ctrlKey || altKey || metaKey || (!isPick && !(key in MOVES))) return;
+      const isPick = event.key === "Enter" || event.key === " ";
+      if (event.ctrlKey || event.altKey || event.metaKey || (!isPick && !(event.key in MOVES))) return;
       event.preventDefault();
       if (isPick) return pick(event);
-      const wanted = Number(this.#stop.dataset.index) + MOVES[key];
+      const wanted = Number(this.#stop.dataset.index) + MOVES[event.key];
       return this.#tokens[Math.max(0, Math.min(this.#tokens.length - 1, wanted))].element.focus();
     });
   }

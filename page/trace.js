@@ -4,7 +4,8 @@
 /** A cycle from its event and the cycle before it (none for the prefill). */
 export function readCycle(event, previous) {
   const { step, proposals, tokens, rejected, cached, ms, text, drafter = null, recurrent = null,
-    controller = null, grammar = null, distributions = [], tree, prompt_text = "", prompt_tail: tail = [] } = event;
+    controller = null, grammar = null, distributions = [], tree,
+    prompt_text = "", prompt_tail: tail = [] } = event;
   const named = (token) => ({ ...token, text: event.texts?.[token.id] ?? `#${token.id}` });
   // What follows no draft is nobody's bonus: it is the token of plain decoding.
   const kindOf = ({ kind }) => (kind === "bonus" && !proposals.length ? "plain" : kind);
@@ -36,10 +37,8 @@ export function placesOf({ fed, proposals }) {
 
 /** The target's own token of a cycle; null where the text ends among the accepted. */
 export const ownToken = ({ tokens }) => (tokens.at(-1).kind === "accepted" ? null : tokens.at(-1));
-
 /** How many proposals were judged; none are behind an end of text among the accepted. */
 export const numJudged = (cycle) => (ownToken(cycle) ? cycle.proposals : cycle.tokens).length;
-
 export const numAccepted = ({ tokens }) => tokens.filter(({ kind }) => kind === "accepted").length;
 
 /** By which rule a token was chosen: rejection, greedy or coupled. */
@@ -65,7 +64,8 @@ export function figuresOf(cycles) {
   }));
   const [tokens, passes] = [cycles.flatMap((cycle) => cycle.tokens).length, later.length];
   const told = later.findLast(({ controller }) => controller);
-  const [draft, verify, other] = ["draft", "verify", "other"].map((name) => sum(later.map(({ ms }) => ms), name));
+  const spent = later.map(({ ms }) => ms);
+  const [draft, verify, other] = ["draft", "verify", "other"].map((name) => sum(spent, name));
   return {
     tokens, passes, drafted, accepted, perCycle, at, ms: { draft, verify, other },
     totalMs: draft + verify + other, tokensPerPass: ratio(tokens - 1, passes),

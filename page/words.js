@@ -5,11 +5,9 @@ import { numAccepted, ownToken } from "./trace.js";
 /** The mark of each thing that has a colour; its class has the same name. */
 export const MARKS = { drafting: "◇", pass: "▮", accepted: "✓", rejected: "✗", recovered: "↻", bonus: "+",
   plain: "○", p: "●", q: "◆" };
-
 /** Two places, as the controller writes them: 0.714 -> ".71", null -> "–". */
 export const short = (value, places = 2) => (
   Number.isFinite(value) ? value.toFixed(places).replace(/^(-?)0\./, "$1.") : "–");
-
 /** So many places, and no minus before a zero; null -> "–". */
 export const fixed = (value, places) => (
   value?.toFixed(places).replace(/^-(?=[0.]*$)/, "").replace("-", "−") ?? "–");
@@ -25,7 +23,6 @@ export function chance(value) {
 
 export const milliseconds = (ms) => (
   ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(1)} s`);
-
 /** 538060032 -> "538 MB". */
 export const bytes = (count) => {
   const power = count >= 1e9 ? 3 : count >= 1e6 ? 2 : 1;
@@ -34,9 +31,7 @@ export const bytes = (count) => {
 };
 
 export const times = (factor) => (Number.isFinite(factor) ? `${factor.toFixed(2)}×` : "–");
-
 export const counted = (count, noun, plural = `${noun}s`) => (`${count} ${count === 1 ? noun : plural}`);
-
 /** A token whose blanks can be seen: " blue\n" -> "␣blue↵"; "∅" where it has no text. */
 export const visible = (text) => (
   text.replace(/\r?\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣") || "∅");
@@ -95,21 +90,23 @@ export function why(token, cycle) {
     : u === undefined ? `the target’s own choice (${comparison(token)})`
       : kind === "recovered" ? "drawn from norm(max(0, p − q)) by another u" : "drawn from p by its u";
   const origin = ["accepted", "recovered"].includes(kind) ? "" : `${originOf(token, cycle)}: `;
-  const part = text.includes("\ufffd") ? " It is a part of a character." : "";
-  return `${MARKS[kind]} ${instead}${origin}${chosen}.${part} ${grammarWords(cycle, cycle.tokens.indexOf(token))}`;
+  const part = text.includes("\ufffd") ? "It is a part of a character. " : "";
+  const grammar = grammarWords(cycle, cycle.tokens.indexOf(token));
+  return `${MARKS[kind]} ${instead}${origin}${chosen}. ${part}${grammar}`;
 }
 
-const RESTS = "It expects a gain, but keeps an account by the clock, too: while drafts cost more than they gave, "
-  + "it rests.";
-const EARLY = "a draft ends early where the drafter finds nothing more, is unsure, or the text is nearly full";
+const RESTS = "It expects a gain, but keeps an account by the clock, too: while drafts cost more than they "
+  + "gave, it rests.";
+const EARLY = "a draft ends early where the drafter finds no more, is unsure, or the text is nearly full";
 
 /** What happened in a cycle of a request, in sentences. */
 export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculative_tokens: k }) {
   const { step, tokens, proposals: { length: n }, rejected, drafter, controller, cached, ms } = cycle;
-  const [own, spent] = [ownToken(cycle), Object.entries(ms).map(([name, took]) => `${name} ${milliseconds(took)}`)];
+  const spent = Object.entries(ms).map(([name, took]) => `${name} ${milliseconds(took)}`).join(", ");
+  const own = ownToken(cycle);
   if (step === 0) {
-    return `The prefill read the prompt (${counted(cached[1], "token")}) and gave ${quoted(own)}, now pending `
-      + `(${spent.join(", ")}).`;
+    return `The prefill read the prompt (${counted(cached[1], "token")}) and gave ${quoted(own)}, now `
+      + `pending (${spent}).`;
   }
   const parts = n ? [`${drafter ?? "the drafter"} proposed ${n}`, `${numAccepted(cycle)} accepted`]
     : ["plain decoding"];
@@ -117,7 +114,8 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
   const limit = asked === "none" ? 0 : isFixed ? k : Number(/K=(\d+)/.exec(controller)?.[1] ?? n);
   const early = n < limit ? ` ${n} of at most ${limit}: ${EARLY}.` : "";
-  const rests = n || !controller ? "" : ` The controller: ${controller}. ${/while/.test(controller) ? RESTS : ""}`;
+  const resting = /while/.test(controller) ? RESTS : "";
+  const rests = n || !controller ? "" : ` The controller: ${controller}. ${resting}`;
   return `Cycle ${step}: ${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
-    + `(${spent.join(", ")}).${early}${rests}`;
+    + `(${spent}).${early}${rests}`;
 }

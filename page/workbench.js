@@ -8,7 +8,7 @@
 import { drawStatistics } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
-import { byId, element, enable, isOff, mayMove, onPress, reveal, write } from "./elements.js";
+import { byId, element, enable, isNarrow, isOff, mayMove, onPress, reveal, write } from "./elements.js";
 import { RequestForm, settingsWords } from "./form.js";
 import { drawModel } from "./model.js";
 import { phasesOf, Picture } from "./picture.js";
@@ -25,10 +25,10 @@ const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SLOW_MS = 700; // of a phase that is shown slowly
 const LOADING = "The model is being loaded.";
-const NOTHING = "Press Run, or Step: the draft, the pass over it, the verdicts and the KV cache are drawn here, "
-  + "and the reason for each token.";
-const REMEMBERS = "The drafter suffix looks in past outputs of the server, too: a prompt that it has answered "
-  + "before takes fewer passes. The text stays the same.";
+const NOTHING = "Press Run, or Step: the draft, the pass over it, the verdicts and the KV cache are drawn "
+  + "here, and the reason for each token.";
+const REMEMBERS = "The drafter suffix looks in past outputs of the server, too: a prompt that it has "
+  + "answered before takes fewer passes. The text stays the same.";
 
 const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
 const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
@@ -38,9 +38,9 @@ const chat = new Chat((messages, answer) => begin("running", messages, answer), 
   showCycle(cycle.step, place, true);
 });
 
-const fresh = (more) => ({ request: {}, cycles: [], answer: null, at: -1, text, ...more });
+const fresh = (more) => ({ request: {}, cycles: [], names: new Map(), answer: null, at: -1, text, ...more });
 let now = fresh();
-let run = null; // {stream: a Run, session, ended: called with the session or null, follows, names: by token id}
+let run = null; // {stream: a Run, session, ended: called with the session or null, follows}
 let mode = "idle"; // idle | running | stepping | racing
 let [drawnAt, slowly] = [0, 0]; // when pictures were drawn last; a timer
 let health = null;
@@ -53,22 +53,21 @@ const say = (words) => write("status", words);
 /** Start what the form asks for, or a conversation; false, with an error shown, if it cannot be sent. */
 function begin(wanted, messages = null, answer = null, ended = () => {}) {
   showError(null);
-  let request;
+  const session = fresh({ asAnswer: answer });
   try {
-    request = form.request(wanted === "racing", messages);
-  } catch (error) {
-    showError(error);
-    return false;
-  }
-  const session = fresh({ request, asAnswer: answer });
+    session.request = form.request(wanted === "racing", messages);
+  } catch (error) { showError(error); return false; }
+  const { request } = session;
   if (answer) [answer.session, session.text] = [session, answer.text];
   else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   showTalk(Boolean(answer));
   look(session);
   if (request.compare) race.start();
-  if (!answer) reveal(byId(request.compare ? "racing" : "cycle"));
+  const seen = byId(request.compare ? "racing" : "cycle");
+  if (isNarrow()) seen.scrollIntoView(); // below the text, which sticks to the window's top
+  else for (const node of [byId("reading"), seen]) reveal(node);
   setMode(wanted);
-  run = { session, ended, follows: true, names: new Map() };
+  run = { session, ended, follows: true };
   run.stream = new Run(request, form.key, shown, wanted === "stepping");
   return true;
 }
@@ -84,20 +83,22 @@ function look(session) {
   drawStatistics(session);
 }
 
-const nameOf = (names) => (id) => names.get(id) ?? `#${id}`;
+const nameOf = (session, id) => session.names.get(id) ?? `#${id}`;
 
 const shown = {
   take(event) {
-    const { session, names } = run;
+    const { session } = run;
     if ("plain" in event) {
-      const tokens = event.plain.tokens.map(({ id }) => ({ kind: "plain", text: nameOf(names)(id) }));
+      const tokens = event.plain.tokens.map(({ id }) => ({ kind: "plain", text: nameOf(session, id) }));
       return race.add("plain", { ...event.plain, tokens });
     }
     if (!("step" in event)) return Object.assign(session, { answer: event });
     if (health?.engine) return session.text.write(event.text);
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
-    for (const token of [...cycle.tokens, ...cycle.distributions.flat()]) names.set(token.id, token.text);
+    for (const { id, text: name } of [cycle.tokens, ...cycle.distributions].flat()) {
+      session.names.set(id, name);
+    }
     session.text.add(cycle);
     return session.request.compare && race.add("speculative", cycle);
   },
@@ -107,31 +108,32 @@ const shown = {
     if (mode === "stepping" || performance.now() - drawnAt > PICTURE_MS) drawPictures();
   },
   ended({ state, error }) {
-    const { session, ended, names } = run;
-    const isFinished = state === "finished";
+    const [{ session, ended }, isFinished] = [run, state === "finished"];
     drawPictures();
     run = null;
     setMode("idle");
-    if (state === "failed") showError(error);
-    if (isFinished) showAnswer(session, names);
-    else say({ stopped: "Stopped.", failed: "Failed." }[state]);
+    if (isFinished) showAnswer(session);
+    else say(state === "stopped" ? "Stopped." : "Failed.");
     if (session.request.compare && !isFinished) race.breakOff();
     session.asAnswer?.finish(session);
-    if (state !== "failed") askHealth().catch(showError);
+    if (state === "failed") showError(error);
+    else askHealth().catch(showError);
     writeLink();
     ended(isFinished ? session : null);
   },
 };
 
-function showAnswer({ answer, cycles, request }, names) {
+function showAnswer(session) {
+  const { answer, cycles, request } = session;
   const figures = cycles.length ? `${pace(figuresOf(cycles))}, seed ${answer.seed}` : toldWords(answer);
   say(`Finished (${answer.finish_reason}): ${figures}.`);
   write("whole-text", `The whole text: ${answer.text}`);
-  const looksBack = request.verification !== "rejection" && cycles.some(({ drafter }) => drafter === "suffix");
+  const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
+  const looksBack = isSuffix && request.verification !== "rejection";
   const notes = looksBack ? [...answer.warnings, REMEMBERS] : answer.warnings;
   byId("notes").replaceChildren(...notes.map((words) => element("li", words)));
   if (!request.compare) return;
-  race.finish(answer, nameOf(names));
+  race.finish(answer, (id) => nameOf(session, id));
   whatIf.add(fromRace(answer));
 }
 
@@ -141,8 +143,7 @@ function drawPictures() {
   drawnAt = performance.now();
   if (run.session !== now) return;
   drawStatistics(now);
-  if (run.follows) showCycle(now.cycles.length - 1);
-  else showCycle(now.at, now.place);
+  showCycle(...run.follows ? [now.cycles.length - 1] : [now.at, now.place]);
 }
 
 /** Show a cycle of the session that is looked at, and the place in it that says most. */
@@ -188,9 +189,8 @@ const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
 /** Go one cycle on, and ask for a new one where the last one is shown. */
 function onward() {
   if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
-  const isEnd = mode === "idle" && now.answer && form.asks(now.request);
-  if (isEnd) return say("This is the last cycle. Run begins anew.");
-  if (mode === "idle") return begin("stepping");
+  const isEnd = now.answer && form.asks(now.request);
+  if (mode === "idle") return isEnd ? say("This is the last cycle. Run begins anew.") : begin("stepping");
   if (mode === "racing") return null;
   if (mode === "running") setMode("stepping");
   run.follows = true;
@@ -215,12 +215,14 @@ function tellSettings() {
 
 function setMode(wanted) {
   mode = wanted;
-  const isIdle = mode === "idle";
-  const isOn = { run: !isLoading && (isIdle || mode === "stepping"), step: !isLoading && mode !== "racing",
-    back: now.at > 0, stop: !isIdle, race: !isLoading && isIdle };
-  for (const [id, may] of Object.entries(isOn)) enable(id, may);
+  const [isIdle, isStepping] = [mode === "idle", mode === "stepping"];
+  enable("run", !isLoading && (isIdle || isStepping));
+  enable("step", !isLoading && mode !== "racing");
+  enable("back", now.at > 0);
+  enable("stop", !isIdle);
+  enable("race", !isLoading && isIdle);
   chat.isBusy = isLoading || !isIdle;
-  write("run", mode === "stepping" ? "Run on" : "Run");
+  write("run", isStepping ? "Run on" : "Run");
   byId("text").setAttribute("aria-busy", !isIdle);
   if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
 }
@@ -274,10 +276,8 @@ onPress("show-chat", () => showTalk(true));
 onPress("link", async () => {
   const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
   const isDrawn = now.cycles.length && ruleOf(now.cycles[0].tokens[0]) === "rejection";
-  const { drafter } = now.request;
-  const varies = ["auto", "suffix"].includes(drafter) ? `; with ${drafter} its cycles may differ` : "";
   say(`The address ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle. `
-    + `${isDrawn ? "By rejection the text depends on the drafts" : "The text returns"}${varies}.`);
+    + (isDrawn ? "By rejection the text depends on the drafts." : "The text returns; cycles may differ."));
 });
 byId("cycle-number").addEventListener("input", ({ target }) => showCycle(Number(target.value), null, true));
 addEventListener("keydown", (event) => {
@@ -310,7 +310,7 @@ async function askHealth() {
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   form.offerDrafters(health);
   byId("views").hidden = !health.chat_template;
-  learnCurve();
+  if (!health.engine) learnCurve(); // another engine has none
   drawModel(health);
   return true;
 }
@@ -333,9 +333,7 @@ async function load() {
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
     if (isOpening) followLink(); // later the address tells of a run that was made here
     isOpening = false;
-  } catch (error) {
-    showError(error);
-  }
+  } catch (error) { showError(error); }
 }
 
 byId("key").addEventListener("change", load);
