@@ -31,14 +31,13 @@ export class RequestForm {
     const isChat = names[0]?.startsWith("chat"); // a chat model's are those of that kind
     this.fill({ demo: isChat || !(FIRST_PROMPT in prompts) ? names[0] : FIRST_PROMPT });
   }
-  /** Offer the server's drafters, once, and the chat template if the model has one. */
-  offerDrafters({ drafters, drafter, chat_template, num_speculative_tokens, engine }) {
+  /** Offer these drafters, once, and the chat template if the model has one; begin with these fields. */
+  offer({ chat_template, engine }, drafters, fields) {
     this.#isElsewhere = Boolean(engine);
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
-    const offered = [...drafters, "none"].filter((name) => name !== "prediction"); // needs that field
-    byId("drafter").append(...offered.map((name) => element("option", name)));
-    this.fill({ drafter, num_speculative_tokens });
+    byId("drafter").append(...drafters.map((name) => element("option", name)));
+    this.fill(fields);
   }
   /** Set some fields; `demo` is the name of a demo prompt. */
   fill({ demo = "", chat = null, ...fields }) {

@@ -308,8 +308,10 @@ async function askHealth() {
   }
   const warnings = [health.status !== "ok" && `the server is ${health.status}`, ...health.warnings ?? []];
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
-  form.offerDrafters(health);
-  byId("views").hidden = !health.chat_template;
+  const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
+  if (isRecorded) offerRecorded(await recording);
+  else form.offer(health, [...drafters, "none"], health);
+  byId("views").hidden = !health.chat_template || isRecorded;
   if (!health.engine) learnCurve(); // another engine has none
   drawModel(health);
   return true;
@@ -323,6 +325,14 @@ async function learnCurve() {
     if (prompt === "first" && !request.temperature) whatIf.add(fromRace(events.at(-1), `recorded on “${prompt}”`));
   }
   if (curve && !isRecorded) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
+}
+
+/** Offer what was recorded, where no server of ours sends the page. */
+function offerRecorded({ runs, model, recorded_at: day, machine }) {
+  const requests = runs.map(({ request }) => request);
+  const first = requests.find(({ drafter }) => drafter === "draft_model") ?? requests[0];
+  form.offer(health, [...new Set(requests.map(({ drafter }) => drafter))], first);
+  write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
 }
 
 async function load() {

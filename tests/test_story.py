@@ -117,7 +117,8 @@ def open_page(browser, site):
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_a_page_from_any_file_server_answers_from_its_recording(address, site, open_page):
     file = site[1] / address.rpartition("/")[0] / "recordings" / f"{ADDRESSES[address]}.json"
-    told, said = json.loads(file.read_text("utf-8")), open_page(address).evaluate(ASK)
+    told, page = json.loads(file.read_text("utf-8")), open_page(address)
+    said = page.evaluate(ASK)
     assert said["isRecorded"] and said["offered"] == {"prompts": told["prompts"]}
     assert (said["health"], said["curve"]) == (told["health"], told["curve"])
     assert said["raced"] == [run["events"] for run in told["runs"]]
@@ -129,6 +130,12 @@ def test_a_page_from_any_file_server_answers_from_its_recording(address, site, o
         assert "This page has no server" in words and told["recorded_at"] in words
         assert "ngram" in words and words.endswith("08_speculative_decoding.py --port 5000")
     assert said["stopped"].startswith("AbortError")
+    page.click("#race")  # the form begins with what was recorded, and offers no more
+    api.expect(page.locator("#race-says")).to_contain_text("Medians of three runs")
+    api.expect(page.locator("#server")).to_contain_text(f"Recorded on {told['recorded_at']}")
+    assert {run["request"]["drafter"] for run in told["runs"]} == {
+        *page.locator("#drafter option").all_text_contents()
+    }
 
 
 def test_a_recording_takes_its_time_where_pictures_may_move(open_page):
