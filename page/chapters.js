@@ -13,7 +13,7 @@ import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_
   speedupOf } from "./curve.js";
 import { element } from "./elements.js";
 import { phasesOf } from "./picture.js";
-import { best, drawLanes, drawNoise, drawRace, gumbel } from "./scene.js";
+import { best, drawLanes, drawNoise, drawRace, drawShares, gumbel } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
 import { numAccepted } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times } from "./words.js";
@@ -27,7 +27,7 @@ export const BATCH = 8;
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
 const expertsRead = (rows) => (EXPERTS * (1 - (1 - TAKEN / EXPERTS) ** rows)) / TAKEN;
 const WAYS = { // to lose
-  alone: { alpha: 0.8 }, batch: { alpha: 0.8, batch: BATCH }, hot: { alpha: 0.33 },
+  alone: { alpha: 0.8 }, batch: { alpha: 0.8, batch: BATCH }, hot: { alpha: 0.15 },
   bad: { alpha: 0.8, slow: 0.9 }, experts: { alpha: 0.8, factor: expertsRead },
 };
 
@@ -59,7 +59,9 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
 
 /** Both figures of costs: a pass's time by its positions, and a cycle's gain by K. */
 function drawCosts(scene, data, at, handles, isShown = true) {
-  scene.positions(Math.min(MOST_POSITIONS, handles.at(-1).rows), data.here);
+  const { rows } = handles.at(-1);
+  const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`; // that a pass reads
+  scene.positions(rows, data.here, { parts });
   scene.plot((box) => {
     const [left, right] = [element("div.half"), element("div.half")];
     box.replaceChildren(left, right);
@@ -73,6 +75,8 @@ export const CHAPTERS = {
     kinds: ["pass", "plain"],
     movers: () => [["tokens", "tokens to write", [1, MOST_TOKENS, 1], 1]],
     right: () => 1,
+    start: () => ["tokens", 6, 700],
+    answered: () => ({ tokens: 1 }),
     play: () => ["tokens", TEN, 350],
     draw(scene, data, { at: { tokens } }) {
       scene.strip(data.told.prompt, asPlain(data.tokens.slice(0, tokens)));
@@ -137,7 +141,7 @@ export const CHAPTERS = {
       scene.plot((box) => drawArray(box, cut, [before, verified, kept][phase], phase));
       return [`Before the pass the cache holds ${counted(before, "token")}.`,
         `The pass has written ${verified - before} more: the pending token and all guesses.`,
-        "What lies behind the length no longer counts."][phase];
+        "What lies after the length no longer counts."][phase];
     },
   },
   pays: {
@@ -179,20 +183,27 @@ export const CHAPTERS = {
     },
   },
   sampling: {
-    kinds: ["p", "q", "accepted", "recovered"],
-    movers: () => [["noise", "other noise (0: as recorded)", [0, 30, 1], 0]],
+    kinds: ["p", "q", "accepted", "rejected", "recovered"],
+    ways: () => ["rule", ["noise", "rejection"]],
+    movers: (_, { rule } = {}) => (rule === "rejection" ? [["u", "u, a random number", [0.01, 1, 0.01], 0.5]]
+      : [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]]),
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
-    draw(scene, { drawn }, { at: { noise }, chosen }) {
+    draw(scene, { drawn }, { at: { rule, noise, u = 0.5 }, chosen }) {
       if (!drawn) return "No sampled run was recorded with this model.";
       scene.strip("", drawn.tokens);
       scene.twins(chosen === null ? [] : [["with drafts", drawn.text], ["without", drawn.plain]]);
       const entries = noise ? drawn.entries.map((entry) => ({ ...entry, noise: gumbel(noise, entry.id) }))
         : drawn.entries;
       const [target, guess] = [best(entries, "p"), best(entries, "q")];
-      scene.plot((box) => drawNoise(box, entries), 0.62);
-      return `The target takes the token whose ● is furthest right, ${quoted(target)}; the drafter’s ◆ is at `
-        + `${quoted(guess)}: ${target.id === guess.id ? "accepted" : "rejected"}.`;
+      scene.plot((box) => (rule === "noise" ? drawNoise(box, entries) : drawShares(box, entries, guess, u)), 0.62);
+      if (rule === "rejection") {
+        const isKept = u < guess.p / guess.q;
+        return `${quoted(guess)} was guessed. u ${short(u)} is ${isKept ? "below" : "not below"} p / q = `
+          + `${short(guess.p / guess.q)}: ${isKept ? "kept" : "rejected; another is drawn from where p is above q"}.`;
+      }
+      return `A line is the noise of a token: ● and ◆ move alike. The target’s ● is furthest right at `
+        + `${quoted(target)}, the drafter’s ◆ at ${quoted(guess)}: ${target.id === guess.id ? "accepted" : "rejected"}.`;
     },
   },
   who: {
@@ -205,7 +216,7 @@ export const CHAPTERS = {
       return ends.indexOf(Math.min(...ends));
     },
     play: () => ["share", 100, 60],
-    draw(scene, data, { at: { text, share } }) {
+    draw(scene, data, { at: { text, share }, chosen }) {
       const racers = data.racers(text);
       const ms = (share / 100) * Math.max(...racers.map(({ endMs }) => endMs));
       const first = racers.reduce((a, b) => (b.endMs < a.endMs ? b : a));
@@ -213,6 +224,7 @@ export const CHAPTERS = {
       scene.nothing();
       scene.plot((box) => drawRace(box, racers, ms), 0.75);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
+      if (chosen === null && share < 100) return "All write the same text, each with its own passes.";
       return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes} of the target.`;
     },
   },

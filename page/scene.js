@@ -24,14 +24,14 @@ export class Scene {
       ...tokens.slice(-22).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
   }
   /** A pass over so many positions: `read` are the tokens there, `says` what the target writes after each. */
-  positions(count, { weights }, { read = [], says = [] } = {}) {
+  positions(count, { weights }, { read = [], says = [], parts = bytes(weights) } = {}) {
     const isFew = count <= (isNarrow() ? 1 : FEW) && read.length;
     const slots = Array.from({ length: count }, (_, i) => (!isFew ? element("li.position")
       : element("li.place", element("span.label", count === 1 ? "it reads" : `position ${i + 1}`),
         element("span.chip", visible(read[i] ?? "")), element("span.label", "and says"),
         element("span.chip.own.plain", says[i] ? visible(says[i]) : "\u00a0"))));
     this.#pass.replaceChildren(element(isFew ? "ol.draft" : "ol.draft.cells", ...slots),
-      element("p.beam.lit", `${bytes(weights)} of weights stream past ${counted(count, "position")}`));
+      element("p.beam.lit", element("span", `weights, ${parts}, stream past ${counted(count, "position")}`)));
   }
   nothing() { this.#pass.replaceChildren(); }
   /** A cycle as far as `phase`; see phasesOf. */
@@ -67,7 +67,7 @@ export function gumbel(seed, id) {
 export function drawNoise(box, entries) {
   const [target, guess] = [best(entries, "p"), best(entries, "q")];
   const others = entries.filter((entry) => entry !== target && entry !== guess);
-  const shown = [...new Set([target, guess]), ...others].slice(0, 7).sort((a, b) => b.p - a.p);
+  const shown = [...new Set([target, guess]), ...others].slice(0, isNarrow() ? 5 : 7).sort((a, b) => b.p - a.p);
   const label = `Log chance + noise: largest for the target ${quoted(target)}, the drafter ${quoted(guess)}`;
   const [low, high] = NOISE_RANGE;
   const xTicks = Array.from({ length: (high - low) / 2 + 1 }, (_, i) => low + 2 * i);
@@ -94,6 +94,28 @@ export function drawNoise(box, entries) {
   });
 }
 const shortened = (text) => (text.length > 9 ? `${text.slice(0, 8)}…` : text);
+
+/** Of each token p above q; where p is larger, the rest is what a rejected guess is replaced from. */
+export function drawShares(box, entries, guess, u) {
+  const shown = [...new Set([guess, ...entries])].slice(0, isNarrow() ? 5 : 7).sort((a, b) => b.p - a.p);
+  const label = `Chances of the tokens; ${quoted(guess)} was guessed, p ${chance(guess.p)}, q ${chance(guess.q)}`;
+  const most = Math.max(0.2, ...shown.flatMap(({ p, q }) => [p, q]));
+  const xTicks = [0, 0.2, 0.4, 0.6, 0.8, 1].filter((tick) => tick <= most);
+  const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance", yWords: "", label, isFlat: true,
+    left: 150 });
+  const gap = (plot.bottom - plot.top) / shown.length;
+  shown.forEach(({ id, text, p, q }, i) => {
+    const [y, height] = [plot.top + gap * i + 3, gap / 2 - 4];
+    const bar = (kind, from, to, top) => plot.add(`rect.${kind}`, { x: plot.x(from), y: top, height,
+      width: Math.max(0, plot.x(to) - plot.x(from)) });
+    plot.text(plot.left - 10, y + gap / 2, `${shortened(visible(text))}${id === guess.id ? " ◇" : ""}`,
+      id === guess.id ? "end.value" : "end");
+    bar("p", 0, Math.min(p, q), y);
+    bar("recovered", Math.min(p, q), p, y);
+    bar("q", 0, q, y + height + 2);
+    if (id === guess.id) plot.line(u * q, 0, u * q, 1, "leader"); // kept where u · q is below p
+  });
+}
 
 /** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */
 export function drawLanes(box, lanes, most) {

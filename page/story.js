@@ -5,7 +5,7 @@
 import { BATCH, CHAPTERS, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
 import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
-import { Scene } from "./scene.js";
+import { best, Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
 import { numAccepted, readCycles } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times } from "./words.js";
@@ -75,10 +75,11 @@ class Data {
     const places = cycles.flatMap(({ distributions, first, step }) => distributions.map((entries, i) => (
       { entries: entries.filter(isDrawn), tokens: all.slice(0, first + i + 1), step })));
     const common = ({ entries }) => entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0);
-    const distance = (place) => Math.abs(AGREED - common(place));
+    const differ = ({ entries }) => best(entries, "p").id !== best(entries, "q").id;
+    const distance = (place) => Math.abs(AGREED - common(place)) - 0.3 * differ(place);
     const able = places.filter(({ entries }) => entries.length > 2);
-    const [best] = able.sort((a, b) => distance(a) - distance(b));
-    return best ? { ...best, text: answer.text, plain: answer.compare.plain.text } : null;
+    const [place] = able.sort((a, b) => distance(a) - distance(b));
+    return place ? { ...place, text: answer.text, plain: answer.compare.plain.text } : null;
   }
   /** Plain decoding and the drafters on a text: {name, endMs, passes, numTokens, tokensPerPass, at(ms)}. */
   racers(prompt) {
@@ -188,7 +189,10 @@ export class Story {
     const choices = chapter.choices?.(this.#data) ?? words.choices.map((one) => filled(one, facts));
     const press = (i) => ({ type: "button", click: () => choose(i), "aria-pressed": "false" });
     buttons.append(...choices.map((choice, i) => element("button.answer-button", press(i), choice)));
-    article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, says));
+    const skip = () => byId("scene-movers").querySelector("button, input").focus();
+    article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, says),
+      element("button.skip", { type: "button", click: skip }, "Move the picture"));
+    article.addEventListener("focusin", () => this.#enter(id));
     const request = chapter.run?.(this.#data);
     const click = () => dispatchEvent(new CustomEvent("try", { detail: request }));
     const label = "See this run in the workbench";
@@ -213,12 +217,15 @@ export class Story {
     const [name, ways] = chapter.ways?.() ?? [null, []];
     const choose = (value) => {
       at[name] = value;
+      this.#drawMovers(chapter);
       this.#draw();
+      byId("scene-movers").querySelector(`[data-way=${value}]`).focus();
     };
-    const words = texts.chapters[this.#id].ways;
+    const labels = texts.chapters[this.#id].ways;
     const press = (way) => ({ type: "button", "data-way": way, click: () => choose(way) });
-    const buttons = ways.map((way) => element("button", press(way), words[way]));
-    const sliders = chapter.movers(this.#data).map(([mover, words, range]) => {
+    const buttons = ways.map((way) => element("button", press(way), labels[way]));
+    const sliders = chapter.movers(this.#data, at).map(([mover, words, range, first]) => {
+      at[mover] ??= first;
       const label = slider(`move-${mover}`, words, at[mover], range);
       label.addEventListener("input", ({ target }) => {
         this.#stop();
@@ -250,7 +257,7 @@ export class Story {
   #draw(isPlayed = false) {
     const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
     write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
-    for (const [name, , [, , step], , values] of chapter.movers(this.#data)) {
+    for (const [name, , [, , step], , values] of chapter.movers(this.#data, state.at)) {
       byId(`move-${name}`).value = state.at[name];
       write(`move-${name}-value`, values?.[state.at[name]] ?? (step < 1 ? short(state.at[name]) : state.at[name]));
     }
