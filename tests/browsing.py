@@ -138,15 +138,16 @@ def posted(page):
     return sent
 
 
-def violations(page, **options):
-    """What axe-core finds wrong with a page, as words. It may skip the rest of a test."""
+def violations(page, within="#workbench", **options):
+    """What axe-core finds wrong with a part of a page, as words. It may skip the rest of a test."""
     if not AXE.exists():
         assert "NEEDS_AXE" not in os.environ, "python .ci/fetch_axe.py has not fetched axe-core"
         pytest.skip("axe-core is not there: python .ci/fetch_axe.py")
     if not page.evaluate("'axe' in window"):
         page.evaluate(AXE.read_text("utf-8"))
     options = {"resultTypes": ["violations"]} | options
-    found = page.evaluate("(options) => axe.run('#workbench', options)", options)["violations"]
+    run = "([within, options]) => axe.run(within, options)"
+    found = page.evaluate(run, [within, options])["violations"]
     return [(v["id"], n["html"], n["failureSummary"]) for v in found for n in v["nodes"]]
 
 

@@ -7,7 +7,6 @@ browser asks for is refused, and is a failure, as is a word on its console.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,11 +17,10 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import speculative_decoding as core
+from browsing import NARROW, SLIDE, WIDE, act, api, module_browser, see, violations
 from server import ROOT, free_port, until
 
 pytestmark = pytest.mark.browser
-api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-api.expect.set_options(timeout=20_000)
 # Where the page is, and which recording it has then.
 ADDRESSES = {"export/": "embedded", "page/": "smollm2", "page/?model=embedded": "embedded"}
 # What page/stream.js gives: of each recorded request, of others, and of one that is broken off.
@@ -74,16 +72,7 @@ def site(tmp_path_factory):
         process.kill()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    program = shutil.which("chromium")
-    if program is None:
-        assert "NEEDS_AXE" not in os.environ, "chromium is not installed"
-        pytest.skip("chromium is not installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+browser = module_browser()
 
 
 @pytest.fixture
@@ -152,11 +141,6 @@ def test_a_recording_takes_its_time_where_pictures_may_move(open_page):
 
 SMOLLM2, SAYS = "page/", "#scene-says"
 CHAPTERS = "stream positions guess reject cache pays loses sampling who".split()
-WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
-SLIDE = """(slider, value) => {
-    slider.value = value;
-    slider.dispatchEvent(new Event("input", {bubbles: true}));
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +182,8 @@ def show(page, chapter):
     page.locator(f"#scene[data-at={chapter}]").wait_for()
 
 
-def move(page, name, value, words):
-    page.locator(f"#move-{name}").evaluate(SLIDE, value)
-    for each in words:
-        api.expect(page.locator(SAYS)).to_contain_text(each)
+def move(page, name, value, *words):
+    act(page, (value, f"#move-{name}", {SAYS: words}))
 
 
 def test_each_chapter_asks_first_and_the_recording_answers(open_page, told):
@@ -250,17 +232,17 @@ def test_what_is_moved_moves_the_picture_and_the_numbers(open_page, told):
     page, one = open_page(SMOLLM2, viewport=WIDE), pass_ms(told, 1)
     text = "".join(cycle["text"] for cycle in runs_of(told, "first")["draft_model"])
     show(page, "stream")
-    move(page, "tokens", 5, ["5 tokens"])
+    move(page, "tokens", 5, "5 tokens")
     shown = page.locator("#scene-text .token")
     assert text.startswith("".join(shown.all_text_contents())) and shown.count() == 5
     show(page, "positions")
     for rows in (1, 7, 64):
-        move(page, "rows", rows, [f"{pass_ms(told, rows) / one:.2f}× the time of one"])
+        move(page, "rows", rows, f"{pass_ms(told, rows) / one:.2f}× the time of one")
         assert page.locator("#scene-pass :is(.place, .position)").count() == rows
     show(page, "pays")
     for alpha, k, c in ((0.5, 2, 0.1), (0.9, 10, 0.02), (0.3, 5, 0.9)):
         for name, value in {"alpha": alpha, "k": k, "c": c}.items():
-            move(page, name, value, [])
+            move(page, name, value)
         label = page.get_attribute("#scene-plot .half:last-child svg", "aria-label")
         assert f"{speedup(told, k, alpha, c):.2f}×" in label
         even = [a / 1000 for a in range(1001) if speedup(told, k, a / 1000, c) >= 1]
@@ -277,24 +259,50 @@ def test_what_is_moved_moves_the_picture_and_the_numbers(open_page, told):
     show(page, "who")
     for way, prompt in (("copy", "copy"), ("new", "new")):
         page.click(f"[data-way={way}]")
-        move(page, "share", 100, [])
+        move(page, "share", 100)
         drafted = runs_of(told, prompt)
         num_tokens = sum(len(cycle["tokens"]) for cycle in drafted["ngram"])
         lanes = page.locator("#scene-plot rect.fate")
         assert lanes.count() == num_tokens * (1 + len(drafted))  # and plain decoding's
 
 
+def test_sampled_text_has_both_rules_in_the_picture(open_page, told):
+    page = open_page(SMOLLM2, viewport=WIDE)
+    show(page, "sampling")
+    answer = next(r["events"][-1] for r in told["runs"] if r["request"]["temperature"])
+    act(page, ("click", "[data-chapter=sampling] .answer-button >> nth=1", {}))
+    see(page, {".twin": 2, "#scene-pass": (answer["text"][:40], "with drafts", "without")})
+    marks = page.locator("#scene-plot .best")
+    before = marks.evaluate_all("all => all.map((mark) => mark.getAttribute('x'))")
+    move(page, "noise", 3)
+    assert marks.evaluate_all("all => all.map((mark) => mark.getAttribute('x'))") != before
+    page.click("[data-way=rejection]")
+    move(page, "u", 1)
+    ratio = float(re.search(r"p / q = (\S+):", page.text_content(SAYS))[1])
+    for u in (0.01, 0.99):
+        move(page, "u", u, "kept" if u < ratio else "rejected")
+
+
 def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_page):
     page = open_page(SMOLLM2, viewport=WIDE, reduced_motion="no-preference")
     show(page, "guess")
-    api.expect(page.locator("#scene-pass .chip.on:not(.own)")).to_have_count(5)  # by itself
+    see(page, {"#scene-pass .chip.on:not(.own)": 5})  # by itself
     assert page.locator("#scene-pass .verdict.on").count() == 0
-    page.click("[data-chapter=guess] .answer-button >> nth=2")
-    api.expect(page.locator("#scene-pass .verdict.on").last).to_be_visible()
+    act(page, ("click", "[data-chapter=guess] .answer-button >> nth=2", {}))
+    see(page, {"#scene-pass .verdict.on": 6, SAYS: "Nothing to cut"})
+
+
+OUTSIDE = """(names) => names.filter((name) => {
+    const {top, bottom, left, right, width} = document.querySelector(name).getBoundingClientRect();
+    const isIn = top >= -1 && bottom <= innerHeight + 1 && left >= -1 && right <= innerWidth + 1;
+    return !(width && isIn);
+})"""
+PARTS = ["#scene", "#scene-movers", "#scene-legend", SAYS]
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
-def test_figure_legend_and_text_are_in_sight_together_and_nothing_overflows(open_page, size):
+def test_figure_legend_and_text_are_in_sight_and_axe_finds_nothing_wrong(open_page, size):
+    """At both ends of each slider nothing overflows, and words of the glossary pop up in sight."""
     page = open_page(SMOLLM2, viewport=size)
     for chapter in CHAPTERS:
         show(page, chapter)
@@ -302,14 +310,44 @@ def test_figure_legend_and_text_are_in_sight_together_and_nothing_overflows(open
         for slider in page.locator("#scene-movers input").all():
             for end in ("max", "min"):
                 slider.evaluate(f"(s) => ({SLIDE})(s, s.{end})")
-                assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (
-                    chapter
-                )
-                assert page.evaluate(OUTSIDE) == [], chapter
+                assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+                assert page.evaluate(OUTSIDE, PARTS) == [], chapter
+        for word in page.locator(f"[data-chapter={chapter}] .word").all():
+            word.focus()
+            assert page.evaluate(OUTSIDE, ["#popup"]) == [], (chapter, word.text_content())
+        assert violations(page, "#story") == [], chapter
+        page.emulate_media(color_scheme="dark")
+        assert violations(page, "#story", runOnly=["color-contrast"]) == [], chapter
+        page.emulate_media(color_scheme="light")
 
 
-OUTSIDE = """() => ["#scene", "#scene-movers", "#scene-legend", "#scene-says"].filter((name) => {
-    const {top, bottom, left, right, width} = document.querySelector(name).getBoundingClientRect();
-    const isIn = top >= -1 && bottom <= innerHeight + 1 && left >= -1 && right <= innerWidth + 1;
-    return !(width && isIn);
-})"""
+def test_the_story_is_read_by_keyboard_and_leads_to_the_workbench(open_page, told):
+    page = open_page(SMOLLM2, viewport=WIDE)
+    page.focus("[data-chapter=reject] .answer-button >> nth=1")
+    act(
+        page,
+        (
+            "Enter",
+            ":focus",
+            {"[data-chapter=reject] .answer-says": "Yes.", "#scene[data-at=reject]": 1},
+        ),
+        ("Tab", ":focus", {}),
+        ("Tab", ":focus", {"[data-chapter=reject] .skip:focus": 1}),
+        ("Enter", ":focus", {"#move-phase:focus": 1}),
+        ("Home", ":focus", {SAYS: "It is pending."}),
+        ("ArrowRight", ":focus", {SAYS: "The drafter guesses"}),
+    )
+    cut = next(c for c in runs_of(told, "first")["draft_model"][1:] if c["rejected"])
+    page.click("[data-chapter=reject] .quiet")
+    see(page, {"#status": "Finished", "#prompt": 1, "#cycle-count": "of"})
+    assert page.input_value("#prompt") == told["prompts"]["first"] and cut["step"] >= 1
+
+
+def test_a_page_without_its_recording_says_so(browser, site):
+    with browser.new_context(viewport=WIDE) as context:
+        page = context.new_page()
+        page.goto(f"{site[0]}page/?model=nobody")
+        see(
+            page,
+            {"#story": "There is no recording recordings/nobody.json", "#error": "no recording"},
+        )
