@@ -2,6 +2,7 @@
 // and where the time went.
 
 import { byId, element, write } from "./elements.js";
+import texts from "./texts.json" with { type: "json" };
 import { figuresOf } from "./trace.js";
 import { counted, MARKS, milliseconds, short } from "./words.js";
 
@@ -44,8 +45,7 @@ export function drawRows(id, words, ...rows) {
 export function drawStatistics({ cycles, request, answer }) {
   const isEmpty = !cycles.length && !answer;
   byId("charts").hidden = isEmpty;
-  write("statistics-says", isEmpty
-    ? "After a run its counts stand here, what was accepted where, and where the time went." : "");
+  write("statistics-says", isEmpty ? texts.says.statistics : "");
   if (!cycles.length) return answer && drawTold(answer);
   const { at, ms, totalMs, ...figures } = figuresOf(cycles);
   byId("figures").replaceChildren(
@@ -70,11 +70,8 @@ export function drawStatistics({ cycles, request, answer }) {
   });
   drawRows("chart-time", parts.map((part) => part.textContent).join("; "), ...parts,
     row(".scale", "ms", scale(0, totalMs || 1)));
-  write("controller-says", figures.controller ? `${figures.controller}. In every cycle the controller takes `
-    + "the K that promises most tokens for the time, and 0 where no draft would pay."
-    : request.drafter === "none" ? "Nobody: plain decoding drafts nothing."
-      : request.fixed_k ? "You: a named drafter drafts as many tokens as you asked for, where it finds them."
-        : "The server, which was started with --fixed-k.");
+  write("controller-says", figures.controller ? `${figures.controller}. ${texts.says.controller}`
+    : texts.says[request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : "fixed"]);
 }
 
 /** Draw what another engine has told of a run; the rest it does not tell. */
@@ -86,7 +83,7 @@ function drawTold({ usage, timings, metrics: { speculative_decoding: told } }) {
     entry("mean acceptance length", short(told.mean_acceptance_length), "1 + accepted / cycles with a draft"),
     entry("time", milliseconds(timings.predicted_ms), "after the first token, as it came here"));
   for (const id of ["chart-accepted", "chart-positions", "chart-time"]) byId(id).parentElement.hidden = true;
-  write("controller-says", "The engine, which does not tell of single cycles; /health has its acceptance.");
+  write("controller-says", texts.says.elsewhere);
 }
 
 /** A column for each cycle: what was drafted, and the accepted part of it, above a scale of cycles. */

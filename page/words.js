@@ -1,5 +1,6 @@
 // Marks, numbers, tokens and verdicts in words.
 
+import texts from "./texts.json" with { type: "json" };
 import { numAccepted, ownToken } from "./trace.js";
 
 /** The mark of each thing that has a colour; its class has the same name. */
@@ -95,10 +96,6 @@ export function why(token, cycle) {
   return `${MARKS[kind]} ${instead}${origin}${chosen}. ${part}${grammar}`;
 }
 
-const RESTS = "It expects a gain, but keeps an account by the clock, too: while drafts cost more than they "
-  + "gave, it rests.";
-const EARLY = "a draft ends early where the drafter finds no more, is unsure, or the text is nearly full";
-
 /** What happened in a cycle of a request, in sentences. */
 export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculative_tokens: k }) {
   const { step, tokens, proposals: { length: n }, rejected, drafter, controller, cached, ms } = cycle;
@@ -113,8 +110,8 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   if (rejected) parts.push(`${quoted(rejected)} rejected`);
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
   const limit = asked === "none" ? 0 : isFixed ? k : Number(/K=(\d+)/.exec(controller)?.[1] ?? n);
-  const early = n < limit ? ` ${n} of at most ${limit}: ${EARLY}.` : "";
-  const resting = /while/.test(controller) ? RESTS : "";
+  const early = n < limit ? ` ${n} of at most ${limit}: ${texts.says.early}.` : "";
+  const resting = /while/.test(controller) ? texts.says.rests : "";
   const rests = n || !controller ? "" : ` The controller: ${controller}. ${resting}`;
   return `Cycle ${step}: ${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
     + `(${spent}).${early}${rests}`;

@@ -16,6 +16,7 @@ import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
 import { getJson, isRecorded, recording } from "./stream.js";
+import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, ruleOf } from "./trace.js";
 import { fromRace, WhatIf } from "./whatif.js";
@@ -25,10 +26,6 @@ const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SLOW_MS = 700; // of a phase that is shown slowly
 const LOADING = "The model is being loaded.";
-const NOTHING = "Press Run, or Step: the draft, the pass over it, the verdicts and the KV cache are drawn "
-  + "here, and the reason for each token.";
-const REMEMBERS = "The drafter suffix looks in past outputs of the server, too: a prompt that it has "
-  + "answered before takes fewer passes. The text stays the same.";
 
 const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
 const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
@@ -77,7 +74,7 @@ function look(session) {
   [now, drawnAt] = [session, 0];
   Object.assign(byId("cycle-number"), { disabled: true, max: 0, value: 0 });
   for (const id of ["cycle-count", "cycle-settings", "whole-text", "notes"]) write(id, "");
-  if (!health?.engine) write("cycle-says", NOTHING);
+  if (!health?.engine) write("cycle-says", texts.says.cycle);
   picture.clear();
   distribution.clear();
   drawStatistics(session);
@@ -130,7 +127,7 @@ function showAnswer(session) {
   write("whole-text", `The whole text: ${answer.text}`);
   const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
   const looksBack = isSuffix && request.verification !== "rejection";
-  const notes = looksBack ? [...answer.warnings, REMEMBERS] : answer.warnings;
+  const notes = looksBack ? [...answer.warnings, texts.says.remembers] : answer.warnings;
   byId("notes").replaceChildren(...notes.map((words) => element("li", words)));
   if (!request.compare) return;
   race.finish(answer, (id) => nameOf(session, id));
