@@ -7,6 +7,7 @@ fault that axe-core finds. What the page's files alone can tell is in test_opera
     python .ci/fetch_axe.py; python -m pytest tests/test_page.py    needs playwright and chromium
 """
 
+import json
 import re
 from urllib.parse import urlencode
 
@@ -635,6 +636,15 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
     see(page, {"#measured": "all runs of ngram so far"})  # What if? knows what it has timed
     see(page, {"#drafters": ("for each guess, c = ",)})
     until(lambda: b'"measured"' in chatting.call("GET", "/curve")[2])
+    page.reload()
+    told = {"#scene-source": "measured by this server", "#whatif-source": "measured in idle time"}
+    see(page, told)  # both figures have this server's curve then
+    passes = json.loads(chatting.call("GET", "/curve")[2])["pass_ms"]
+    page.locator("[data-chapter=positions]").evaluate("node => node.scrollIntoView()")
+    see(page, {"#scene[data-at=positions]": 1})
+    ratio = f"{passes['8'] / passes['1']:.2f}×"
+    act(page, (8, "#move-rows", {"#scene-says": ratio}))
+    act(page, (7, "#whatif-k", {"#whatif-times": f"K + 1: {ratio}"}))
 
 
 # ------------------------------------------------------------------------------------------ chat
