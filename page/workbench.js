@@ -319,7 +319,8 @@ async function learnCurve() {
   const curve = await getJson("curve", form.key).catch(() => null);
   whatIf.learn(isRecorded ? null : health, curve);
   for (const { prompt, request, events } of isRecorded ? (await recording).runs : []) {
-    if (prompt === "first" && !request.temperature) whatIf.add(fromRace(events.at(-1), `recorded on “${prompt}”`));
+    const isFirst = prompt === "first" && !request.temperature;
+    if (isFirst) whatIf.add(fromRace(events.at(-1), `recorded on “${prompt}”`));
   }
   if (curve && !isRecorded) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
