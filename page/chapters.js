@@ -60,7 +60,7 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
 /** Both figures of costs: a pass's time by its positions, and a cycle's gain by K. */
 function drawCosts(scene, data, at, handles, isShown = true) {
   const { rows } = handles.at(-1);
-  const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`; // that a pass reads
+  const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`;
   scene.positions(rows, data.here, { parts });
   scene.plot((box) => {
     const [left, right] = [element("div.half"), element("div.half")];
@@ -196,14 +196,17 @@ export const CHAPTERS = {
       const entries = noise ? drawn.entries.map((entry) => ({ ...entry, noise: gumbel(noise, entry.id) }))
         : drawn.entries;
       const [target, guess] = [best(entries, "p"), best(entries, "q")];
-      scene.plot((box) => (rule === "noise" ? drawNoise(box, entries) : drawShares(box, entries, guess, u)), 0.62);
       if (rule === "rejection") {
-        const isKept = u < guess.p / guess.q;
-        return `${quoted(guess)} was guessed. u ${short(u)} is ${isKept ? "below" : "not below"} p / q = `
-          + `${short(guess.p / guess.q)}: ${isKept ? "kept" : "rejected; another is drawn from where p is above q"}.`;
+        scene.plot((box) => drawShares(box, entries, guess, u), 0.62);
+        const [share, isKept] = [guess.p / guess.q, u * guess.q < guess.p];
+        const end = isKept ? "kept" : "rejected; another is drawn from where p is above q";
+        const verdict = `${isKept ? "" : "not "}below p / q = ${short(share)}: ${end}`;
+        return `${quoted(guess)} was guessed. u ${short(u)} is ${verdict}.`;
       }
+      scene.plot((box) => drawNoise(box, entries), 0.62);
       return `A line is the noise of a token: ● and ◆ move alike. The target’s ● is furthest right at `
-        + `${quoted(target)}, the drafter’s ◆ at ${quoted(guess)}: ${target.id === guess.id ? "accepted" : "rejected"}.`;
+        + `${quoted(target)}, the drafter’s ◆ at ${quoted(guess)}: `
+        + `${target.id === guess.id ? "accepted" : "rejected"}.`;
     },
   },
   who: {

@@ -18,7 +18,7 @@ export class Scene {
   #picture = new Picture(byId("scene-pass"));
   /** What stands in the text: the end of a prompt, and tokens with their fates. */
   strip(prompt, tokens) {
-    const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words, if there are any
+    const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words where it can
     const dots = end.length < prompt.trim().length ? "… " : "";
     this.#strip.replaceChildren(element("span", element("span.soft", `${dots}${oneLine(end)} `),
       ...tokens.slice(-22).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
@@ -42,7 +42,7 @@ export class Scene {
   /** Two texts, one below the other. */
   twins(texts) {
     this.#pass.replaceChildren(...texts.map(([words, text]) => (
-      element("p.twin", element("b", words), element("span", `${oneLine(text.slice(0, isNarrow() ? 50 : 120))}…`)))));
+      element("p.twin", element("b", words), element("span", `${oneLine(text.slice(0, 120))}…`)))));
   }
   /** Let `draw(box)` fill the figure, which takes this share of what room there is. */
   plot(draw, share = 0.34) {
@@ -67,7 +67,8 @@ export function gumbel(seed, id) {
 export function drawNoise(box, entries) {
   const [target, guess] = [best(entries, "p"), best(entries, "q")];
   const others = entries.filter((entry) => entry !== target && entry !== guess);
-  const shown = [...new Set([target, guess]), ...others].slice(0, isNarrow() ? 5 : 7).sort((a, b) => b.p - a.p);
+  const ranked = [...new Set([target, guess]), ...others].slice(0, isNarrow() ? 5 : 7);
+  const shown = ranked.sort((a, b) => b.p - a.p);
   const label = `Log chance + noise: largest for the target ${quoted(target)}, the drafter ${quoted(guess)}`;
   const [low, high] = NOISE_RANGE;
   const xTicks = Array.from({ length: (high - low) / 2 + 1 }, (_, i) => low + 2 * i);
@@ -98,7 +99,7 @@ const shortened = (text) => (text.length > 9 ? `${text.slice(0, 8)}…` : text);
 /** Of each token p above q; where p is larger, the rest is what a rejected guess is replaced from. */
 export function drawShares(box, entries, guess, u) {
   const shown = [...new Set([guess, ...entries])].slice(0, isNarrow() ? 5 : 7).sort((a, b) => b.p - a.p);
-  const label = `Chances of the tokens; ${quoted(guess)} was guessed, p ${chance(guess.p)}, q ${chance(guess.q)}`;
+  const label = `Chances; ${quoted(guess)} was guessed, p ${chance(guess.p)}, q ${chance(guess.q)}`;
   const most = Math.max(0.2, ...shown.flatMap(({ p, q }) => [p, q]));
   const xTicks = [0, 0.2, 0.4, 0.6, 0.8, 1].filter((tick) => tick <= most);
   const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance", yWords: "", label, isFlat: true,

@@ -19,9 +19,9 @@ const filled = (words, facts) => words.replace(/{(\w+)}/g, (_, name) => facts[na
 function mostTelling(cycles) {
   const worth = (cycle) => {
     const [n, accepted] = [cycle.proposals.length, numAccepted(cycle)];
-    const isClear = new Set([cycle.pending, ...cycle.proposals].map(({ text }) => text)).size > n; // no word twice
+    const words = new Set([cycle.pending, ...cycle.proposals].map(({ text }) => text));
     return n + 3 * Math.min(accepted, 2) + 6 * Boolean(cycle.rejected) + 2 * Math.min(2, n - accepted - 1)
-      + 4 * isClear;
+      + 4 * (words.size > n); // no word twice
   };
   return cycles.reduce((a, b) => (worth(b) > worth(a) ? b : a));
 }
@@ -108,16 +108,17 @@ class Data {
     const speed = (batch) => times(speedupOf(curve, { ...QUESTION, c, batch }));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
     return {
-      drafter: this.drafter, c: short(c), weights: bytes(weights), tenWeights: bytes(10 * weights), plain: milliseconds(plainMs),
-      tenPlain: milliseconds(10 * plainMs), six: times(this.factorOf(6)),
+      drafter: this.drafter, c: short(c), weights: bytes(weights), tenWeights: bytes(10 * weights),
+      plain: milliseconds(plainMs), tenPlain: milliseconds(10 * plainMs), six: times(this.factorOf(6)),
       flat: counted(Math.max(...flat), "position"), guesses: counted(n, "token"), drafted: n,
       kept: numAccepted(whole), gave: counted(gave, "token"), alone: milliseconds(gave * plainMs),
       took: milliseconds(whole.ms.draft + this.passMs(n + 1)),
-      wrong: quoted(cut.rejected ?? cut.tokens.at(-1)),
-      own: quoted(cut.tokens.at(-1)), cut: counted(cut.cached[0] - cut.cached[1], "token"),
-      from: cut.cached[0], to: cut.cached[1], five: short(expectedTokens(QUESTION.alpha, QUESTION.k)),
-      oneReader: speed(1), eightReaders: speed(BATCH), eightBest: bestK(curve, { ...QUESTION, c, batch: BATCH }), copyFirst: copy[0].name, copySecond: copy[1].name,
-      newFirst: fresh[0].name, newSecond: fresh[1].name, ngramCopy: ngram(copy), ngramNew: ngram(fresh),
+      wrong: quoted(cut.rejected ?? cut.tokens.at(-1)), own: quoted(cut.tokens.at(-1)),
+      cut: counted(cut.cached[0] - cut.cached[1], "token"), from: cut.cached[0], to: cut.cached[1],
+      five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneReader: speed(1),
+      eightReaders: speed(BATCH), eightBest: bestK(curve, { ...QUESTION, c, batch: BATCH }),
+      copyFirst: copy[0].name, copySecond: copy[1].name, newFirst: fresh[0].name, newSecond: fresh[1].name,
+      ngramCopy: ngram(copy), ngramNew: ngram(fresh),
     };
   }
 }
@@ -259,7 +260,8 @@ export class Story {
     write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
     for (const [name, , [, , step], , values] of chapter.movers(this.#data, state.at)) {
       byId(`move-${name}`).value = state.at[name];
-      write(`move-${name}-value`, values?.[state.at[name]] ?? (step < 1 ? short(state.at[name]) : state.at[name]));
+      const value = state.at[name];
+      write(`move-${name}-value`, values?.[value] ?? (step < 1 ? short(value) : value));
     }
     for (const button of byId("scene-movers").querySelectorAll("[data-way]")) {
       button.setAttribute("aria-pressed", Object.values(state.at).includes(button.dataset.way));
