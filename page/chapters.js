@@ -71,6 +71,22 @@ function drawCosts(scene, data, at, handles, isShown = true) {
 }
 
 export const CHAPTERS = {
+  start: {
+    kinds: ["plain", "accepted", "recovered", "bonus"],
+    movers: () => [["share", "time, in %", [0, 100, 1], 0]],
+    right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
+    start: () => ["share", 100, 60],
+    answered: () => ({ share: 0 }),
+    play: () => ["share", 100, 60],
+    draw(scene, data, { at: { share } }) {
+      const pair = data.racers("first").filter(({ name }) => ["plain", data.drafter].includes(name));
+      const ms = (share / 100) * Math.max(...pair.map(({ endMs }) => endMs));
+      scene.strip(data.told.prompt, pair.at(-1).at(ms));
+      scene.nothing();
+      scene.plot((box) => drawRace(box, pair, ms), 0.5);
+      return `The model alone (plain), and the same model with a drafter (${data.drafter}), on one clock.`;
+    },
+  },
   stream: {
     kinds: ["pass", "plain"],
     movers: () => [["tokens", "tokens to write", [1, MOST_TOKENS, 1], 1]],

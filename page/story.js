@@ -99,6 +99,11 @@ class Data {
     const drafted = runs.map(({ request: { drafter } }) => racer(drafter, this.#cycles(prompt, drafter)));
     return [racer("plain", plain), ...drafted];
   }
+  /** How many times as fast the drafter's run of the told text is as plain decoding. */
+  get gain() {
+    const [plain, ...others] = this.racers("first");
+    return plain.endMs / (others.find(({ name }) => name === this.drafter) ?? plain).endMs;
+  }
   /** What is said with numbers of it, by the names in texts.json and in the page. */
   get facts() {
     const { here: { curve }, plainMs, whole, cut, weights, c } = this;
@@ -108,7 +113,8 @@ class Data {
     const speed = (batch) => times(speedupOf(curve, { ...QUESTION, c, batch }));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
     return {
-      drafter: this.drafter, c: short(c), weights: bytes(weights), tenWeights: bytes(10 * weights),
+      gain: times(this.gain), drafter: this.drafter, c: short(c), weights: bytes(weights),
+      tenWeights: bytes(10 * weights),
       plain: milliseconds(plainMs), tenPlain: milliseconds(10 * plainMs), six: times(this.factorOf(6)),
       flat: counted(Math.max(...flat), "position"), guesses: counted(n, "token"), drafted: n,
       kept: numAccepted(whole), gave: counted(gave, "token"), alone: milliseconds(gave * plainMs),
@@ -142,7 +148,7 @@ export class Story {
       this.#ask(article);
       seen.observe(article);
     }
-    this.#enter("stream");
+    this.#enter("start");
     addEventListener("resize", () => this.#draw());
   }
   /** Take the curve that this server has measured, of the model that it has loaded. */

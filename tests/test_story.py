@@ -140,7 +140,7 @@ def test_a_recording_takes_its_time_where_pictures_may_move(open_page):
 # --------------------------------------------------------------------------------- the chapters
 
 SMOLLM2, SAYS = "page/", "#scene-says"
-CHAPTERS = "stream positions guess reject cache pays loses sampling who".split()
+CHAPTERS = "start stream positions guess reject cache pays loses sampling who".split()
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +169,15 @@ def runs_of(told, prompt):
     return {r["request"]["drafter"]: [e for e in r["events"] if "step" in e] for r in runs}
 
 
-def fastest(told, prompt):
-    """By its cycles behind the prefill; plain decoding is one of them."""
+def spent(told, prompt):
+    """The ms of each drafter's cycles behind the prefill, and of plain decoding's."""
     plain = next(r["events"] for r in told["runs"] if r["prompt"] == prompt)
     lanes = runs_of(told, prompt) | {"plain": [e["plain"] for e in plain if "plain" in e]}
-    spent = {name: sum(sum(c["ms"].values()) for c in lane[1:]) for name, lane in lanes.items()}
-    return min(spent, key=spent.get)
+    return {name: sum(sum(c["ms"].values()) for c in lane[1:]) for name, lane in lanes.items()}
+
+
+def fastest(told, prompt):
+    return min(ms := spent(told, prompt), key=ms.get)
 
 
 def show(page, chapter):
@@ -194,7 +197,9 @@ def test_each_chapter_asks_first_and_the_recording_answers(open_page, told):
     parts = told["curve"]["drafters"]["draft_model"]
     c = (parts["call_ms"] / 5 + parts["step_ms"]) / pass_ms(told, 1)
     weights = told["health"]["target"]["weight_bytes"]
+    plain, drafted = spent(told, "first")["plain"], spent(told, "first")["draft_model"]
     answers = {
+        "start": (None, [f"{plain / drafted:.2f}×"]),
         "stream": (1, [f"{10 * weights / 1e9:.1f} GB"]),
         "positions": (0, [f"{pass_ms(told, 6) / pass_ms(told, 1):.2f}×"]),
         "guess": (
@@ -341,6 +346,37 @@ def test_the_story_is_read_by_keyboard_and_leads_to_the_workbench(open_page, tol
     page.click("[data-chapter=reject] .quiet")
     see(page, {"#status": "Finished", "#prompt": 1, "#cycle-count": "of"})
     assert page.input_value("#prompt") == told["prompts"]["first"] and cut["step"] >= 1
+
+
+def test_a_model_without_a_drafter_has_its_story_too(browser, site, told):
+    """Whatever a chapter would show of drafts, it shows of plain cycles, and nothing fails."""
+    run, failed = told["runs"][0], []
+    cached, events = run["events"][0]["cached"][1], []
+    for at, event in enumerate(e["plain"] for e in run["events"] if "plain" in e):
+        texts = {str(event["tokens"][0]["id"]): event["text"]}
+        fields = {
+            "proposals": [],
+            "tree": None,
+            "rejected": None,
+            "recurrent": None,
+            "texts": texts,
+        }
+        events.append(event | fields | {"cached": [cached + at] * 2, "distributions": [[]]})
+    events += run["events"][len(runs_of(told, "first")["ngram"]) :]
+    run |= {"request": run["request"] | {"drafter": "none"}, "events": events}
+    runs = [run | {"prompt": name} for name in told["prompts"]]
+    curve = told["curve"] | {"drafters": {}}
+    body = json.dumps(told | {"runs": runs, "curve": curve})
+    with browser.new_context(viewport=WIDE, reduced_motion="reduce") as context:
+        page = context.new_page()
+        page.on("pageerror", lambda error: failed.append(str(error)))
+        page.route("**/recordings/*", lambda route: route.fulfill(body=body))
+        page.goto(f"{site[0]}page/")
+        for chapter in CHAPTERS:
+            show(page, chapter)
+            page.click(f"[data-chapter={chapter}] .answer-button >> nth=0")
+            see(page, {f"[data-chapter={chapter}] .answer-says": re.compile("Yes|Not so")})
+        assert failed == []
 
 
 def test_a_page_without_its_recording_says_so(browser, site):
