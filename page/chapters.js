@@ -75,8 +75,7 @@ export const CHAPTERS = {
     kinds: ["plain", "accepted", "recovered", "bonus"],
     movers: () => [["share", "time, in %", [0, 100, 1], 0]],
     right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
-    start: () => ["share", 100, 60],
-    answered: () => ({ share: 0 }),
+    start: () => ["share", 40, 60],
     play: () => ["share", 100, 60],
     draw(scene, data, { at: { share } }) {
       const pair = data.racers("first").filter(({ name }) => ["plain", data.drafter].includes(name));
@@ -220,9 +219,8 @@ export const CHAPTERS = {
         return `${quoted(guess)} was guessed. u ${short(u)} is ${verdict}.`;
       }
       scene.plot((box) => drawNoise(box, entries), 0.62);
-      return `A line is the noise of a token: ● and ◆ move alike. The target’s ● is furthest right at `
-        + `${quoted(target)}, the drafter’s ◆ at ${quoted(guess)}: `
-        + `${target.id === guess.id ? "accepted" : "rejected"}.`;
+      return `Lines are noise: it moves ● and ◆ of a token alike. The last ● is ${quoted(target)}, the last ◆ `
+        + `${quoted(guess)}: ${target.id === guess.id ? "accepted" : "rejected"}.`;
     },
   },
   who: {

@@ -142,15 +142,16 @@ export function drawRace(box, lanes, ms) {
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
   const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), label,
     xWords: "tokens written", yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 96,
-    margin: isNarrow() ? 122 : 150 });
-  const height = Math.min(44, (plot.bottom - plot.top) / lanes.length - 4);
+    margin: isNarrow() ? 70 : 150 });
+  const height = Math.min(60, (plot.bottom - plot.top) / lanes.length - 4);
   lanes.forEach(({ name, at, endMs, passes }, i) => {
     const [tokens, y] = [at(ms), plot.top + 4 + i * (height + 4)];
     plot.text(plot.left - 6, y + height / 2 + 5, name, "end.value");
     tokens.forEach(({ kind }, j) => plot.add(`rect.fate.${kind}`, { x: plot.x(j), y, height,
       width: Math.max(1, plot.x(1) - plot.x(0) - 1) }));
     const end = [plot.right + 6, y + height / 2 + 5];
-    if (ms >= endMs) plot.text(...end, `${milliseconds(endMs)}, ${passes} passes`, "start.value");
+    const more = isNarrow() ? "" : `, ${passes} passes`;
+    if (ms >= endMs) plot.text(...end, `${milliseconds(endMs)}${more}`, "start.value");
   });
 }
 
