@@ -13,7 +13,8 @@ import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_
   speedupOf } from "./curve.js";
 import { element } from "./elements.js";
 import { phasesOf } from "./picture.js";
-import { best, drawLanes, drawNoise, drawRace, drawShares, gumbel } from "./scene.js";
+import { best, drawLanes, drawnByRejection, drawNoise, drawRace, drawShares,
+  gumbel } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
 import { numAccepted } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times } from "./words.js";
@@ -30,6 +31,11 @@ const WAYS = { // to lose
   alone: { alpha: 0.8 }, batch: { alpha: 0.8, batch: BATCH }, hot: { alpha: 0.15 },
   bad: { alpha: 0.8, slow: 0.9 }, experts: { alpha: 0.8, factor: expertsRead },
 };
+
+function atWay(data, way, k) {
+  const { alpha, batch = 1, slow = data.c, factor } = WAYS[way];
+  return { alpha, k, c: slow, batch, factor };
+}
 
 const list = (length, make) => Array.from({ length }, (_, i) => make(i));
 const asPlain = (tokens) => tokens.map((token) => ({ ...token, kind: "plain" }));
@@ -75,14 +81,14 @@ export const CHAPTERS = {
     kinds: ["plain", "accepted", "recovered", "bonus"],
     movers: () => [["share", "time, in %", [0, 100, 1], 0]],
     right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
-    start: () => ["share", 40, 60],
+    start: () => ["share", 100, 40],
     play: () => ["share", 100, 60],
-    draw(scene, data, { at: { share } }) {
+    draw(scene, data, { at: { share }, chosen }) {
       const pair = data.racers("first").filter(({ name }) => ["plain", data.drafter].includes(name));
       const ms = (share / 100) * Math.max(...pair.map(({ endMs }) => endMs));
       scene.strip(data.told.prompt, pair.at(-1).at(ms));
       scene.nothing();
-      scene.plot((box) => drawRace(box, pair, ms), 0.5);
+      scene.plot((box) => drawRace(box, pair, ms, chosen !== null), 0.5);
       return `The model alone (plain), and the same model with a drafter (${data.drafter}), on one clock.`;
     },
   },
@@ -101,7 +107,7 @@ export const CHAPTERS = {
       const words = `${counted(tokens, "pass", "passes")}, ${bytes(tokens * data.weights)} read, `
         + milliseconds(tokens * data.plainMs);
       scene.plot((box) => drawLanes(box, [{ words, blocks }], (MOST_TOKENS + 0.5) * data.plainMs));
-      return `${counted(tokens, "token")}, each by a pass of its own over one position.`;
+      return `${counted(tokens, "token")} by ${counted(tokens, "pass", "passes")}, each over one position.`;
     },
   },
   positions: {
@@ -177,6 +183,7 @@ export const CHAPTERS = {
   loses: {
     kinds: ["drafting", "pass", "accepted", "plain"],
     ways: () => ["way", Object.keys(WAYS)],
+    gains: (data, way) => times(speedupOf(data.here.curve, atWay(data, way, QUESTION.k))),
     movers: () => [["k", "K", [0, 15, 1], QUESTION.k]],
     right({ here: { curve }, c }) {
       const [alone, many] = [1, BATCH].map((batch) => speedupOf(curve, { ...QUESTION, c, batch }));
@@ -184,15 +191,14 @@ export const CHAPTERS = {
     },
     answered: () => ({ way: "batch" }),
     draw(scene, data, { at: { way, k } }) {
-      const { alpha, batch = 1, slow = data.c, factor } = WAYS[way];
-      const at = { alpha, k, c: slow, batch, factor };
+      const [at, { batch = 1 }] = [atWay(data, way, k), WAYS[way]];
       const rows = Math.min(MOST_POSITIONS, batch * (k + 1));
       const handles = [{ rows, words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
       if (batch > 1) handles.unshift({ rows: batch, words: "8, plain" });
       drawCosts(scene, data, at, handles);
       const [longest, { draft, verify }] = [bestK(data.here.curve, at), cycleCost(data.here.curve, at)];
       const { ways, why } = texts.chapters.loses;
-      const gives = `${short(expectedTokens(alpha, k))} tokens for ${short(draft + verify)} plain passes`;
+      const gives = `${short(expectedTokens(at.alpha, k))} tokens for ${short(draft + verify)} plain passes`;
       return `${ways[way]}: ${gives}, ${times(speedupOf(data.here.curve, at))}. `
         + `${longest ? `K = ${longest}` : "No draft"} is best. ${why[way]}`;
     },
@@ -200,11 +206,11 @@ export const CHAPTERS = {
   sampling: {
     kinds: ["p", "q", "accepted", "rejected", "recovered"],
     ways: () => ["rule", ["noise", "rejection"]],
-    movers: (_, { rule } = {}) => (rule === "rejection" ? [["u", "u, a random number", [0.01, 1, 0.01], 0.5]]
+    movers: (_, { rule } = {}) => (rule === "rejection" ? [["draws", "tokens drawn by this rule", [1, 2000, 1], 1]]
       : [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]]),
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
-    draw(scene, { drawn }, { at: { rule, noise, u = 0.5 }, chosen }) {
+    draw(scene, { drawn }, { at: { rule, noise, draws = 1 }, chosen }) {
       if (!drawn) return "No sampled run was recorded with this model.";
       scene.strip("", drawn.tokens);
       scene.twins(chosen === null ? [] : [["with drafts", drawn.text], ["without", drawn.plain]]);
@@ -212,11 +218,10 @@ export const CHAPTERS = {
         : drawn.entries;
       const [target, guess] = [best(entries, "p"), best(entries, "q")];
       if (rule === "rejection") {
-        scene.plot((box) => drawShares(box, entries, guess, u), 0.62);
-        const [share, isKept] = [guess.p / guess.q, u * guess.q < guess.p];
-        const end = isKept ? "kept" : "rejected; another is drawn from where p is above q";
-        const verdict = `${isKept ? "" : "not "}below p / q = ${short(share)}: ${end}`;
-        return `${quoted(guess)} was guessed. u ${short(u)} is ${verdict}.`;
+        const { counts, guess: guessed, u, isKept, token } = drawnByRejection(entries, draws);
+        scene.plot((box) => drawShares(box, entries, counts, draws), 0.62);
+        const verdict = isKept ? "below p / q, kept" : `not below p / q, rejected; drawn anew: ${quoted(token)}`;
+        return `Draw ${draws}: ${quoted(guessed)} guessed, u ${short(u)} is ${verdict}. ○: how often each came.`;
       }
       scene.plot((box) => drawNoise(box, entries), 0.62);
       return `Lines are noise: it moves ● and ◆ of a token alike. The last ● is ${quoted(target)}, the last ◆ `
@@ -241,7 +246,7 @@ export const CHAPTERS = {
       scene.nothing();
       scene.plot((box) => drawRace(box, racers, ms), 0.75);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
-      if (chosen === null && share < 100) return "All write the same text, each with its own passes.";
+      if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
       return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes} of the target.`;
     },
   },

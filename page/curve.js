@@ -9,7 +9,7 @@
 // Figures are SVG by hand: there are three kinds of axes here and no zooming, which is 60 lines, where
 // the smallest library with scales and axes is 60 kB that a reader of this page cannot read.
 
-import { drawing } from "./elements.js";
+import { drawing, isNarrow } from "./elements.js";
 import { short, times } from "./words.js";
 
 export const MOST_POSITIONS = 64;
@@ -144,7 +144,7 @@ export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
   const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
     + `${short(total[at.k])} plain passes, ${times(speedup)}`;
   const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15], 
-    xWords: "K, drafted tokens per cycle", yWords: "tokens; passes", label });
+    xWords: "K, drafted tokens per cycle", yWords: "tokens, passes", label });
   const floor = [[LARGEST_K, 0], [0, 0]];
   const verify = ks.map((k) => [k, costs[k].verify]);
   plot.area([...verify, ...floor], "pass-area");
@@ -153,12 +153,19 @@ export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
   plot.line(at.k, 0, at.k, Math.max(tokens[at.k], total[at.k]), "leader");
   if (isShown) plot.dot(at.k, tokens[at.k], "token-dot");
   plot.dot(at.k, total[at.k], "pass-dot");
-  for (const { k, tokens: gave, name, isDrawn = true } of points) {
-    if (!isDrawn) continue;
+  let free = plot.top; // names go down a column at the right, each with a line to its mark
+  for (const [i, { k, tokens: gave, name }] of [...points].sort((a, b) => b.tokens - a.tokens).entries()) {
+    const y = Math.max(free, Math.min(plot.y(gave), plot.bottom - LINE * (points.length - i)));
+    free = y + LINE;
+    plot.add("line.leader", { x1: plot.x(k), y1: plot.y(gave), x2: plot.right - 7.5 * name.length, y2: y });
     plot.add("path.measured", { d: `M${plot.x(k)} ${plot.y(gave) - 7}l7 7l-7 7l-7 -7z` });
-    plot.text(plot.x(k) + 10, plot.y(gave) + 4, name, "start");
+    plot.text(plot.right, y + 4, name, "end.value");
   }
+  const hasRoom = !points.length && !isNarrow();
+  if (hasRoom) plot.text(plot.right - 4, plot.y(costs.at(-1).verify / 4), "time of the pass", "end.value");
   if (isShown) {
+    const away = tokens.at(-1) > total.at(-1) ? -9 : 18; // from the areas
+    if (hasRoom) plot.text(plot.right - 4, plot.y(tokens.at(-1)) + away, "tokens it gives", "end.value");
     plot.note(0, `${short(tokens[at.k])} tokens in ${short(total[at.k])} plain passes`);
     plot.note(1, `${times(speedup)} as fast`);
   }

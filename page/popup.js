@@ -52,7 +52,8 @@ function place() {
 for (const kind of ["pointerover", "focusin", "click"]) addEventListener(kind, show);
 for (const kind of ["pointerout", "focusout"]) addEventListener(kind, (at) => aboutOf(at) && hidePopup());
 addEventListener("keydown", ({ key }) => key === "Escape" && hidePopup());
-addEventListener("scroll", place, { capture: true, passive: true });
+const isTouch = matchMedia("(hover: none)"); // where nothing else would close it
+addEventListener("scroll", () => (isTouch.matches ? hidePopup() : place()), { capture: true, passive: true });
 addEventListener("resize", place);
 // What it is about may be drawn anew or go with its view.
 new MutationObserver(() => anchor && !anchor.checkVisibility() && hidePopup())

@@ -7,7 +7,7 @@ import { Picture } from "./picture.js";
 import { bytes, chance, counted, milliseconds, quoted, visible } from "./words.js";
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
-const LANE = 34; // px, the height of a lane of times
+const LANE = 40; // px, the height of a lane of times
 const NOISE_RANGE = [-10, 4]; // of log chance + noise
 const oneLine = (text) => text.replaceAll("\n", "↵");
 
@@ -73,9 +73,9 @@ export function drawNoise(box, entries) {
   const [low, high] = NOISE_RANGE;
   const xTicks = Array.from({ length: (high - low) / 2 + 1 }, (_, i) => low + 2 * i);
   const plot = axes(box, { xs: [low, high], most: 1, xTicks, xWords: "log chance + noise", label,
-    yWords: "", isFlat: true, left: 188 });
+    yWords: "", isFlat: true, left: 200 });
   const gap = (plot.bottom - plot.top) / shown.length;
-  const columns = { token: plot.left - 104, p: plot.left - 52, q: plot.left - 8 };
+  const columns = { token: plot.left - 116, p: plot.left - 60, q: plot.left - 8 };
   for (const [name, x] of Object.entries(columns)) plot.text(x, 13, name, "end");
   shown.forEach(({ id, text, p, q, noise }, i) => {
     const y = plot.top + gap * (i + 0.5);
@@ -96,25 +96,47 @@ export function drawNoise(box, entries) {
 }
 const shortened = (text) => (text.length > 9 ? `${text.slice(0, 8)}…` : text);
 
-/** Of each token p above q; where p is larger, the rest is what a rejected guess is replaced from. */
-export function drawShares(box, entries, guess, u) {
-  const shown = [...new Set([guess, ...entries])].slice(0, isNarrow() ? 5 : 7).sort((a, b) => b.p - a.p);
-  const label = `Chances; ${quoted(guess)} was guessed, p ${chance(guess.p)}, q ${chance(guess.q)}`;
-  const most = Math.max(0.2, ...shown.flatMap(({ p, q }) => [p, q]));
+/** Tokens drawn by rejection, `count` of them: how often each came, and what the last draw did. */
+export function drawnByRejection(entries, count) {
+  const rest = (name) => Math.max(0, 1 - entries.reduce((sum, entry) => sum + entry[name], 0));
+  const all = [...entries, { id: null, text: "others", p: rest("p"), q: rest("q") }];
+  const pick = (weights, at) => {
+    let left = at * weights.reduce((sum, weight) => sum + weight, 0);
+    return Math.max(0, weights.findIndex((weight) => (left -= weight) < 0));
+  };
+  let [seed, last] = [1, null];
+  const random = () => (seed = (seed * 48271) % 2147483647) / 2147483647; // the same draws each time
+  const counts = new Map();
+  for (let i = 0; i < count; i += 1) {
+    const [guess, u] = [all[pick(all.map(({ q }) => q), random())], random()];
+    const isKept = u * guess.q < guess.p;
+    const token = isKept ? guess : all[pick(all.map(({ p, q }) => Math.max(0, p - q)), random())];
+    counts.set(token.id, (counts.get(token.id) ?? 0) + 1);
+    last = { guess, u, isKept, token };
+  }
+  return { counts, ...last };
+}
+
+/** Of each token p above q, and a mark where its share of what was drawn is: by the rule it comes to p. */
+export function drawShares(box, entries, counts, draws) {
+  const shown = entries.slice(0, isNarrow() ? 5 : 7);
+  const label = `Chances and shares of ${draws} draws: ${shown.map(({ id, text, p }) => (
+    `${visible(text)} p ${chance(p)}, drawn ${chance((counts.get(id) ?? 0) / draws)}`)).join("; ")}`;
+  const most = Math.min(1, 0.1 + Math.max(...shown.flatMap(({ p, q }) => [p, q])));
   const xTicks = [0, 0.2, 0.4, 0.6, 0.8, 1].filter((tick) => tick <= most);
-  const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance", yWords: "", label, isFlat: true,
-    left: 150 });
+  const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance, and share of the draws", yWords: "",
+    label, isFlat: true, left: 110 });
   const gap = (plot.bottom - plot.top) / shown.length;
   shown.forEach(({ id, text, p, q }, i) => {
     const [y, height] = [plot.top + gap * i + 3, gap / 2 - 4];
     const bar = (kind, from, to, top) => plot.add(`rect.${kind}`, { x: plot.x(from), y: top, height,
       width: Math.max(0, plot.x(to) - plot.x(from)) });
-    plot.text(plot.left - 10, y + gap / 2, `${shortened(visible(text))}${id === guess.id ? " ◇" : ""}`,
-      id === guess.id ? "end.value" : "end");
+    plot.text(plot.left - 10, y + gap / 2, shortened(visible(text)), "end");
     bar("p", 0, Math.min(p, q), y);
     bar("recovered", Math.min(p, q), p, y);
     bar("q", 0, q, y + height + 2);
-    if (id === guess.id) plot.line(u * q, 0, u * q, 1, "leader"); // kept where u · q is below p
+    const share = (counts.get(id) ?? 0) / draws;
+    plot.add("circle.drawn", { cx: plot.x(Math.min(most, share)), cy: y + height / 2, r: 7 });
   });
 }
 
@@ -137,11 +159,11 @@ export function drawLanes(box, lanes, most) {
 }
 
 /** Texts of drafters as bars of tokens by their fates, as far as they were at `ms`. */
-export function drawRace(box, lanes, ms) {
+export function drawRace(box, lanes, ms, isTimed = true) {
   const numTokens = Math.max(...lanes.map((lane) => lane.numTokens));
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
   const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), label,
-    xWords: "tokens written", yWords: `after ${milliseconds(ms)}`, isFlat: true, left: 96,
+    xWords: "tokens written", yWords: isTimed ? `after ${milliseconds(ms)}` : "", isFlat: true, left: 96,
     margin: isNarrow() ? 70 : 150 });
   const height = Math.min(60, (plot.bottom - plot.top) / lanes.length - 4);
   lanes.forEach(({ name, at, endMs, passes }, i) => {
@@ -151,7 +173,7 @@ export function drawRace(box, lanes, ms) {
       width: Math.max(1, plot.x(1) - plot.x(0) - 1) }));
     const end = [plot.right + 6, y + height / 2 + 5];
     const more = isNarrow() ? "" : `, ${passes} passes`;
-    if (ms >= endMs) plot.text(...end, `${milliseconds(endMs)}${more}`, "start.value");
+    if (isTimed && ms >= endMs) plot.text(...end, `${milliseconds(endMs)}${more}`, "start.value");
   });
 }
 

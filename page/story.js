@@ -190,7 +190,7 @@ export class Story {
       says.replaceChildren(verdict, filled(words.tell, this.#data.facts));
       state.chosen = at;
       Object.assign(state.at, chapter.answered?.(this.#data));
-      this.#enter(id, chapter.play);
+      this.#enter(id, chapter.play ?? (() => []));
     };
     const { facts } = this.#data;
     const choices = chapter.choices?.(this.#data) ?? words.choices.map((one) => filled(one, facts));
@@ -199,7 +199,7 @@ export class Story {
     const skip = () => byId("scene-movers").querySelector("button, input").focus();
     article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, says),
       element("button.skip", { type: "button", click: skip }, "Move the picture"));
-    article.addEventListener("focusin", () => this.#enter(id));
+    article.addEventListener("focusin", ({ target }) => target.matches(":focus-visible") && this.#enter(id));
     const request = chapter.run?.(this.#data);
     const click = () => dispatchEvent(new CustomEvent("try", { detail: request }));
     const label = "See this run in the workbench";
@@ -213,14 +213,15 @@ export class Story {
       article.toggleAttribute("data-shown", article.dataset.chapter === id);
     }
     for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
-    if (isNew) this.#drawMovers(chapter);
+    if (isNew || play) this.#drawMovers(chapter);
     const start = play ?? (isNew && this.#state(id).chosen === null ? chapter.start : null);
     this.#stop();
-    if (start) this.#play(...start(this.#data));
+    const [mover, ...how] = start?.(this.#data) ?? [];
+    if (mover) this.#play(mover, ...how);
     else this.#draw();
   }
   #drawMovers(chapter) {
-    const { at } = this.#state(this.#id);
+    const { at, chosen } = this.#state(this.#id);
     const [name, ways] = chapter.ways?.() ?? [null, []];
     const choose = (value) => {
       at[name] = value;
@@ -230,7 +231,8 @@ export class Story {
     };
     const labels = texts.chapters[this.#id].ways;
     const press = (way) => ({ type: "button", "data-way": way, click: () => choose(way) });
-    const buttons = ways.map((way) => element("button", press(way), labels[way]));
+    const gains = (way) => (chosen === null || isNarrow() || !chapter.gains ? "" : ` ${chapter.gains(this.#data, way)}`);
+    const buttons = ways.map((way) => element("button", press(way), labels[way] + gains(way)));
     const sliders = chapter.movers(this.#data, at).map(([mover, words, range, first]) => {
       at[mover] ??= first;
       const label = slider(`move-${mover}`, words, at[mover], range);

@@ -25,6 +25,7 @@ import { MARKS, pace, summary, toldWords } from "./words.js";
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SLOW_MS = 700; // of a phase that is shown slowly
+const NOT_RECORDED = ["num_speculative_tokens", "top_p", "max_tokens", "seed", "json_schema", "chat"];
 const LOADING = "The model is being loaded.";
 
 const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
@@ -310,7 +311,7 @@ async function askHealth() {
   else form.offer(health, [...drafters, "none"], health);
   byId("views").hidden = !health.chat_template || isRecorded;
   if (!health.engine) learnCurve(); // another engine has none
-  drawModel(health);
+  drawModel(isRecorded ? { ...health, controller: null } : health); // its clock was of many runs
   return true;
 }
 
@@ -330,6 +331,8 @@ function offerRecorded({ runs, model, recorded_at: day, machine }) {
   const requests = runs.map(({ request }) => request);
   const first = requests.find(({ drafter }) => drafter === "draft_model") ?? requests[0];
   form.offer(health, [...new Set(requests.map(({ drafter }) => drafter))], first);
+  for (const id of NOT_RECORDED) byId(id).closest("label").hidden = true;
+  byId("prompt").readOnly = true;
   write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
 }
 
@@ -339,6 +342,7 @@ async function load() {
     if (!await askHealth()) return;
     if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
+    if (isRecorded) byId("demo-prompt").options[0].hidden = true; // one's own text
     if (isOpening) followLink(); // later the address tells of a run that was made here
     isOpening = false;
   } catch (error) { showError(error); }

@@ -282,10 +282,13 @@ def test_sampled_text_has_both_rules_in_the_picture(open_page, told):
     move(page, "noise", 3)
     assert marks.evaluate_all("all => all.map((mark) => mark.getAttribute('x'))") != before
     page.click("[data-way=rejection]")
-    move(page, "u", 1)
-    ratio = float(re.search(r"p / q = (\S+):", page.text_content(SAYS))[1])
-    for u in (0.01, 0.99):
-        move(page, "u", u, "kept" if u < ratio else "rejected")
+    move(page, "draws", 2000, "Draw 2000:")
+    label = page.get_attribute("#scene-plot svg", "aria-label")
+    shares = re.findall(r"p (\S+), drawn (\S+?)(?:;|$)", label)
+    assert (
+        len(shares) == 7
+    )  # each came as often as p says: three standard deviations of 2,000 draws
+    assert all(abs(float(drawn) - float(p)) < 0.034 for p, drawn in shares)
 
 
 def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_page):
