@@ -7,7 +7,7 @@ import { Picture } from "./picture.js";
 import { bytes, chance, counted, milliseconds, quoted, visible } from "./words.js";
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
-const LANE = 40; // px, the height of a lane of times
+const LANE = 34; // px, the height of a lane of times
 const NOISE_RANGE = [-10, 4]; // of log chance + noise
 const oneLine = (text) => text.replaceAll("\n", "↵");
 
