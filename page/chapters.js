@@ -206,7 +206,8 @@ export const CHAPTERS = {
   sampling: {
     kinds: ["p", "q", "accepted", "rejected", "recovered"],
     ways: () => ["rule", ["noise", "rejection"]],
-    movers: (_, { rule } = {}) => (rule === "rejection" ? [["draws", "tokens drawn by this rule", [1, 2000, 1], 1]]
+    movers: (_, { rule } = {}) => (rule === "rejection"
+      ? [["draws", "tokens drawn by this rule", [1, 2000, 1], 1]]
       : [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]]),
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
@@ -220,11 +221,11 @@ export const CHAPTERS = {
       if (rule === "rejection") {
         const { counts, guess: guessed, u, isKept, token } = drawnByRejection(entries, draws);
         scene.plot((box) => drawShares(box, entries, counts, draws), 0.62);
-        const verdict = isKept ? "below p / q, kept" : `not below p / q, rejected; drawn anew: ${quoted(token)}`;
-        return `Draw ${draws}: ${quoted(guessed)} guessed, u ${short(u)} is ${verdict}. ○: how often each came.`;
+        const end = isKept ? "below p / q, kept" : `not below p / q, rejected; drawn anew: ${quoted(token)}`;
+        return `Draw ${draws}: ${quoted(guessed)} guessed, u ${short(u)} is ${end}. ○: how often each came.`;
       }
       scene.plot((box) => drawNoise(box, entries), 0.62);
-      return `Lines are noise: it moves ● and ◆ of a token alike. The last ● is ${quoted(target)}, the last ◆ `
+      return `Lines are noise: it moves ● and ◆ of a token alike. Rightmost ● ${quoted(target)}, ◆ `
         + `${quoted(guess)}: ${target.id === guess.id ? "accepted" : "rejected"}.`;
     },
   },

@@ -124,8 +124,8 @@ export function drawShares(box, entries, counts, draws) {
     `${visible(text)} p ${chance(p)}, drawn ${chance((counts.get(id) ?? 0) / draws)}`)).join("; ")}`;
   const most = Math.min(1, 0.1 + Math.max(...shown.flatMap(({ p, q }) => [p, q])));
   const xTicks = [0, 0.2, 0.4, 0.6, 0.8, 1].filter((tick) => tick <= most);
-  const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance, and share of the draws", yWords: "",
-    label, isFlat: true, left: 110 });
+  const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance, and share of the draws",
+    yWords: "", label, isFlat: true, left: 110 });
   const gap = (plot.bottom - plot.top) / shown.length;
   shown.forEach(({ id, text, p, q }, i) => {
     const [y, height] = [plot.top + gap * i + 3, gap / 2 - 4];

@@ -231,7 +231,8 @@ export class Story {
     };
     const labels = texts.chapters[this.#id].ways;
     const press = (way) => ({ type: "button", "data-way": way, click: () => choose(way) });
-    const gains = (way) => (chosen === null || isNarrow() || !chapter.gains ? "" : ` ${chapter.gains(this.#data, way)}`);
+    const isTold = chosen !== null && !isNarrow() && chapter.gains;
+    const gains = (way) => (isTold ? ` ${chapter.gains(this.#data, way)}` : "");
     const buttons = ways.map((way) => element("button", press(way), labels[way] + gains(way)));
     const sliders = chapter.movers(this.#data, at).map(([mover, words, range, first]) => {
       at[mover] ??= first;
