@@ -6,6 +6,7 @@
 //   right      the place of the choice that is true; `choices`, where they are not words
 //   start      [name, last value, ms between two]: what moves by itself when the chapter is reached,
 //   play       and with the answer; `answered` is set then
+//   picks      the tokens to choose from, by place: the reader is the drafter
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
@@ -147,6 +148,25 @@ export const CHAPTERS = {
     play: (data) => ["phase", phasesOf(data.cut).length, PHASE_MS],
     run: (data) => ({ ...data.request("first", data.drafter), at: data.cut.step }),
     draw: (scene, data, state) => drawCycle(scene, data, data.cut, state),
+  },
+  you: {
+    kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "bonus"],
+    movers: () => [],
+    picks: (data) => data.places,
+    right: () => 1,
+    draw(scene, data, { at: { picks = [] }, isPlayed }) {
+      const { cycles, prompt } = data.told;
+      const isWhole = picks.length === data.places.length;
+      const cycle = data.cycleOf(picks);
+      const before = cycles.slice(0, cycle.step);
+      scene.strip(prompt, [...before, ...(isWhole ? [cycle] : [])].flatMap(({ tokens }) => tokens));
+      scene.cycle(cycle, [...before, cycle], isWhole ? Infinity : picks.length, isPlayed);
+      const rest = data.places.length - picks.length;
+      scene.plot((box) => box.replaceChildren());
+      return !isWhole ? `You are the drafter: choose ${counted(rest, "more token")}.`
+        : `${numAccepted(cycle)} of your ${picks.length} guesses are what the target says. The pass gives `
+          + `${counted(cycle.tokens.length, "token")}, the last is ${quoted(cycle.tokens.at(-1))}.`;
+    },
   },
   cache: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered"],

@@ -7,12 +7,12 @@ import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.j
 import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
 import { best, Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
-import { numAccepted, readCycles } from "./trace.js";
-import { bytes, counted, milliseconds, quoted, short, times } from "./words.js";
+import { numAccepted, readCycle, readCycles } from "./trace.js";
+import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
 const MODELS = ["draft_model", "eagle3", "mtp", "dflash", "self_int8"]; // the first that was recorded is told
-const [FLAT, AGREED] = [1.25, 0.55];
+const [FLAT, AGREED, PLACES] = [1.25, 0.55, 4];
 const filled = (words, facts) => words.replace(/{(\w+)}/g, (_, name) => facts[name]);
 
 /** The cycle that shows most: some guesses accepted, one rejected, and several behind it to cut. */
@@ -80,6 +80,27 @@ class Data {
     const able = places.filter(({ entries }) => entries.length > 2);
     const [place] = able.sort((a, b) => distance(a) - distance(b));
     return place ? { ...place, text: answer.text, plain: answer.compare.plain.text } : null;
+  }
+  /** Some places behind the cut, each with what the target says there and two other likely tokens. */
+  get places() {
+    const later = this.told.cycles.slice(this.cut.step + 1).flatMap(({ tokens, distributions }) => (
+      tokens.map((token, i) => ({ token, others: distributions[i] ?? [] }))));
+    return later.slice(0, PLACES).map(({ token, others }) => (
+      [token, ...others.filter(({ id }) => id !== token.id).slice(0, 2)].sort((a, b) => a.id - b.id)));
+  }
+  /** The cycle in which these tokens are drafted behind the cut: the target says what it has said. */
+  cycleOf(picks) {
+    const said = this.told.cycles.slice(this.cut.step + 1).flatMap(({ tokens }) => tokens);
+    const wrong = picks.findIndex(({ id }, i) => id !== said[i].id);
+    const accepted = wrong < 0 ? picks.length : wrong;
+    const kinds = [...Array(accepted).fill("accepted"), wrong < 0 ? "bonus" : "recovered"];
+    const tokens = kinds.map((kind, i) => ({ id: said[i].id, kind }));
+    const [, before] = this.cut.cached;
+    const texts = Object.fromEntries([...picks, ...said].map(({ id, text }) => [id, text]));
+    const event = { step: this.cut.step + 1, proposals: picks.map(({ id }) => id), tokens, texts, text: "",
+      rejected: wrong < 0 ? null : { id: picks[wrong].id, kind: "rejected" }, ms: {},
+      cached: [before + 1 + picks.length, before + 1 + accepted] };
+    return readCycle(event, this.cut);
   }
   /** Plain decoding and the drafters on a text: {name, endMs, passes, numTokens, tokensPerPass, at(ms)}. */
   racers(prompt) {
@@ -244,8 +265,27 @@ export class Story {
       });
       return label;
     });
+    const places = chapter.picks?.(this.#data) ?? [];
+    if (places.length) this.#offer(places, at);
+    if (places.length) return;
     const group = element("div.buttons", { role: "group", "aria-label": "What is shown" }, ...buttons);
     byId("scene-movers").replaceChildren(...(name ? [group, ...sliders] : sliders));
+  }
+  /** Offer the tokens of the next place to choose from, or to begin anew. */
+  #offer(places, at) {
+    at.picks ??= [];
+    const take = (picks) => {
+      at.picks = picks;
+      this.#offer(places, at);
+      this.#draw(true);
+      byId("scene-movers").querySelector("button").focus();
+    };
+    const press = (token) => ({ "data-id": token.id, click: () => take([...at.picks, token]) });
+    const options = places[at.picks.length]?.map((token) => (
+      element("button", { type: "button", ...press(token) }, visible(token.text))));
+    const again = element("button", { type: "button", click: () => take([]) }, "Guess again");
+    byId("scene-movers").replaceChildren(element("div.buttons", { role: "group", "aria-label": "Your guess" },
+      ...options ?? [again]));
   }
   #stop() {
     clearInterval(this.#timer);

@@ -140,7 +140,7 @@ def test_a_recording_takes_its_time_where_pictures_may_move(open_page):
 # --------------------------------------------------------------------------------- the chapters
 
 SMOLLM2, SAYS = "page/", "#scene-says"
-CHAPTERS = "start stream positions guess reject cache pays loses sampling who".split()
+CHAPTERS = "start stream positions guess reject you cache pays loses sampling who".split()
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,7 @@ def test_each_chapter_asks_first_and_the_recording_answers(open_page, told):
             [f"{len(whole['proposals'])} of {len(whole['proposals'])}"],
         ),
         "reject": (1, ["recovered"]),
+        "you": (1, ["Three"]),
         "cache": (2, ["The length goes from"]),
         "pays": (2, [f"{tokens_of(0.8, 5):.2f}"]),
         "loses": (None, [f"{speedup(told, 5, 0.8, c, n):.2f}×" for n in (1, 8)]),
@@ -289,6 +290,28 @@ def test_sampled_text_has_both_rules_in_the_picture(open_page, told):
         len(shares) == 7
     )  # each came as often as p says: three standard deviations of 2,000 draws
     assert all(abs(float(drawn) - float(p)) < 0.034 for p, drawn in shares)
+
+
+def test_the_reader_drafts_and_the_recorded_target_judges(open_page, told):
+    page = open_page(SMOLLM2, viewport=WIDE)
+    show(page, "you")
+    begin = page.locator("#scene-text .token").count()
+    tokens = [t for c in runs_of(told, "first")["draft_model"] for t in c["tokens"]]
+    said = [token["id"] for token in tokens[begin : begin + 5]]
+    for token in said[:4]:
+        act(page, ("click", f"#scene-movers [data-id='{token}']", {}))
+    see(page, {SAYS: ("4 of your 4", "gives 5 tokens"), "#scene-pass .slot.accepted": 4})
+    see(page, {"#scene-pass .slot.bonus": 1, "#scene-text .token": begin + 5})
+    act(
+        page,
+        ("click", "#scene-movers button", {SAYS: "choose 4 more tokens"}),
+        ("click", f"#scene-movers [data-id='{said[0]}']", {SAYS: "choose 3"}),
+        ("click", f"#scene-movers button:not([data-id='{said[1]}']) >> nth=0", {SAYS: "choose 2"}),
+        ("click", "#scene-movers button >> nth=0", {SAYS: "choose 1 more token"}),
+        ("click", "#scene-movers button >> nth=0", {SAYS: ("1 of your 4", "gives 2 tokens")}),
+    )
+    see(page, {"#scene-pass .slot.rejected": 1, "#scene-text .token": begin + 2})
+    see(page, {"#scene-pass .cell.tail": 3, "#scene-text .recovered >> nth=-1": 1})
 
 
 def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_page):
