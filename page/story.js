@@ -81,26 +81,32 @@ class Data {
     const [place] = able.sort((a, b) => distance(a) - distance(b));
     return place ? { ...place, text: answer.text, plain: answer.compare.plain.text } : null;
   }
-  /** Some places behind the cut, each with what the target says there and two other likely tokens. */
+  /** The cycle behind which the reader drafts: the one with a cut, if enough comes after it. */
+  get #base() {
+    const isLong = this.tokens.length > this.cut.first + this.cut.tokens.length + PLACES;
+    return isLong ? this.cut : this.told.cycles[0];
+  }
+  /** Some places, each with what the target says there and two other likely tokens. */
   get places() {
-    const later = this.told.cycles.slice(this.cut.step + 1).flatMap(({ tokens, distributions }) => (
+    const later = this.told.cycles.slice(this.#base.step + 1).flatMap(({ tokens, distributions }) => (
       tokens.map((token, i) => ({ token, others: distributions[i] ?? [] }))));
-    return later.slice(0, PLACES).map(({ token, others }) => (
+    return later.slice(0, Math.min(PLACES, later.length - 1)).map(({ token, others }) => (
       [token, ...others.filter(({ id }) => id !== token.id).slice(0, 2)].sort((a, b) => a.id - b.id)));
   }
-  /** The cycle in which these tokens are drafted behind the cut: the target says what it has said. */
+  /** The cycle in which these tokens are drafted there: the target says what it has said. */
   cycleOf(picks) {
-    const said = this.told.cycles.slice(this.cut.step + 1).flatMap(({ tokens }) => tokens);
+    const base = this.#base;
+    const said = this.told.cycles.slice(base.step + 1).flatMap(({ tokens }) => tokens);
     const wrong = picks.findIndex(({ id }, i) => id !== said[i].id);
     const accepted = wrong < 0 ? picks.length : wrong;
     const kinds = [...Array(accepted).fill("accepted"), wrong < 0 ? "bonus" : "recovered"];
     const tokens = kinds.map((kind, i) => ({ id: said[i].id, kind }));
-    const [, before] = this.cut.cached;
+    const [, before] = base.cached;
     const texts = Object.fromEntries([...picks, ...said].map(({ id, text }) => [id, text]));
-    const event = { step: this.cut.step + 1, proposals: picks.map(({ id }) => id), tokens, texts, text: "",
+    const event = { step: base.step + 1, proposals: picks.map(({ id }) => id), tokens, texts, text: "",
       rejected: wrong < 0 ? null : { id: picks[wrong].id, kind: "rejected" }, ms: {},
       cached: [before + 1 + picks.length, before + 1 + accepted] };
-    return readCycle(event, this.cut);
+    return readCycle(event, base);
   }
   /** Plain decoding and the drafters on a text: {name, endMs, passes, numTokens, tokensPerPass, at(ms)}. */
   racers(prompt) {
