@@ -24,13 +24,13 @@ const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
 const ROOM = 1.15; // of an axis beyond the longest lane
 const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each token takes
 export const QUESTION = { alpha: 0.8, k: 5 };
-export const BATCH = 8;
+export const [BATCH, SLOW] = [8, 0.9]; // readers; the time of a slow guess
 
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
 const expertsRead = (rows) => (EXPERTS * (1 - (1 - TAKEN / EXPERTS) ** rows)) / TAKEN;
 const WAYS = { // to lose
   alone: { alpha: 0.8 }, batch: { alpha: 0.8, batch: BATCH }, hot: { alpha: 0.15 },
-  bad: { alpha: 0.8, slow: 0.9 }, experts: { alpha: 0.8, factor: expertsRead },
+  bad: { alpha: 0.8, slow: SLOW }, experts: { alpha: 0.8, factor: expertsRead },
 };
 
 function atWay(data, way, k) {
@@ -68,6 +68,7 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
 function drawCosts(scene, data, at, handles, isShown = true) {
   const { rows } = handles.at(-1);
   const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`;
+  scene.strip("", []);
   scene.positions(rows, data.here, { parts });
   scene.plot((box) => {
     const [left, right] = [element("div.half"), element("div.half")];
@@ -165,7 +166,7 @@ export const CHAPTERS = {
       scene.plot((box) => box.replaceChildren());
       return !isWhole ? `You are the drafter: choose ${counted(rest, "more token")}.`
         : `${numAccepted(cycle)} of your ${picks.length} guesses are what the target says. The pass gives `
-          + `${counted(cycle.tokens.length, "token")}, the last is ${quoted(cycle.tokens.at(-1))}.`;
+          + `${counted(cycle.tokens.length, "token")}; ${data.drafter} had ${data.rival}.`;
     },
   },
   cache: {
@@ -205,11 +206,12 @@ export const CHAPTERS = {
     ways: () => ["way", Object.keys(WAYS)],
     gains: (data, way) => times(speedupOf(data.here.curve, atWay(data, way, QUESTION.k))),
     movers: () => [["k", "K", [0, 15, 1], QUESTION.k]],
-    right({ here: { curve }, c }) {
-      const [alone, many] = [1, BATCH].map((batch) => speedupOf(curve, { ...QUESTION, c, batch }));
-      return many < 1.03 ? 2 : many > 0.93 * alone ? 0 : 1;
+    right(data) {
+      const [many, slow] = ["batch", "bad"].map((way) => (
+        speedupOf(data.here.curve, atWay(data, way, QUESTION.k)) < 1));
+      return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
-    answered: () => ({ way: "batch" }),
+    answered: () => ({ way: "bad", k: QUESTION.k }),
     draw(scene, data, { at: { way, k } }) {
       const [at, { batch = 1 }] = [atWay(data, way, k), WAYS[way]];
       const rows = Math.min(MOST_POSITIONS, batch * (k + 1));
@@ -227,14 +229,15 @@ export const CHAPTERS = {
     kinds: ["p", "q", "accepted", "rejected", "recovered"],
     ways: () => ["rule", ["noise", "rejection"]],
     movers: (_, { rule } = {}) => (rule === "rejection"
-      ? [["draws", "tokens drawn by this rule", [1, 2000, 1], 1]]
+      ? [["draws", "tokens drawn by this rule", [1, 2000, 1], 500]]
       : [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]]),
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
-    draw(scene, { drawn }, { at: { rule, noise, draws = 1 }, chosen }) {
+    draw(scene, { drawn }, { at: { rule, noise, draws }, chosen }) {
       if (!drawn) return "No sampled run was recorded with this model.";
       scene.strip("", drawn.tokens);
-      scene.twins(chosen === null ? [] : [["with drafts", drawn.text], ["without", drawn.plain]]);
+      const both = [["with drafts", drawn.text], ["without", drawn.plain]];
+      scene.twins(chosen === null || rule === "rejection" ? [] : both);
       const entries = noise ? drawn.entries.map((entry) => ({ ...entry, noise: gumbel(noise, entry.id) }))
         : drawn.entries;
       const [target, guess] = [best(entries, "p"), best(entries, "q")];
@@ -242,7 +245,7 @@ export const CHAPTERS = {
         const { counts, guess: guessed, u, isKept, token } = drawnByRejection(entries, draws);
         scene.plot((box) => drawShares(box, entries, counts, draws), 0.62);
         const end = isKept ? "below p / q, kept" : `not below p / q, rejected; drawn anew: ${quoted(token)}`;
-        return `Draw ${draws}: ${quoted(guessed)} guessed, u ${short(u)} is ${end}. ○: how often each came.`;
+        return `Draw ${draws}: ${quoted(guessed)} guessed, u ${short(u)} is ${end}. △: how often each came.`;
       }
       scene.plot((box) => drawNoise(box, entries), 0.62);
       return `Lines are noise: it moves ● and ◆ of a token alike. Rightmost ● ${quoted(target)}, ◆ `
@@ -268,7 +271,9 @@ export const CHAPTERS = {
       scene.plot((box) => drawRace(box, racers, ms), 0.75);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
       if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
-      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes} of the target.`;
+      const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);
+      const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
+      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes}.${loses}`;
     },
   },
 };

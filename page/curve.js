@@ -95,7 +95,7 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = fa
   line(xs[0], 0, xs[1], 0, "axis");
   for (const tick of xTicks) text(x(tick), bottom + 17, tick);
   text(right, bottom + 34, xWords, "end");
-  text(4, 13, yWords, "start");
+  text(4, isFlat ? 13 : 13 + LINE, yWords, "start");
   box.replaceChildren(svg);
   return { x, y, add, text, note, line, path, area, dot, left, top, right, bottom };
 }

@@ -23,7 +23,7 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
     entry("layers", target.layers),
     entry("weights", bytes(target.weight_bytes), `${target.dtype} in memory, all read in every `
       + "pass; the file may be smaller"),
-    entry("one pass", pass ? milliseconds(pass) : "–", "one token, as the controller has timed it so far"),
+    ...pass ? [entry("one pass", milliseconds(pass), "one token, by the controller's clock so far")] : [],
     health.bitwise_lossless ? entry("exact", "to the bit", exact)
       : entry("exact", "not to the bit", "rounding may decide near-ties"),
   );

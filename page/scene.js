@@ -7,6 +7,7 @@ import { Picture } from "./picture.js";
 import { bytes, chance, counted, milliseconds, quoted, visible } from "./words.js";
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
+const MOST_SHOWN = 24; // tokens of the text above the picture
 const LANE = 34; // px, the height of a lane of times
 const NOISE_RANGE = [-10, 4]; // of log chance + noise
 const oneLine = (text) => text.replaceAll("\n", "↵");
@@ -20,8 +21,9 @@ export class Scene {
   strip(prompt, tokens) {
     const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words where it can
     const dots = end.length < prompt.trim().length ? "… " : "";
-    this.#strip.replaceChildren(element("span", element("span.soft", `${dots}${oneLine(end)} `),
-      ...tokens.slice(-22).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
+    const before = tokens.length > MOST_SHOWN ? "… " : prompt && `${dots}${oneLine(end)} `;
+    this.#strip.replaceChildren(element("span", element("span.soft", before),
+      ...tokens.slice(-MOST_SHOWN).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
   }
   /** A pass over so many positions: `read` are the tokens there, `says` what the target writes after each. */
   positions(count, { weights }, { read = [], says = [], parts = bytes(weights) } = {}) {
@@ -41,8 +43,9 @@ export class Scene {
   }
   /** Two texts, one below the other. */
   twins(texts) {
+    const end = (text) => `… ${oneLine(text.slice(isNarrow() ? -40 : -100))}`;
     this.#pass.replaceChildren(...texts.map(([words, text]) => (
-      element("p.twin", element("b", words), element("span", `${oneLine(text.slice(0, 120))}…`)))));
+      element("p.twin", element("b", words), element("span", end(text))))));
   }
   /** Let `draw(box)` fill the figure, which takes this share of what room there is. */
   plot(draw, share = 0.34) {
@@ -119,9 +122,13 @@ export function drawnByRejection(entries, count) {
 
 /** Of each token p above q, and a mark where its share of what was drawn is: by the rule it comes to p. */
 export function drawShares(box, entries, counts, draws) {
-  const shown = entries.slice(0, isNarrow() ? 5 : 7);
+  const [first, others] = [entries.slice(0, isNarrow() ? 4 : 6), { id: null, text: "others", p: 0, q: 0 }];
+  for (const name of ["p", "q"]) others[name] = 1 - first.reduce((sum, entry) => sum + entry[name], 0);
+  const all = [...counts].filter(([id]) => first.every((entry) => entry.id !== id));
+  const drawn = new Map([...counts, [null, all.reduce((sum, [, count]) => sum + count, 0)]]);
+  const shown = [...first, others];
   const label = `Chances and shares of ${draws} draws: ${shown.map(({ id, text, p }) => (
-    `${visible(text)} p ${chance(p)}, drawn ${chance((counts.get(id) ?? 0) / draws)}`)).join("; ")}`;
+    `${visible(text)} p ${chance(p)}, drawn ${chance((drawn.get(id) ?? 0) / draws)}`)).join("; ")}`;
   const most = Math.min(1, 0.1 + Math.max(...shown.flatMap(({ p, q }) => [p, q])));
   const xTicks = [0, 0.2, 0.4, 0.6, 0.8, 1].filter((tick) => tick <= most);
   const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance, and share of the draws",
@@ -135,8 +142,9 @@ export function drawShares(box, entries, counts, draws) {
     bar("p", 0, Math.min(p, q), y);
     bar("recovered", Math.min(p, q), p, y);
     bar("q", 0, q, y + height + 2);
-    const share = (counts.get(id) ?? 0) / draws;
-    plot.add("circle.drawn", { cx: plot.x(Math.min(most, share)), cy: y + height / 2, r: 7 });
+    const share = (drawn.get(id) ?? 0) / draws;
+    const [x, tip] = [plot.x(Math.min(most, share)), y + height / 2 - 8];
+    plot.add("path.drawn", { d: `M${x} ${tip}l8 15h-16z` });
   });
 }
 

@@ -2,7 +2,7 @@
 // that it tells was recorded (recordings/), but for the cost curve, which is this server's as soon as it
 // has measured one.
 
-import { BATCH, CHAPTERS, QUESTION } from "./chapters.js";
+import { BATCH, CHAPTERS, QUESTION, SLOW } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
 import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
 import { best, Scene } from "./scene.js";
@@ -86,6 +86,8 @@ class Data {
     const isLong = this.tokens.length > this.cut.first + this.cut.tokens.length + PLACES;
     return isLong ? this.cut : this.told.cycles[0];
   }
+  /** How many tokens the drafter's pass gave at that place. */
+  get rival() { return this.told.cycles[this.#base.step + 1]?.tokens.length ?? 0; }
   /** Some places, each with what the target says there and two other likely tokens. */
   get places() {
     const later = this.told.cycles.slice(this.#base.step + 1).flatMap(({ tokens, distributions }) => (
@@ -149,7 +151,9 @@ class Data {
       wrong: quoted(cut.rejected ?? cut.tokens.at(-1)), own: quoted(cut.tokens.at(-1)),
       cut: counted(cut.cached[0] - cut.cached[1], "token"), from: cut.cached[0], to: cut.cached[1],
       five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneReader: speed(1),
-      eightReaders: speed(BATCH), eightBest: bestK(curve, { ...QUESTION, c, batch: BATCH }),
+      eightReaders: speed(BATCH),
+      slowGuesser: times(speedupOf(curve, { ...QUESTION, c: SLOW })),
+      eightBest: bestK(curve, { ...QUESTION, c, batch: BATCH }),
       copyFirst: copy[0].name, copySecond: copy[1].name, newFirst: fresh[0].name, newSecond: fresh[1].name,
       ngramCopy: ngram(copy), ngramNew: ngram(fresh),
     };
@@ -235,13 +239,14 @@ export class Story {
   /** Show a chapter; what it plays at its start, or with the answer, begins. */
   #enter(id, play = null) {
     const [chapter, isNew] = [CHAPTERS[id], this.#id !== id];
+    if (!isNew && !play) return; // what it plays goes on
     this.#id = byId("scene").dataset.at = id;
     for (const article of document.querySelectorAll("[data-chapter]")) {
       article.toggleAttribute("data-shown", article.dataset.chapter === id);
     }
     for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
-    if (isNew || play) this.#drawMovers(chapter);
-    const start = play ?? (isNew && this.#state(id).chosen === null ? chapter.start : null);
+    this.#drawMovers(chapter);
+    const start = play ?? (this.#state(id).chosen === null ? chapter.start : null);
     this.#stop();
     const [mover, ...how] = start?.(this.#data) ?? [];
     if (mover) this.#play(mover, ...how);
