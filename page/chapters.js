@@ -24,7 +24,7 @@ const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
 const ROOM = 1.15; // of an axis beyond the longest lane
 const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each token takes
 export const QUESTION = { alpha: 0.8, k: 5 };
-export const [BATCH, SLOW] = [8, 0.9]; // readers; the time of a slow guess
+const [BATCH, SLOW] = [8, 0.9]; // readers; the time of a slow guess
 
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
 const expertsRead = (rows) => (EXPERTS * (1 - (1 - TAKEN / EXPERTS) ** rows)) / TAKEN;
@@ -33,7 +33,8 @@ const WAYS = { // to lose
   bad: { alpha: 0.8, slow: SLOW }, experts: { alpha: 0.8, factor: expertsRead },
 };
 
-function atWay(data, way, k) {
+/** What a cycle is like in one of these ways: see curve.js. */
+export function atWay(data, way, k = QUESTION.k) {
   const { alpha, batch = 1, slow = data.c, factor } = WAYS[way];
   return { alpha, k, c: slow, batch, factor };
 }
@@ -204,11 +205,10 @@ export const CHAPTERS = {
   loses: {
     kinds: ["drafting", "pass", "accepted", "plain"],
     ways: () => ["way", Object.keys(WAYS)],
-    gains: (data, way) => times(speedupOf(data.here.curve, atWay(data, way, QUESTION.k))),
+    gains: (data, way) => times(speedupOf(data.here.curve, atWay(data, way))),
     movers: () => [["k", "K", [0, 15, 1], QUESTION.k]],
     right(data) {
-      const [many, slow] = ["batch", "bad"].map((way) => (
-        speedupOf(data.here.curve, atWay(data, way, QUESTION.k)) < 1));
+      const [many, slow] = ["batch", "bad"].map((way) => speedupOf(data.here.curve, atWay(data, way)) < 1);
       return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
     answered: () => ({ way: "bad", k: QUESTION.k }),

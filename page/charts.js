@@ -7,7 +7,7 @@ import { figuresOf } from "./trace.js";
 import { counted, MARKS, milliseconds, short } from "./words.js";
 
 /** Round numbers from `low` to `high`, some five of them. */
-function ticks(low, high) {
+export function ticks(low, high) {
   const rough = (high - low) / 5 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((size) => size * power).find((size) => size >= rough * 0.999);

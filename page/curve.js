@@ -9,6 +9,7 @@
 // Figures are SVG by hand: there are three kinds of axes here and no zooming, which is 60 lines, where
 // the smallest library with scales and axes is 60 kB that a reader of this page cannot read.
 
+import { ticks } from "./charts.js";
 import { drawing, isNarrow } from "./elements.js";
 import { short, times } from "./words.js";
 
@@ -23,7 +24,7 @@ export const expectedTokens = (alpha, k) => (alpha === 1 ? k + 1 : (1 - alpha **
  * on as it went over its second half, as the last step may be the end of a block (control/estimates.py).
  */
 export function passMs(curve, rows) {
-  const known = Object.entries(curve.pass_ms).map(([n, ms]) => [Number(n), ms]).sort(([a], [b]) => a - b);
+  const known = Object.entries(curve.pass_ms).map(([n, ms]) => [Number(n), ms]); // numbers rise by themselves
   const at = known.findIndex(([n]) => n >= rows);
   if (known.length === 1 || at === 0) return known[0][1];
   const [n1, ms1] = known.at(at);
@@ -87,8 +88,7 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = fa
   const [path, area] = [shape("polyline"), shape("polygon")];
   const dot = (a, b, kind, r = 6) => add(`circle.${kind}`, { cx: x(a), cy: y(b), r });
   const note = (i, words) => text(right, 13 + LINE * i, words, "end.value"); // above, where no curve is
-  const step = [0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((size) => most / size <= 5) ?? 5000;
-  for (let tick = 0; tick <= most && !isFlat; tick += step) {
+  for (const tick of isFlat ? [] : ticks(0, most)) {
     line(xs[0], tick, xs[1], tick, "grid");
     text(left - 6, y(tick) + 4, tick, "end");
   }
@@ -111,7 +111,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   const most = 1.1 * (isShown ? Math.max(at(MOST_POSITIONS), 3 * one) : 7 * one);
   const words = handles.map(({ rows, words: what }) => `${what}: ${times(at(rows) / one)}`).join(", ");
   const label = `Milliseconds of a pass against the positions in it, 1 to 64. ${words}`;
-  const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64], 
+  const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64],
     yWords: "ms of one pass", xWords: "positions in the pass", label });
   const last = Math.min(MOST_POSITIONS, most / one); // what as many passes over one would take
   plot.path([[1, one], [last, last * one]], "plain-line");
@@ -143,7 +143,7 @@ export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
   const speedup = tokens[at.k] / total[at.k];
   const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
     + `${short(total[at.k])} plain passes, ${times(speedup)}`;
-  const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15], 
+  const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15],
     xWords: "K, drafted tokens per cycle", yWords: "tokens, passes", label });
   const floor = [[LARGEST_K, 0], [0, 0]];
   const verify = ks.map((k) => [k, costs[k].verify]);

@@ -90,7 +90,7 @@ export class Race {
     const spent = timings.map(({ predicted_ms: ms, predicted_n: count }) => ms / Math.max(1, count - 1));
     const [most, words] = [Math.max(...spent) || 1, spent.map((ms) => `${ms.toFixed(2)} ms per token`)];
     const bars = ["ours", "plain"].map((kind, i) => [bar(kind, 0, spent[i] / most)]);
-    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`, 
+    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`,
       ...bars.map((each, i) => row("", NAMES[i], each, words[i])), row(".scale", "ms", scale(0, most)));
     byId("chart-race").hidden = false;
     return this.say("Medians of three runs. ", ...speedWords(compare), ` ${textWords(compare, textOf)}`);

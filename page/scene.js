@@ -1,6 +1,7 @@
 // The picture beside the story. Its parts stay where they are: the text so far, the pass with its
 // positions and the KV cache below, a figure with axes, and a line of words. A chapter says what each shows.
 
+import { ticks } from "./charts.js";
 import { axes } from "./curve.js";
 import { byId, element, isNarrow } from "./elements.js";
 import { Picture } from "./picture.js";
@@ -109,11 +110,11 @@ export function drawnByRejection(entries, count) {
   };
   let [seed, last] = [1, null];
   const random = () => (seed = (seed * 48271) % 2147483647) / 2147483647; // the same draws each time
-  const counts = new Map();
+  const [counts, qs, rests] = [new Map(), all.map(({ q }) => q), all.map(({ p, q }) => Math.max(0, p - q))];
   for (let i = 0; i < count; i += 1) {
-    const [guess, u] = [all[pick(all.map(({ q }) => q), random())], random()];
+    const [guess, u] = [all[pick(qs, random())], random()];
     const isKept = u * guess.q < guess.p;
-    const token = isKept ? guess : all[pick(all.map(({ p, q }) => Math.max(0, p - q)), random())];
+    const token = isKept ? guess : all[pick(rests, random())];
     counts.set(token.id, (counts.get(token.id) ?? 0) + 1);
     last = { guess, u, isKept, token };
   }
@@ -130,9 +131,8 @@ export function drawShares(box, entries, counts, draws) {
   const label = `Chances and shares of ${draws} draws: ${shown.map(({ id, text, p }) => (
     `${visible(text)} p ${chance(p)}, drawn ${chance((drawn.get(id) ?? 0) / draws)}`)).join("; ")}`;
   const most = Math.min(1, 0.1 + Math.max(...shown.flatMap(({ p, q }) => [p, q])));
-  const xTicks = [0, 0.2, 0.4, 0.6, 0.8, 1].filter((tick) => tick <= most);
-  const plot = axes(box, { xs: [0, most], most: 1, xTicks, xWords: "chance, and share of the draws",
-    yWords: "", label, isFlat: true, left: 110 });
+  const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticks(0, most), yWords: "",
+    xWords: "chance, and share of the draws", label, isFlat: true, left: 110 });
   const gap = (plot.bottom - plot.top) / shown.length;
   shown.forEach(({ id, text, p, q }, i) => {
     const [y, height] = [plot.top + gap * i + 3, gap / 2 - 4];
@@ -151,7 +151,7 @@ export function drawShares(box, entries, counts, draws) {
 /** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */
 export function drawLanes(box, lanes, most) {
   const label = lanes.map(({ words }) => words).join("; ");
-  const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticksTo(most), xWords: "ms", yWords: "", label,
+  const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticks(0, most), xWords: "ms", yWords: "", label,
     isFlat: true, height: 24 + lanes.length * (LANE + 28) + 42 });
   lanes.forEach(({ words, blocks }, i) => {
     const top = plot.top + 4 + i * (LANE + 28);
@@ -170,7 +170,7 @@ export function drawLanes(box, lanes, most) {
 export function drawRace(box, lanes, ms, isTimed = true) {
   const numTokens = Math.max(...lanes.map((lane) => lane.numTokens));
   const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
-  const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticksTo(numTokens), label,
+  const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticks(0, numTokens), label,
     xWords: "tokens written", yWords: isTimed ? `after ${milliseconds(ms)}` : "", isFlat: true, left: 96,
     margin: isNarrow() ? 70 : 150 });
   const height = Math.min(60, (plot.bottom - plot.top) / lanes.length - 4);
@@ -184,9 +184,3 @@ export function drawRace(box, lanes, ms, isTimed = true) {
     if (isTimed && ms >= endMs) plot.text(...end, `${milliseconds(endMs)}${more}`, "start.value");
   });
 }
-
-const ticksTo = (most) => {
-  const steps = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000];
-  const step = steps.find((size) => most / size <= 6) ?? 10_000;
-  return Array.from({ length: Math.floor(most / step) + 1 }, (_, i) => i * step);
-};

@@ -2,7 +2,7 @@
 // that it tells was recorded (recordings/), but for the cost curve, which is this server's as soon as it
 // has measured one.
 
-import { BATCH, CHAPTERS, QUESTION, SLOW } from "./chapters.js";
+import { atWay, CHAPTERS, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
 import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
 import { best, Scene } from "./scene.js";
@@ -34,6 +34,7 @@ class Data {
   #runs;
   #prompts;
   #recorded; // curve
+  #racers = {}; // by prompt
   constructor({ health: { target }, runs, prompts, curve }, here) {
     [this.#runs, this.#prompts, this.#recorded] = [runs, prompts, curve];
     [this.weights, this.plainMs] = [target.weight_bytes, this.passMs(1)];
@@ -111,7 +112,8 @@ class Data {
     return readCycle(event, base);
   }
   /** Plain decoding and the drafters on a text: {name, endMs, passes, numTokens, tokensPerPass, at(ms)}. */
-  racers(prompt) {
+  racers(prompt) { return this.#racers[prompt] ??= this.#racersOf(prompt); } // it is asked in each frame
+  #racersOf(prompt) {
     const runs = this.#runs.filter(({ prompt: name, request }) => name === prompt && !request.temperature);
     const racer = (name, cycles) => {
       let endMs = 0;
@@ -137,9 +139,10 @@ class Data {
   get facts() {
     const { here: { curve }, plainMs, whole, cut, weights, c } = this;
     const flat = Object.keys(curve.pass_ms).map(Number).filter((rows) => this.factorOf(rows) <= FLAT);
-    const [copy, fresh] = ["copy", "new"].map((text) => this.racers(text).sort((a, b) => a.endMs - b.endMs));
+    const ranked = (text) => [...this.racers(text)].sort((a, b) => a.endMs - b.endMs);
+    const [copy, fresh] = ["copy", "new"].map(ranked);
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
-    const speed = (batch) => times(speedupOf(curve, { ...QUESTION, c, batch }));
+    const speed = (way) => times(speedupOf(curve, atWay(this, way)));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
     return {
       gain: times(this.gain), drafter: this.drafter, c: short(c), weights: bytes(weights),
@@ -150,10 +153,8 @@ class Data {
       took: milliseconds(whole.ms.draft + this.passMs(n + 1)),
       wrong: quoted(cut.rejected ?? cut.tokens.at(-1)), own: quoted(cut.tokens.at(-1)),
       cut: counted(cut.cached[0] - cut.cached[1], "token"), from: cut.cached[0], to: cut.cached[1],
-      five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneReader: speed(1),
-      eightReaders: speed(BATCH),
-      slowGuesser: times(speedupOf(curve, { ...QUESTION, c: SLOW })),
-      eightBest: bestK(curve, { ...QUESTION, c, batch: BATCH }),
+      five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneReader: speed("alone"),
+      eightReaders: speed("batch"), slowGuesser: speed("bad"), eightBest: bestK(curve, atWay(this, "batch")),
       copyFirst: copy[0].name, copySecond: copy[1].name, newFirst: fresh[0].name, newSecond: fresh[1].name,
       ngramCopy: ngram(copy), ngramNew: ngram(fresh),
     };
@@ -254,6 +255,8 @@ export class Story {
   }
   #drawMovers(chapter) {
     const { at, chosen } = this.#state(this.#id);
+    const places = chapter.picks?.(this.#data) ?? [];
+    if (places.length) return this.#offer(places, at);
     const [name, ways] = chapter.ways?.() ?? [null, []];
     const choose = (value) => {
       at[name] = value;
@@ -276,11 +279,8 @@ export class Story {
       });
       return label;
     });
-    const places = chapter.picks?.(this.#data) ?? [];
-    if (places.length) this.#offer(places, at);
-    if (places.length) return;
     const group = element("div.buttons", { role: "group", "aria-label": "What is shown" }, ...buttons);
-    byId("scene-movers").replaceChildren(...(name ? [group, ...sliders] : sliders));
+    return byId("scene-movers").replaceChildren(...(name ? [group, ...sliders] : sliders));
   }
   /** Offer the tokens of the next place to choose from, or to begin anew. */
   #offer(places, at) {
@@ -319,8 +319,8 @@ export class Story {
     const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
     write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
     for (const [name, , [, , step], , values] of chapter.movers(this.#data, state.at)) {
-      byId(`move-${name}`).value = state.at[name];
       const value = state.at[name];
+      byId(`move-${name}`).value = value;
       write(`move-${name}-value`, values?.[value] ?? (step < 1 ? short(value) : value));
     }
     for (const button of byId("scene-movers").querySelectorAll("[data-way]")) {

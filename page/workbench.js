@@ -319,11 +319,11 @@ async function askHealth() {
 async function learnCurve() {
   const curve = await getJson("curve", form.key).catch(() => null);
   whatIf.learn(isRecorded ? null : health, curve);
-  for (const { prompt, request, events } of isRecorded ? (await recording).runs : []) {
-    const isFirst = prompt === "first" && !request.temperature;
-    if (isFirst) whatIf.add(fromRace(events.at(-1), `recorded on “${prompt}”`));
-  }
-  if (curve && !isRecorded) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
+  if (isRecorded) {
+    const isFirst = ({ prompt, request }) => prompt === "first" && !request.temperature;
+    const points = ({ events }) => fromRace(events.at(-1), "recorded on “first”");
+    whatIf.add((await recording).runs.filter(isFirst).flatMap(points));
+  } else if (curve) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
 
 /** Offer what was recorded, where no server of ours sends the page. */
