@@ -28,8 +28,8 @@ from messages import Doubts
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 _DECAY, _OLDEST = 0.85, 4  # a factor of what was seen, with each cycle; at most of so many at once
 _TYPICAL_DECAY, _WEIGHT = 0.99, 4.0  # of a typical record, with each cycle; a prior's cases
-_GOES_ON = 0.97  # the chance that a text passes a stretch, before any was seen
-_SURE, _LONGEST = 0.9, 64  # of texts that are as long as is said; stretches that are told apart
+_GOES_ON = 0.985  # the chance that a text passes a stretch, before any was seen
+_SURE, _LONGEST = 0.9, 128  # of texts that are as long as is said; stretches that are told apart
 _LENGTH_DECAY = 0.97  # of what lengths say, with each text
 _FEW_TRIES = 4  # drafts: before so many it is not known what drafts bring
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
@@ -79,7 +79,7 @@ class Lengths:
     A drafter that must read a prompt first should know how much of the text is left.
     """
 
-    STRETCH = 16  # tokens
+    STRETCH = 8  # tokens
 
     def __init__(self) -> None:
         self._went_on = Shares()  # by stretch: of the texts that came so far, those that passed it

@@ -38,6 +38,7 @@ from .estimates import READ_ALONG, Acceptance, Calibration, Costs, Lengths, Tree
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE, _LOOK = 6.0, 1.5  # plain cycles: what may be lost in all, and after a rest
+_READING = 1.0  # plain cycles: models read no more while so much is unpaid
 _OUTLIER = 3.0  # times as long as usual: the machine did something else
 _RENEWED, _PLAIN = 256, 4  # cycles with drafts until so many plain ones are measured again
 _PAID_BACK = 32  # cycles in which the text that a model reads now has to pay
@@ -110,9 +111,15 @@ class Candidate:
 class Choice:
     """One choice for a batch: what each request does, and how long models take for all."""
 
-    def __init__(self, costs: Costs, candidates: list[Candidate], batch: int, rate: float) -> None:
-        """`batch` requests share the pass; those that are no candidates draft nothing."""
+    def __init__(
+        self, costs: Costs, candidates: list[Candidate], batch: int, rate: float, read_ms: float
+    ) -> None:
+        """`batch` requests share the pass; those that are no candidates draft nothing.
+
+        Models read text that they have missed only as long as that took less than `read_ms`.
+        """
         self.candidates, self.rate, self._costs, self._batch = candidates, rate, costs, batch
+        self._read_ms = read_ms
         self.prices = costs.prices(batch, len(candidates))
         self._counts = Counter(name for candidate in candidates for name in candidate.able)
         self.options = [NOTHING] * len(candidates)
@@ -163,6 +170,8 @@ class Choice:
         """
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
         drafts = {i: each for i, each in self._drafts(name).items() if i in asking}
+        for i in self._too_many(name, drafts):
+            del drafts[i]
         taken = [self.candidates[i].able[name].taken(len(each)) for i, each in drafts.items()]
         steps = max((self.candidates[i].able[name].steps for i in drafts), default=1.0)
         ms = price.first_ms - price.step_ms
@@ -174,12 +183,22 @@ class Choice:
             gain = sum(more) - self.rate * ms
             if gain > best[0]:
                 best = gain, ms, options
-        drafting = [i for i, option in best[2].items() if option.num_tokens]
-        new = {i for i in drafting if self.candidates[i].able[name].is_untried}
-        if new:  # it would pay if it is as good as is hoped: one text is enough to see that
-            new -= {*drafting[:1]} if len(new) == len(drafting) else set()
-            best = *best[:2], {i: each for i, each in best[2].items() if i not in new}
         return best
+
+    def _too_many(self, name: str, drafts: dict[int, list[Option]]) -> list[int]:
+        """The requests whose text a model may not read now, although it would pay.
+
+        Of a model that nobody has tried one text is enough to see whether it does.
+        """
+        price, left_ms, over = self.prices.drafts[name], self._read_ms, []
+        drafting = {i: self.candidates[i].able[name] for i in drafts if drafts[i][-1].num_tokens}
+        readers = {i: record for i, record in drafting.items() if record.unread > READ_ALONG}
+        is_tried_now = len(readers) < len(drafting)
+        for i, record in readers.items():
+            if left_ms <= 0 or (record.is_untried and is_tried_now):
+                over.append(i)
+            left_ms, is_tried_now = left_ms - record.unread * price.read_ms, True
+        return over
 
     def probe(self, name: str, saved: float) -> bool:
         """Let the request that loses least, at most `saved`, draft a token with an idle drafter."""
@@ -225,8 +244,8 @@ class Account:
     Below 0 no drafts are chosen until the allowance has brought it to _LOOK. So over any
     stretch of time drafts lose at most the stake, the allowance and what one cycle may lose. All of
     a cycle's time counts: drafting, choosing, and whatever else the machine did. What models read
-    serves many cycles, so it is counted apart: beyond the stake nothing is read until what drafts
-    won, and the allowance, have paid for it.
+    serves many cycles, so it is counted apart: beyond a plain cycle nothing more is read until what
+    drafts won, and the allowance, have paid for it.
     """
 
     plain: deque[float]  # ms of plain cycles; of more requests the root of their number more
@@ -277,9 +296,9 @@ class Account:
         self.is_resting |= self.balance < 0
 
     @property
-    def may_read(self) -> bool:
-        """Whether models may read text that they have missed."""
-        return self.unpaid < _STAKE
+    def room(self) -> float:
+        """How many plain cycles models may take to read text that they have missed."""
+        return _READING - self.unpaid
 
 
 class Controller:
@@ -337,10 +356,13 @@ class Controller:
             if size == 1:  # one of many changes little
                 account.join()
 
-    def decide(self, candidates: list[Candidate], batch: int, cycles: float = 1) -> list[Decision]:
+    def decide(
+        self, candidates: list[Candidate], batch: int, cycles: float = 1, room: float = inf
+    ) -> list[Decision]:
         """Decide which drafter drafts for each candidate, and how much; `batch` share the pass.
 
-        It is the first choice for so many cycles. Of 0 cycles, no drafter is probed.
+        It is the first choice for so many cycles. Of 0 cycles, no drafter is probed. Models read
+        what they have missed while that took less than `room` plain cycles.
         """
         if not candidates:
             return []
@@ -350,7 +372,7 @@ class Controller:
         # Where rows have become dearer, no text can be as fast any more as it was.
         rate = (sum(rates) + batch - len(candidates)) / plain_ms
         rate = max(min(rate, _CERTAIN / max(row_ms, 1e-9)), batch / plain_ms)
-        choice = Choice(self.costs, candidates, batch, rate)
+        choice = Choice(self.costs, candidates, batch, rate, room * plain_ms)
         tokens = batch + sum(option.tokens for option in choice.options)
         ms = plain_ms + sum(option.ms for option in choice.options)
         ms += sum(choice.model_ms.values())
@@ -465,16 +487,19 @@ class Planner(FixedK):
         """
         began, asking = time.perf_counter(), list[TextSequence]()
         # Reading pays where many cycles are like this one: not while a batch fills up.
-        may_read = plan.account.may_read and all(other.num_steps for other in self.candidates)
+        is_full = all(other.num_steps for other in self.candidates)
+        room = plan.account.room if is_full else 0.0
         for s in [s for s in sequences if s.num_steps]:  # the others read their prompts
             candidate, candidate.guesses = self.candidates[s], {}
             self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
             candidate.limit = min(limit_of(s), candidate.most)
             candidate.remaining = self.controller.lengths.left(len(s.output), s.remaining)
             if candidate.limit and not s.request.fixed_k:
-                candidate.able = self._able(s, candidate, may_read)
+                candidate.able = self._able(s, candidate, room > 0)
                 asking += [s] if candidate.able else []
-        decisions = self.controller.decide([self.candidates[s] for s in asking], batch, cycles)
+        decisions = self.controller.decide(
+            [self.candidates[s] for s in asking], batch, cycles, room
+        )
         for s, decision in zip(asking, decisions, strict=True):
             self.decisions[decision.drafter], goes_on = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain
