@@ -14,11 +14,11 @@ from flask import Flask, Response, redirect, send_from_directory
 
 FOLDER = Path(__file__).parent
 INDEX = "index.html"
-FILES = (".html", ".css", ".js", ".svg", ".json")
-# Own scripts and styles only, none of them inline; nothing may frame the page.
+FILES = (".html", ".css", ".js", ".svg", ".json", ".woff2", ".txt")
+# Own scripts, styles and fonts only, none of them inline; nothing may frame the page.
 POLICY = "; ".join(
     ["default-src 'none'"]
-    + [f"{kind}-src 'self'" for kind in ("script", "style", "connect", "img")]
+    + [f"{kind}-src 'self'" for kind in ("script", "style", "connect", "img", "font")]
     + [f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")]
 )
 

@@ -74,8 +74,9 @@ function drawCosts(scene, data, at, handles, isShown = true) {
   scene.plot((box) => {
     const [left, right] = [element("div.half"), element("div.half")];
     box.replaceChildren(left, right);
-    drawTimes(left, data.here.curve, { handles, factor: at.factor });
-    drawGain(right, data.here.curve, at, { isShown });
+    const moves = ["k", (positions) => positions / (at.batch ?? 1) - 1];
+    drawTimes(left, data.here.curve, { handles, factor: at.factor, moves });
+    drawGain(right, data.here.curve, at, { isShown, moves: ["k", (k) => k] });
   }, 0.62);
 }
 
@@ -89,9 +90,10 @@ export const CHAPTERS = {
     draw(scene, data, { at: { share }, chosen }) {
       const pair = data.racers("first").filter(({ name }) => ["plain", data.drafter].includes(name));
       const ms = (share / 100) * Math.max(...pair.map(({ endMs }) => endMs));
-      scene.strip(data.told.prompt, pair.at(-1).at(ms));
-      scene.nothing();
-      scene.plot((box) => drawRace(box, pair, ms, chosen !== null), 0.5);
+      scene.strip(data.told.prompt, []);
+      scene.writings(pair.map(({ name, at, endMs }) => ({ name, tokens: at(ms), words:
+        chosen !== null && ms >= endMs ? `all in ${milliseconds(endMs)}` : counted(at(ms).length, "token") })));
+      scene.plot((box) => drawRace(box, pair, ms, chosen !== null), 0.3);
       return `The model alone (plain), and the same model with a drafter (${data.drafter}), on one clock.`;
     },
   },
@@ -124,7 +126,8 @@ export const CHAPTERS = {
       const isShown = chosen !== null || rows !== 6;
       const guesses = isShown ? [] : [1, 3, 6];
       const handles = [{ rows, words: counted(rows, "position") }];
-      scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown }), 0.6);
+      scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown,
+        moves: ["rows", (positions) => positions] }), 0.6);
       const took = milliseconds(passMs(data.here.curve, rows));
       return isShown ? `A pass over ${counted(rows, "position")} takes ${took}, `
         + `${times(data.factorOf(rows))} the time of one.`

@@ -71,8 +71,11 @@ export function costOfDraft(curve, name, k) {
 
 const [MARGIN, LINE] = [{ left: 46, top: 40, right: 16, bottom: 40 }, 17]; // px
 
-/** An SVG with two axes in `box`: {x, y, add, text, line, path, dot}, which all take values of the axes. */
-export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = false,
+/**
+ * An SVG with two axes in `box`: {x, y, add, text, line, path, dot}, which all take values of the axes. Where
+ * it `moves` a slider, [name, its value at an x], one may drag in the figure, too: see story.js.
+ */
+export function axes(box, { xs, most, xTicks, xWords, yWords, label, moves, isFlat = false,
   left = isFlat ? 8 : MARGIN.left, margin = MARGIN.right, height = Math.max(140, box.clientHeight) }) {
   const width = Math.max(240, box.clientWidth);
   const [top, right, bottom] = [isFlat ? 24 : MARGIN.top, width - margin, height - MARGIN.bottom];
@@ -80,6 +83,10 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = fa
   const y = (value) => bottom - (Math.min(value, most) / most) * (bottom - top);
   const svg = drawing("svg.plot", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
     "aria-label": label });
+  if (moves) {
+    const [from, to] = xs.map(moves[1]);
+    Object.assign(svg.dataset, { moves: moves[0], from, to, left, right });
+  }
   const add = (...parts) => svg.append(drawing(...parts));
   const text = (at, to, words, kind = "middle") => add(`text.${kind}`, { x: at, y: to }, words);
   const line = (x1, y1, x2, y2, kind) => add(`line.${kind}`, { x1: x(x1), y1: y(y1), x2: x(x2), y2: y(y2) });
@@ -104,7 +111,8 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, isFlat = fa
  * Time of a pass against the positions in it. `handles` are [{rows, words}]; `guesses`, in times
  * of one position, stand at six, and hide the curve until `isShown`.
  */
-export function drawTimes(box, curve, { handles = [], guesses = [], isShown = true, factor = () => 1 }) {
+export function drawTimes(box, curve, { handles = [], guesses = [], isShown = true, moves,
+  factor = () => 1 }) {
   const one = passMs(curve, 1) * factor(1);
   const at = (rows) => passMs(curve, rows) * factor(rows);
   const all = Array.from({ length: MOST_POSITIONS }, (_, i) => [i + 1, at(i + 1)]);
@@ -112,7 +120,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   const words = handles.map(({ rows, words: what }) => `${what}: ${times(at(rows) / one)}`).join(", ");
   const label = `Milliseconds of a pass against the positions in it, 1 to 64. ${words}`;
   const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64],
-    yWords: "ms of one pass", xWords: "positions in the pass", label });
+    yWords: "ms of one pass", xWords: "positions in the pass", label, moves });
   const last = Math.min(MOST_POSITIONS, most / one); // what as many passes over one would take
   plot.path([[1, one], [last, last * one]], "plain-line");
   plot.text(plot.x(last) + 8, plot.y(last * one) + 14, "one by one", "start");
@@ -134,7 +142,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
  * What a cycle gives against what it takes, over K: where the line of tokens is above both areas,
  * speculation pays. `at` has alpha, k, c, batch; `points`, [{k, speedup, tokens, name}], were measured.
  */
-export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
+export function drawGain(box, curve, at, { isShown = true, points = [], moves } = {}) {
   const ks = Array.from({ length: LARGEST_K + 1 }, (_, k) => k);
   const costs = ks.map((k) => cycleCost(curve, { ...at, k }));
   const tokens = ks.map((k) => expectedTokens(at.alpha, k));
@@ -144,7 +152,7 @@ export function drawGain(box, curve, at, { isShown = true, points = [] } = {}) {
   const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
     + `${short(total[at.k])} plain passes, ${times(speedup)}`;
   const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15],
-    xWords: "K, drafted tokens per cycle", yWords: "tokens, passes", label });
+    xWords: "K, drafted tokens per cycle", yWords: "tokens, passes", label, moves });
   const floor = [[LARGEST_K, 0], [0, 0]];
   const verify = ks.map((k) => [k, costs[k].verify]);
   plot.area([...verify, ...floor], "pass-area");

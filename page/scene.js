@@ -9,7 +9,7 @@ import { bytes, chance, counted, milliseconds, quoted, visible } from "./words.j
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
 const MOST_SHOWN = 24; // tokens of the text above the picture
-const LANE = 34; // px, the height of a lane of times
+const LANE = 46; // px, the height of a lane of times
 const NOISE_RANGE = [-10, 4]; // of log chance + noise
 const oneLine = (text) => text.replaceAll("\n", "↵");
 
@@ -37,6 +37,12 @@ export class Scene {
       element("p.beam.lit", element("span", `weights, ${parts}, stream past ${counted(count, "position")}`)));
   }
   nothing() { this.#pass.replaceChildren(); }
+  /** Texts that grow side by side: [{name, tokens, words}]. */
+  writings(all) {
+    this.#pass.replaceChildren(...all.map(({ name, tokens, words }) => element("div.writing",
+      element("p", element("b", name), element("span.soft", words)),
+      element("p.line", ...tokens.map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))))));
+  }
   /** A cycle as far as `phase`; see phasesOf. */
   cycle(cycle, cycles, phase, isPlayed) {
     this.#picture.draw(cycle, cycles);

@@ -182,7 +182,18 @@ export class Story {
     }
     this.#enter("start");
     addEventListener("resize", () => this.#draw());
+    for (const type of ["pointerdown", "pointermove"]) byId("scene-plot").addEventListener(type, this.#drag);
   }
+  /** A figure’s handle follows the pointer that is held down; its slider is moved. */
+  #drag = ({ buttons, target, clientX }) => {
+    const svg = buttons & 1 && target.closest("[data-moves]");
+    if (!svg) return;
+    const { moves, from, to, left, right } = svg.dataset;
+    const share = (clientX - svg.getBoundingClientRect().left - left) / (right - left);
+    const input = byId(`move-${moves}`);
+    input.value = Number(from) + (to - from) * share;
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+  };
   /** Take the curve that this server has measured, of the model that it has loaded. */
   measured(curve, { model, target }) {
     if (!this.#recording || Object.keys(curve.pass_ms ?? {}).length < 3) return;

@@ -6,6 +6,7 @@ browser asks for is refused, and is a failure, as is a word on its console.
     python -m pytest tests/test_story.py    needs playwright and chromium
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -277,6 +278,58 @@ def test_what_is_moved_moves_the_picture_and_the_numbers(open_page, told):
         num_tokens = sum(len(cycle["tokens"]) for cycle in drafted["ngram"])
         lanes = page.locator("#scene-plot rect.fate")
         assert lanes.count() == num_tokens * (1 + len(drafted))  # and plain decoding's
+
+
+def drag(page, figure, at, value, to):
+    """Drag from one value of a figure's axis to another, with the mouse."""
+    box, data = figure.bounding_box(), figure.evaluate("svg => ({...svg.dataset})")
+    begin, end, left, right = (float(data[name]) for name in ("from", "to", "left", "right"))
+    for step, place in ((page.mouse.down, at), (page.mouse.up, to)):
+        x = left + (right - left) * (place - begin) / (end - begin)
+        page.mouse.move(box["x"] + x, box["y"] + box["height"] / 2)
+        step()
+    assert page.input_value(f"#move-{data['moves']}") == str(value)
+
+
+def test_a_figure_s_handle_is_dragged(open_page):
+    """In a batch the positions of a pass are a multiple of K + 1."""
+    page = open_page(SMOLLM2, viewport=WIDE)
+    show(page, "positions")
+    drag(page, page.locator("#scene-plot svg"), 6, 40, 40)
+    see(page, {SAYS: "A pass over 40 positions"})
+    show(page, "loses")
+    page.click("[data-way=batch]")
+    drag(page, page.locator("#scene-plot .half:first-child svg"), 5, 3, 3)
+    drag(page, page.locator("#scene-plot .half:last-child svg"), 3, 15, 15)
+
+
+def test_the_opening_writes_both_texts_on_one_clock(open_page, told):
+    """At half of the slower one's time plain decoding has half of its tokens, the drafter more."""
+    page, ends = open_page(SMOLLM2, viewport=WIDE), spent(told, "first")
+    text = page.locator(".writing .line")
+    move(page, "share", 50)
+    plain, drafted = text.all_text_contents()
+    assert drafted.startswith(plain) and len(drafted) > 1.3 * len(plain)
+    page.click("[data-chapter=start] .answer-button >> nth=0")
+    see(page, {".writing": [f"all in {round(ends[name])} ms" for name in ("plain", "draft_model")]})
+    assert len(set(text.all_text_contents())) == 1
+
+
+def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_page):
+    page = open_page(SMOLLM2, viewport=WIDE)
+    licence = (ROOT / "page" / "fonts" / "OFL.txt").read_text("utf-8")
+    files = {path.name: path.read_bytes() for path in (ROOT / "page" / "fonts").glob("*.woff2")}
+    assert re.findall(r"^(\S+\.woff2) ", licence, re.MULTILINE) == [
+        "inter.woff2",
+        "newsreader.woff2",
+        "jetbrains-mono.woff2",
+    ]
+    assert {*re.findall(r"SHA-256 (\S+)", licence)} == {
+        hashlib.sha256(data).hexdigest() for data in files.values()
+    }
+    loaded = "document.fonts.ready.then(() => [...document.fonts].map(f => f.status))"
+    assert page.evaluate(loaded) == ["loaded"] * len(files)
+    assert sum(map(len, files.values())) < 150_000
 
 
 def test_sampled_text_has_both_rules_in_the_picture(open_page, told):
