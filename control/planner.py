@@ -266,8 +266,12 @@ class Account:
         return not (measures or self.is_resting)
 
     def join(self) -> None:
-        """A new text may be quite different: drafts are tried again, if nothing is owed."""
+        """A new text may be quite different: drafts are tried again, if nothing is owed.
+
+        Nor may it lose all that others have won.
+        """
         self.is_resting &= self.balance < 0
+        self.balance = min(self.balance, _STAKE / 2)
 
     def see(self, tokens: float, batch: int, ms: float, read_ms: float) -> None:
         """A cycle with drafts gave each of `batch` requests so many tokens, and took `ms`.

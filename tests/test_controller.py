@@ -666,13 +666,16 @@ def test_text_that_a_model_reads_is_paid_by_what_drafts_win_or_no_more_is_read()
 def test_batches_of_other_sizes_and_others_who_may_draft_have_accounts_of_their_own(controller):
     """A new request has drafts tried again, if it is alone and nothing is owed."""
     account = controller.account(4, "auto")
-    assert controller.account(7, "auto") is account
+    assert controller.account(7, "auto") is account and account.balance == 6
     assert controller.account(8, "auto") is not account is not controller.account(4, "ngram")
     alone, owing = controller.account(1, "auto"), controller.account(1, "ngram")
     for each, balance in ((account, 1.0), (alone, 1.0), (owing, -1.0)):
         each.is_resting, each.balance = True, balance
     controller.join()
     assert account.is_resting and owing.is_resting and not alone.is_resting
+    alone.balance = 6.0
+    controller.join()
+    assert alone.balance == 3 and account.balance == 1
 
 
 def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prompts, plain):
