@@ -25,8 +25,8 @@ const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
 const ROOM = 1.15; // of an axis beyond the longest lane
 const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each token takes
 export const QUESTION = { alpha: 0.8, k: 5 };
-// Tokens that are drawn by rejection; the first three stops are steps of one draw.
-const DRAWS = [1, 1, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
+// Tokens that are drawn by rejection; the first three are steps of one draw.
+const DRAWS = [0, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
 const [BATCH, SLOW] = [8, 0.9]; // readers; the time of a slow guess
 
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
@@ -84,10 +84,8 @@ function drawCosts(scene, data, at, handles, isShown = true) {
 }
 
 /** Rows of bars as the figure, with their words; `above` stands above them. */
-function drawBars(scene, share, [words, ...rows], ...above) {
-  scene.plot((box) => box.replaceChildren(...above,
-    element("div.rows", { role: "img", "aria-label": words }, ...rows)), share);
-}
+const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) => (
+  box.replaceChildren(...above, element("div.rows", { role: "img", "aria-label": words }, ...rows))), share);
 
 /** Draw what each of these has written in so many passes, {name: tokens}, by the tokens' fates. */
 function drawScore(scene, lanes, passes) {
@@ -189,12 +187,12 @@ export const CHAPTERS = {
       const plain = asPlain(you.slice(0, judged.length)); // as many as passes
       drawScore(scene, { you, [data.drafter]: theirs, plain }, judged.length);
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
-      const says = `The target says ${numAccepted(shown)} of your ${shown.proposals.length} guesses, too: `
-        + `the pass gives ${counted(shown.tokens.length, "token")}. `;
+      const says = `Right: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
+        + `The pass gives ${counted(shown.tokens.length, "token")}. `;
       if (cycle) return `${says}Choose ${missing} for the next pass.`;
       const lead = you.length - theirs.length;
       return `${says}You have ${counted(you.length, "token")}, ${data.drafter} has ${theirs.length}: `
-        + `${lead > 0 ? "you were faster" : lead < 0 ? "it was faster" : "both were as fast"}.`;
+        + `${lead > 0 ? "you were faster" : lead < 0 ? "it was faster" : "you were as fast"}.`;
     },
   },
   cache: {
@@ -265,8 +263,8 @@ export const CHAPTERS = {
       const [own, guess] = [top(entries, "target"), top(entries, "draft")];
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
-      drawBars(scene, 0.62, chanceRows(likeliest(entries, [...kinds.keys()]), { kinds, isNoisy: true }));
-      return `Right: log chance, which a token’s noise (the line) moves. Largest: ● ${quoted(own)}, `
+      drawBars(scene, 0.62, chanceRows(likeliest(entries, [...kinds.keys()]), kinds));
+      return `At the right, noise (the line) moves the log of each chance. Largest: ● ${quoted(own)}, `
         + `◆ ${quoted(guess)}: ${isSame ? "accepted" : "rejected"}.`;
     },
   },
@@ -279,22 +277,18 @@ export const CHAPTERS = {
     play: () => ["draws", DRAWS.length - 1, 450],
     draw(scene, { drawn }, { at: { draws: stop } }) {
       if (!drawn) return UNDRAWN;
-      const { entries, tokens } = drawn.over;
-      const { all, counts, guess, u, isKept, token } = drawnByRejection(likeliest(entries), DRAWS[stop]);
+      const { all, guess, u, isKept, token } = drawnByRejection(likeliest(drawn.over.entries), DRAWS[stop]);
       const [name, ratio] = [quoted(guess), short(guess.p / guess.q)];
       const [verdict, end] = isKept ? ["accepted", "accepted"] : ["rejected", "recovered"];
-      const steps = [["drafting", "drawn from q", visible(guess.text)],
-        [verdict, "u below p / q?", `${short(u)} ${isKept ? "<" : "≥"} ${ratio}`],
-        [end, isKept ? "kept" : "drawn anew", visible(token.text)]].slice(0, stop + 1);
-      const slots = steps.map(([kind, label, words]) => element("li", element(`div.slot.judged.${kind}`,
+      const steps = [[guess.id, "drafting", "drawn from q", visible(guess.text)],
+        [guess.id, verdict, "u below p / q?", `${short(u)} ${isKept ? "<" : "≥"} ${ratio}`],
+        [token.id, end, isKept ? "kept" : "drawn anew", visible(token.text)]].slice(0, stop + 1);
+      const slots = steps.map(([, kind, label, words]) => element("li", element(`div.slot.judged.${kind}`,
         element("span.label", label), element(`span.chip.own.${kind}`, words))));
-      const [isOpen, isFirst] = [stop < 2, stop === 2];
-      const kinds = new Map([isOpen && [guess.id, "drafting"], isFirst && [guess.id, verdict],
-        isFirst && [token.id, end]].filter(Boolean));
-      scene.strip("", tokens);
+      const kinds = new Map(stop > 2 ? [] : steps); // of the first draw
+      scene.strip("", drawn.over.tokens);
       scene.nothing();
-      drawBars(scene, 1, chanceRows(all, { kinds, counts: isOpen ? new Map() : counts, hasResidual: true }),
-        element("ol.draft", ...slots));
+      drawBars(scene, 1, chanceRows(all, kinds, true), element("ol.draft", ...slots));
       return [`The drafter guesses ${name}: q is ${short(guess.q)}.`,
         `u is ${short(u)}. The guess is kept if u is below p / q, which is ${ratio}.`,
         isKept ? `${name} is kept.` : `${name} is rejected; ${quoted(token)} is drawn from the shaded part.`,

@@ -40,51 +40,49 @@ export const likeliest = (entries, must = []) => [...entries]
   .sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q))
   .filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
 
-/** Draws by rejection from entries and the `others`: how often each came, by id, and what the last did. */
+/** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */
 export function drawnByRejection(entries, count) {
+  let seed = SEED;
   const [p, q] = ["p", "q"].map((name) => Math.max(0, 1 - sum(entries.map((entry) => entry[name]))));
   const all = [...entries, { id: null, text: "others", p, q }];
-  let [seed, last] = [SEED, null];
   const random = () => (seed = (seed * 48271) % 2147483647) / 2147483647; // the same draws each time
   const pick = (weightOf) => {
     let left = random() * sum(all.map(weightOf));
     return all.find((entry) => (left -= weightOf(entry)) < 0) ?? all[0];
   };
-  const counts = new Map(all.map(({ id }) => [id, 0]));
-  for (let i = 0; i < count; i += 1) {
+  const draws = Array.from({ length: count || 1 }, () => {
     const [guess, u] = [pick((entry) => entry.q), random()];
     const isKept = u * guess.q < guess.p;
-    const token = isKept ? guess : pick((entry) => Math.max(0, entry.p - entry.q));
-    counts.set(token.id, counts.get(token.id) + 1);
-    last = { guess, u, isKept, token };
-  }
-  return { all, counts, ...last };
+    return { guess, u, isKept, token: isKept ? guess : pick((entry) => Math.max(0, entry.p - entry.q)) };
+  });
+  const shareOf = (entry) => (count ? draws.filter(({ token }) => token === entry).length / count : null);
+  return { all: all.map((entry) => ({ ...entry, share: shareOf(entry) })), ...draws.at(-1) };
 }
 
 /**
  * Words, and a row for each token: p above q, the residual shaded, or both with noise as marks on the
- * right. By a token's id, `kinds` has its row's kind, and `counts` how often it was drawn.
+ * right, and the share of what was drawn. `kinds` has the rows' kinds, by token id.
  */
-export function chanceRows(entries, { kinds, counts = null, hasResidual = false, isNoisy = false }) {
-  const hasQ = entries[0].q !== null;
-  const share = ({ id }) => counts && counts.get(id) / sum([...counts.values()]);
+export function chanceRows(entries, kinds, hasResidual = false) {
+  const [hasQ, isDrawn] = [entries[0].q !== null, "share" in entries[0]];
+  const isNoisy = !isDrawn && "target" in entries[0];
   const numbers = ({ p, q }, words = chance) => (hasQ ? `${words(p)} / ${words(q)}` : words(p));
-  const says = (entry) => (counts ? `p ${chance(entry.p)}, drawn ${chance(share(entry))}` : numbers(entry));
   const [low, high] = isNoisy ? rangeOf(entries) : [0, 1];
   const at = (value) => (Math.max(value, low) - low) / (high - low || 1);
   const marked = (kind, end, noise) => (!Number.isFinite(end) ? [] : [
     bar(`noise.${kind}`, at(Math.min(end, end - noise)), at(Math.max(end, end - noise))),
     placed(element(`span.mark.${kind}`, MARKS[kind]), at(end))]);
   const rows = entries.map((entry) => {
-    const { id, text, p, q, target, draft, noise } = entry;
+    const { id, text, p, q, target, draft, noise, share } = entry;
     const [kind, name] = [kinds.get(id), visible(text)];
     const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q),
-      share(entry) > 0 && placed(element("span.drawn"), share(entry))];
+      share > 0 && placed(element("span.drawn"), share)];
     const right = isNoisy ? element("span.marks", ...marked("p", target, noise), ...marked("q", draft, noise))
-      : counts ? `${numbers(entry, short)} → ${short(share(entry))}` : numbers(entry);
+      : isDrawn ? `${numbers(entry, short)} → ${short(share)}` : numbers(entry);
     return row(kind ? `.${kind}` : "", kind ? `${MARKS[kind]} ${name}` : name, bars, right);
   });
-  const foot = isNoisy ? element("span.marks", ...scale(low, high)) : counts ? "p / q → drawn" : "";
+  const foot = isNoisy ? element("span.marks", ...scale(low, high)) : isDrawn ? "p / q → drawn" : "";
+  const says = (entry) => (isDrawn ? `p ${chance(entry.p)}, drawn ${chance(entry.share)}` : numbers(entry));
   return [`Chances: ${entries.map((entry) => `${visible(entry.text)} ${says(entry)}`).join("; ")}`,
     ...rows, row(".scale", "chance", scale(0, 1), foot)];
 }
@@ -197,19 +195,14 @@ export class Distribution {
     this.#keys.replaceChildren(keyOf("p", "p, the target"), hasQ ? keyOf("q", "q, the drafter") : "",
       hasResidual ? keyOf("recovered", "max(0, p − q)") : "", isNoisy ? ` right: ${noisy}` : "");
     const kinds = new Map([[drafted?.id, "drafting"], [same, ours]]);
-    drawRows("chances", ...chanceRows(likeliest(entries, [same, drafted?.id, guess]),
-      { kinds, hasResidual, isNoisy }));
+    drawRows("chances", ...chanceRows(likeliest(entries, [same, drafted?.id, guess]), kinds, hasResidual));
   }
 }
 
 /** The likeliest weights that make up `nucleus` of them all, as shares; 0 for the others. */
 function withTopP(weights, nucleus) {
-  const [total, kept] = [sum(weights), weights.map(() => 0)];
-  let before = 0;
-  for (const [weight, i] of weights.map((w, at) => [w, at]).sort(([a], [b]) => b - a)) {
-    if (before < nucleus * total) kept[i] = weight;
-    before += weight;
-  }
+  const isIn = (weight) => sum(weights.filter((other) => other > weight)) < nucleus * sum(weights);
+  const kept = weights.map((weight) => (isIn(weight) ? weight : 0));
   return kept.map((weight) => weight / sum(kept));
 }
 

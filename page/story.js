@@ -13,8 +13,7 @@ import { bytes, chance, counted, milliseconds, quoted, short, times, visible } f
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
 const MODELS = ["draft_model", "eagle3", "mtp", "dflash", "self_int8"]; // the first that was recorded is told
-const [FLAT, AGREED] = [1.25, 0.55];
-const [ROUNDS, PLACES] = [4, 4]; // of the reader's game, and guesses of a round
+const [FLAT, AGREED, ROUNDS, PLACES] = [1.25, 0.55, 4, 4];
 /** Where the tokens behind a cycle begin, in the output. */
 const endOf = ({ first, tokens }) => first + tokens.length;
 const filled = (words, facts) => words.replace(/{(\w+)}/g, (_, name) => facts[name]);
@@ -76,9 +75,8 @@ class Data {
   #drawnOf({ events }) {
     const [cycles, answer] = [readCycles(events.filter((event) => "step" in event)), events.at(-1)];
     const written = cycles.flatMap(({ tokens }) => tokens);
-    const isDrawn = ({ q, noise }) => q !== undefined && noise !== undefined;
     const places = cycles.flatMap(({ distributions, first, step }) => distributions.flatMap((all, i) => {
-      const entries = withNoise(all.filter(isDrawn));
+      const entries = withNoise(all.filter(({ q, noise }) => q !== undefined && noise !== undefined));
       if (entries.length < 3) return [];
       const common = entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0);
       const differ = top(entries, "target").id !== top(entries, "draft").id;
