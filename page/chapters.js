@@ -6,24 +6,27 @@
 //   right      the place of the choice that is true; `choices`, where they are not words
 //   start      [name, last value, ms between two]: what moves by itself when the chapter is reached,
 //   play       and with the answer; `answered` is set then
-//   picks      the tokens to choose from, by place: the reader is the drafter
+//   picks      the tokens to choose from behind some picks: the reader is the drafter
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
+import { bar, row, scale } from "./charts.js";
 import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_POSITIONS, passMs,
   speedupOf } from "./curve.js";
+import { chanceRows, drawnByRejection, likeliest, top, withNoise } from "./distribution.js";
 import { element } from "./elements.js";
 import { phasesOf } from "./picture.js";
-import { best, drawLanes, drawnByRejection, drawNoise, drawRace, drawShares,
-  gumbel } from "./scene.js";
+import { drawLanes, drawRace } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
 import { numAccepted } from "./trace.js";
-import { bytes, counted, milliseconds, quoted, short, times } from "./words.js";
+import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
 const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
 const ROOM = 1.15; // of an axis beyond the longest lane
 const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each token takes
 export const QUESTION = { alpha: 0.8, k: 5 };
+// Tokens that are drawn by rejection; the first three are steps of one draw.
+const DRAWS = [0, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
 const [BATCH, SLOW] = [8, 0.9]; // readers; the time of a slow guess
 
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
@@ -39,6 +42,7 @@ export function atWay(data, way, k = QUESTION.k) {
   return { alpha, k, c: slow, batch, factor };
 }
 
+const UNDRAWN = "No sampled run was recorded with this model.";
 const list = (length, make) => Array.from({ length }, (_, i) => make(i));
 const asPlain = (tokens) => tokens.map((token) => ({ ...token, kind: "plain" }));
 const cycleMover = (cycle) => [["phase", "steps of this cycle", [0, phasesOf(cycle).length, 1], 0]];
@@ -78,6 +82,20 @@ function drawCosts(scene, data, at, handles, isShown = true) {
     drawTimes(left, data.here.curve, { handles, factor: at.factor, moves });
     drawGain(right, data.here.curve, at, { isShown, moves: ["k", (k) => k] });
   }, 0.62);
+}
+
+/** Rows of bars as the figure, with their words; `above` stands above them. */
+const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) => (
+  box.replaceChildren(...above, element("div.rows", { role: "img", "aria-label": words }, ...rows))), share);
+
+/** Draw what each of these has written in so many passes, {name: tokens}, by the tokens' fates. */
+function drawScore(scene, lanes, passes) {
+  const [all, took] = [Object.entries(lanes), `in ${counted(passes, "pass", "passes")}`];
+  const most = Math.max(20, ...all.map(([, { length }]) => length));
+  const bars = (tokens) => tokens.map(({ kind }, i) => bar(kind, i / most, (i + 1) / most));
+  const rows = all.map(([name, tokens]) => row("", name, bars(tokens), `${tokens.length} ${took}`));
+  const words = all.map(([name, { length }]) => `${name}: ${counted(length, "token")} ${took}`);
+  drawBars(scene, 0.24, [words.join("; "), ...rows, row(".scale", "tokens", scale(0, most))]);
 }
 
 export const CHAPTERS = {
@@ -157,20 +175,27 @@ export const CHAPTERS = {
   you: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "bonus"],
     movers: () => [],
-    picks: (data) => data.places,
+    picks: (data, picks) => data.game(picks).offered,
     right: () => 1,
-    draw(scene, data, { at: { picks = [] }, isPlayed }) {
-      const { cycles, prompt } = data.told;
-      const isWhole = picks.length === data.places.length;
-      const cycle = data.cycleOf(picks);
-      const before = cycles.slice(0, cycle.step);
-      scene.strip(prompt, [...before, ...(isWhole ? [cycle] : [])].flatMap(({ tokens }) => tokens));
-      scene.cycle(cycle, [...before, cycle], isWhole ? Infinity : picks.length, isPlayed);
-      const rest = data.places.length - picks.length;
-      scene.plot((box) => box.replaceChildren());
-      return !isWhole ? `You are the drafter: choose ${counted(rest, "more token")}.`
-        : `${numAccepted(cycle)} of your ${picks.length} guesses are what the target says. The pass gives `
-          + `${counted(cycle.tokens.length, "token")}; ${data.drafter} had ${data.rival}.`;
+    draw(scene, data, { at: { picks }, isPlayed }) {
+      const [{ cycles, prompt }, { judged, cycle, missing }] = [data.told, data.game(picks)];
+      const isOpen = !judged.length || cycle?.proposals.length > 0; // what was judged stays until a guess
+      const shown = isOpen ? cycle : judged.at(-1);
+      const { step } = judged[0] ?? cycle;
+      const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + judged.length)];
+      const textOf = (some) => some.flatMap(({ tokens }) => tokens);
+      const [you, theirs] = [textOf(judged), textOf(rivals)];
+      scene.strip(prompt, textOf([...before, ...judged]));
+      scene.cycle(shown, [...before, ...judged, shown], isOpen ? shown.proposals.length : Infinity, isPlayed);
+      const plain = asPlain(you.slice(0, judged.length)); // as many as passes
+      drawScore(scene, { you, [data.drafter]: theirs, plain }, judged.length);
+      if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
+      const says = `Right: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
+        + `The pass gives ${counted(shown.tokens.length, "token")}. `;
+      if (cycle) return `${says}Choose ${missing} for the next pass.`;
+      const lead = you.length - theirs.length;
+      return `${says}You have ${counted(you.length, "token")}, ${data.drafter} has ${theirs.length}: `
+        + `${lead > 0 ? "you were faster" : lead < 0 ? "it was faster" : "you were as fast"}.`;
     },
   },
   cache: {
@@ -229,30 +254,48 @@ export const CHAPTERS = {
     },
   },
   sampling: {
-    kinds: ["p", "q", "accepted", "rejected", "recovered"],
-    ways: () => ["rule", ["noise", "rejection"]],
-    movers: (_, { rule } = {}) => (rule === "rejection"
-      ? [["draws", "tokens drawn by this rule", [1, 2000, 1], 500]]
-      : [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]]),
+    kinds: ["p", "q", "drafting", "accepted", "recovered"],
+    movers: () => [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]],
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
-    draw(scene, { drawn }, { at: { rule, noise, draws }, chosen }) {
-      if (!drawn) return "No sampled run was recorded with this model.";
+    draw(scene, { drawn }, { at: { noise }, chosen }) {
+      if (!drawn) return UNDRAWN;
       scene.strip("", drawn.tokens);
-      const both = [["with drafts", drawn.text], ["without", drawn.plain]];
-      scene.twins(chosen === null || rule === "rejection" ? [] : both);
-      const entries = noise ? drawn.entries.map((entry) => ({ ...entry, noise: gumbel(noise, entry.id) }))
-        : drawn.entries;
-      const [target, guess] = [best(entries, "p"), best(entries, "q")];
-      if (rule === "rejection") {
-        const { counts, guess: guessed, u, isKept, token } = drawnByRejection(entries, draws);
-        scene.plot((box) => drawShares(box, entries, counts, draws), 0.62);
-        const end = isKept ? "below p / q, kept" : `not below p / q, rejected; drawn anew: ${quoted(token)}`;
-        return `Draw ${draws}: ${quoted(guessed)} guessed, u ${short(u)} is ${end}. △: how often each came.`;
-      }
-      scene.plot((box) => drawNoise(box, entries), 0.62);
-      return `Lines are noise: it moves ● and ◆ of a token alike. Rightmost ● ${quoted(target)}, ◆ `
-        + `${quoted(guess)}: ${target.id === guess.id ? "accepted" : "rejected"}.`;
+      scene.twins(chosen === null ? [] : [["with drafts", drawn.text], ["without", drawn.plain]]);
+      const entries = withNoise(drawn.entries, noise);
+      const [own, guess] = [top(entries, "target"), top(entries, "draft")];
+      const isSame = own.id === guess.id;
+      const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
+      drawBars(scene, 0.62, chanceRows(likeliest(entries, [...kinds.keys()]), kinds));
+      return `At the right, noise (the line) moves the log of each chance. Largest: ● ${quoted(own)}, `
+        + `◆ ${quoted(guess)}: ${isSame ? "accepted" : "rejected"}.`;
+    },
+  },
+  rejection: {
+    kinds: ["p", "q", "drafting", "accepted", "rejected", "recovered"],
+    movers: () => [["draws", "tokens drawn by this rule", [0, DRAWS.length - 1, 1], 0,
+      ["the guess", "u", ...DRAWS.slice(2)]]],
+    right: () => 1,
+    start: () => ["draws", 2, PHASE_MS],
+    play: () => ["draws", DRAWS.length - 1, 450],
+    draw(scene, { drawn }, { at: { draws: stop } }) {
+      if (!drawn) return UNDRAWN;
+      const { all, guess, u, isKept, token } = drawnByRejection(likeliest(drawn.over.entries), DRAWS[stop]);
+      const [name, ratio] = [quoted(guess), short(guess.p / guess.q)];
+      const [verdict, end] = isKept ? ["accepted", "accepted"] : ["rejected", "recovered"];
+      const steps = [[guess.id, "drafting", "drawn from q", visible(guess.text)],
+        [guess.id, verdict, "u below p / q?", `${short(u)} ${isKept ? "<" : "≥"} ${ratio}`],
+        [token.id, end, isKept ? "kept" : "drawn anew", visible(token.text)]].slice(0, stop + 1);
+      const slots = steps.map(([, kind, label, words]) => element("li", element(`div.slot.judged.${kind}`,
+        element("span.label", label), element(`span.chip.own.${kind}`, words))));
+      const kinds = new Map(stop > 2 ? [] : steps); // of the first draw
+      scene.strip("", drawn.over.tokens);
+      scene.nothing();
+      drawBars(scene, 1, chanceRows(all, kinds, true), element("ol.draft", ...slots));
+      return [`The drafter guesses ${name}: q is ${short(guess.q)}.`,
+        `u is ${short(u)}. The guess is kept if u is below p / q, which is ${ratio}.`,
+        isKept ? `${name} is kept.` : `${name} is rejected; ${quoted(token)} is drawn from the shaded part.`,
+      ][stop] ?? `${DRAWS[stop]} draws, the last of them above. Lines show how often each token came.`;
     },
   },
   who: {

@@ -10,14 +10,82 @@
 import { bar, drawRows, placed, row, scale } from "./charts.js";
 import { byId, element, explained, slider, write } from "./elements.js";
 import { keyOf } from "./popup.js";
-import { gumbel } from "./scene.js";
 import { numAccepted, ruleOf } from "./trace.js";
-import { chance, grammarWords, MARKS, quoted, visible } from "./words.js";
+import { chance, grammarWords, MARKS, quoted, short, visible } from "./words.js";
 
-const SHOWN = 8; // bars
+const SHOWN = 8; // rows
+const SEED = 689; // of draws by rejection, of which the first is rejected
 const DEEPEST = 9; // below the best score with noise: lower ones are drawn there
 
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
+/** The entry where this is largest. */
+export const top = (entries, name) => entries.reduce((a, b) => (b[name] > a[name] ? b : a));
+
+/** Noise of one token under another seed: of the server's distribution, made here. */
+function gumbel(seed, id) {
+  let x = Math.imul(id + 1, 0x9e3779b1) ^ Math.imul(seed, 0x85ebca6b);
+  for (const factor of [0x7feb352d, 0x846ca68b]) x = Math.imul(x ^ (x >>> 15), factor);
+  x ^= x >>> 16;
+  return -Math.log(-Math.log(((x >>> 0) + 0.5) / 2 ** 32));
+}
+
+/** The entries with log p + noise and log q + noise, `target` and `draft`: of the run, or of a seed. */
+export const withNoise = (entries, seed = 0) => entries.map((entry) => {
+  const noise = seed ? gumbel(seed, entry.id) : entry.noise;
+  return { ...entry, noise, target: Math.log(entry.p) + noise, draft: Math.log(entry.q) + noise };
+});
+
+/** The likeliest entries by p or by q, and those of the ids that must be seen. */
+export const likeliest = (entries, must = []) => [...entries]
+  .sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q))
+  .filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
+
+/** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */
+export function drawnByRejection(entries, count) {
+  let seed = SEED;
+  const [p, q] = ["p", "q"].map((name) => Math.max(0, 1 - sum(entries.map((entry) => entry[name]))));
+  const all = [...entries, { id: null, text: "others", p, q }];
+  const random = () => (seed = (seed * 48271) % 2147483647) / 2147483647; // the same draws each time
+  const pick = (weightOf) => {
+    let left = random() * sum(all.map(weightOf));
+    return all.find((entry) => (left -= weightOf(entry)) < 0) ?? all[0];
+  };
+  const draws = Array.from({ length: count || 1 }, () => {
+    const [guess, u] = [pick((entry) => entry.q), random()];
+    const isKept = u * guess.q < guess.p;
+    return { guess, u, isKept, token: isKept ? guess : pick((entry) => Math.max(0, entry.p - entry.q)) };
+  });
+  const shareOf = (entry) => (count ? draws.filter(({ token }) => token === entry).length / count : null);
+  return { all: all.map((entry) => ({ ...entry, share: shareOf(entry) })), ...draws.at(-1) };
+}
+
+/**
+ * Words, and a row for each token: p above q, the residual shaded, or both with noise as marks on the
+ * right, and the share of what was drawn. `kinds` has the rows' kinds, by token id.
+ */
+export function chanceRows(entries, kinds, hasResidual = false) {
+  const [hasQ, isDrawn] = [entries[0].q !== null, "share" in entries[0]];
+  const isNoisy = !isDrawn && "target" in entries[0];
+  const numbers = ({ p, q }, words = chance) => (hasQ ? `${words(p)} / ${words(q)}` : words(p));
+  const [low, high] = isNoisy ? rangeOf(entries) : [0, 1];
+  const at = (value) => (Math.max(value, low) - low) / (high - low || 1);
+  const marked = (kind, end, noise) => (!Number.isFinite(end) ? [] : [
+    bar(`noise.${kind}`, at(Math.min(end, end - noise)), at(Math.max(end, end - noise))),
+    placed(element(`span.mark.${kind}`, MARKS[kind]), at(end))]);
+  const rows = entries.map((entry) => {
+    const { id, text, p, q, target, draft, noise, share } = entry;
+    const [kind, name] = [kinds.get(id), visible(text)];
+    const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q),
+      share > 0 && placed(element("span.drawn"), share)];
+    const right = isNoisy ? element("span.marks", ...marked("p", target, noise), ...marked("q", draft, noise))
+      : isDrawn ? `${numbers(entry, short)} → ${short(share)}` : numbers(entry);
+    return row(kind ? `.${kind}` : "", kind ? `${MARKS[kind]} ${name}` : name, bars, right);
+  });
+  const foot = isNoisy ? element("span.marks", ...scale(low, high)) : isDrawn ? "p / q → drawn" : "";
+  const says = (entry) => (isDrawn ? `p ${chance(entry.p)}, drawn ${chance(entry.share)}` : numbers(entry));
+  return [`Chances: ${entries.map((entry) => `${visible(entry.text)} ${says(entry)}`).join("; ")}`,
+    ...rows, row(".scale", "chance", scale(0, 1), foot)];
+}
 
 export class Distribution {
   #box = byId("distribution");
@@ -107,13 +175,9 @@ export class Distribution {
   }
   coupled(given, number) {
     const { drafted, none, hasQ } = this.#about;
-    const entries = given.map((entry) => {
-      const noise = number ? gumbel(number, entry.id) : entry.noise;
-      const draft = drafted && hasQ ? Math.log(entry.q) + noise : -Infinity;
-      return { ...entry, target: Math.log(entry.p) + noise, draft };
-    });
-    const top = (name) => entries.reduce((a, b) => (b[name] > a[name] ? b : a));
-    const [own, guess] = [top("target"), drafted && (hasQ ? top("draft") : drafted)];
+    const entries = withNoise(given, number).map((entry) => (
+      drafted && hasQ ? entry : { ...entry, draft: -Infinity }));
+    const [own, guess] = [top(entries, "target"), drafted && (hasQ ? top(entries, "draft") : drafted)];
     const [mine, theirs, isSame] = [quoted(own), guess && quoted(guess), own.id === guess?.id];
     const words = !guess ? `${none} With its noise ${mine} is the largest of p: the target’s choice.`
       : !hasQ ? `The drafter names ${theirs}. With the noise the target lands on ${isSame ? "it" : mine}: `
@@ -123,48 +187,29 @@ export class Distribution {
     const says = words + (number ? " (Noise made here; the run had another.)" : "");
     return { entries, same: own.id, says, guess: guess?.id, isNoisy: true };
   }
-  /** A row for each token: p above q, the residual shaded, or both with noise as marks on the right. */
   #bars({ entries, same, guess = null, hasResidual = false, isNoisy = false }) {
     const { drafted, chosen } = this.#about;
-    const must = [same, drafted?.id, guess];
-    const rows = [...entries].sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q))
-      .filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
-    const hasQ = rows[0].q !== null;
-    const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
-    const [low, high] = isNoisy ? rangeOf(rows) : [0, 1];
-    const marked = (kind, value) => Number.isFinite(value)
-      && placed(element(`span.mark.${kind}`, MARKS[kind]), (Math.max(value, low) - low) / (high - low || 1));
+    const hasQ = entries[0].q !== null;
     const ours = same === drafted?.id ? "accepted" : drafted ? "recovered" : chosen.kind;
     const noisy = this.#about.hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats";
     this.#keys.replaceChildren(keyOf("p", "p, the target"), hasQ ? keyOf("q", "q, the drafter") : "",
       hasResidual ? keyOf("recovered", "max(0, p − q)") : "", isNoisy ? ` right: ${noisy}` : "");
-    drawRows("chances", `Chances: ${rows.map((one) => `${visible(one.text)} ${numbers(one)}`).join(", ")}`,
-      ...rows.map((entry) => {
-        const { id, text, p, q, target, draft } = entry;
-        const kind = id === same ? ours : id === drafted?.id ? "drafting" : "";
-        const marks = isNoisy && element("span.marks", marked("p", target), marked("q", draft));
-        const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q)];
-        const name = kind ? `${MARKS[kind]} ${visible(text)}` : visible(text);
-        return row(kind && `.${kind}`, name, bars, marks || numbers(entry));
-      }),
-      row(".scale", "chance", scale(0, 1), isNoisy && element("span.marks", ...scale(low, high))));
+    const kinds = new Map([[drafted?.id, "drafting"], [same, ours]]);
+    drawRows("chances", ...chanceRows(likeliest(entries, [same, drafted?.id, guess]), kinds, hasResidual));
   }
 }
 
 /** The likeliest weights that make up `nucleus` of them all, as shares; 0 for the others. */
 function withTopP(weights, nucleus) {
-  const [total, kept] = [sum(weights), weights.map(() => 0)];
-  let before = 0;
-  for (const [weight, i] of weights.map((w, at) => [w, at]).sort(([a], [b]) => b - a)) {
-    if (before < nucleus * total) kept[i] = weight;
-    before += weight;
-  }
+  const isIn = (weight) => sum(weights.filter((other) => other > weight)) < nucleus * sum(weights);
+  const kept = weights.map((weight) => (isIn(weight) ? weight : 0));
   return kept.map((weight) => weight / sum(kept));
 }
 
 /** From where to where scores with noise are drawn; what is lower stands at the lower end. */
 function rangeOf(entries) {
-  const values = entries.flatMap(({ target, draft }) => [target, draft]).filter(Number.isFinite);
+  const values = entries.flatMap(({ target: a, draft: b, noise }) => [a, b, a - noise, b - noise])
+    .filter(Number.isFinite);
   const high = Math.max(...values);
   return [Math.max(Math.min(...values), high - DEEPEST), high];
 }

@@ -5,12 +5,11 @@ import { ticks } from "./charts.js";
 import { axes } from "./curve.js";
 import { byId, element, isNarrow } from "./elements.js";
 import { Picture } from "./picture.js";
-import { bytes, chance, counted, milliseconds, quoted, visible } from "./words.js";
+import { bytes, counted, milliseconds, visible } from "./words.js";
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
 const MOST_SHOWN = 24; // tokens of the text above the picture
 const LANE = 46; // px, the height of a lane of times
-const NOISE_RANGE = [-10, 4]; // of log chance + noise
 const oneLine = (text) => text.replaceAll("\n", "↵");
 
 export class Scene {
@@ -59,99 +58,6 @@ export class Scene {
     this.#plot.style.flexBasis = `${100 * share}%`;
     draw(this.#plot);
   }
-}
-
-/** The entry in which log p, or log q, and the noise are largest. */
-export const best = (entries, name) => entries.reduce((a, b) => (
-  Math.log(b[name]) + b.noise > Math.log(a[name]) + a.noise ? b : a));
-
-/** Noise of one token under another seed: of the server's distribution, made here. */
-export function gumbel(seed, id) {
-  let x = Math.imul(id + 1, 0x9e3779b1) ^ Math.imul(seed, 0x85ebca6b);
-  for (const factor of [0x7feb352d, 0x846ca68b]) x = Math.imul(x ^ (x >>> 15), factor);
-  x ^= x >>> 16;
-  return -Math.log(-Math.log(((x >>> 0) + 0.5) / 2 ** 32));
-}
-
-/** For each token log p and log q, and where the same noise moves both; what is out of sight is "◂". */
-export function drawNoise(box, entries) {
-  const [target, guess] = [best(entries, "p"), best(entries, "q")];
-  const others = entries.filter((entry) => entry !== target && entry !== guess);
-  const ranked = [...new Set([target, guess]), ...others].slice(0, isNarrow() ? 5 : 7);
-  const shown = ranked.sort((a, b) => b.p - a.p);
-  const label = `Log chance + noise: largest for the target ${quoted(target)}, the drafter ${quoted(guess)}`;
-  const [low, high] = NOISE_RANGE;
-  const xTicks = Array.from({ length: (high - low) / 2 + 1 }, (_, i) => low + 2 * i);
-  const plot = axes(box, { xs: [low, high], most: 1, xTicks, xWords: "log chance + noise", label,
-    yWords: "", isFlat: true, left: 200 });
-  const gap = (plot.bottom - plot.top) / shown.length;
-  const columns = { token: plot.left - 116, p: plot.left - 60, q: plot.left - 8 };
-  for (const [name, x] of Object.entries(columns)) plot.text(x, 13, name, "end");
-  shown.forEach(({ id, text, p, q, noise }, i) => {
-    const y = plot.top + gap * (i + 0.5);
-    plot.text(columns.token, y + 4, shortened(visible(text)), id === target.id ? "end.value" : "end");
-    for (const [name, share, lift] of [["p", p, -gap / 6], ["q", q, gap / 6]]) {
-      plot.text(columns[name], y + 4, chance(share), `end.${name}-words`);
-      const end = share ? Math.log(share) + noise : -Infinity;
-      if (end < low) {
-        plot.text(plot.left + 6, y + lift + 5, "◂", `middle.${name}-mark`);
-        continue;
-      }
-      const [from, to] = [Math.max(low, Math.log(share)), Math.min(high, end)].map(plot.x);
-      plot.add(`line.${name}-line`, { x1: from, x2: to, y1: y + lift, y2: y + lift });
-      const kind = id === (name === "p" ? target : guess).id ? ".best" : "";
-      plot.text(to, y + lift + 6, name === "p" ? "●" : "◆", `middle.${name}-mark${kind}`);
-    }
-  });
-}
-const shortened = (text) => (text.length > 9 ? `${text.slice(0, 8)}…` : text);
-
-/** Tokens drawn by rejection, `count` of them: how often each came, and what the last draw did. */
-export function drawnByRejection(entries, count) {
-  const rest = (name) => Math.max(0, 1 - entries.reduce((sum, entry) => sum + entry[name], 0));
-  const all = [...entries, { id: null, text: "others", p: rest("p"), q: rest("q") }];
-  const pick = (weights, at) => {
-    let left = at * weights.reduce((sum, weight) => sum + weight, 0);
-    return Math.max(0, weights.findIndex((weight) => (left -= weight) < 0));
-  };
-  let [seed, last] = [1, null];
-  const random = () => (seed = (seed * 48271) % 2147483647) / 2147483647; // the same draws each time
-  const [counts, qs, rests] = [new Map(), all.map(({ q }) => q), all.map(({ p, q }) => Math.max(0, p - q))];
-  for (let i = 0; i < count; i += 1) {
-    const [guess, u] = [all[pick(qs, random())], random()];
-    const isKept = u * guess.q < guess.p;
-    const token = isKept ? guess : all[pick(rests, random())];
-    counts.set(token.id, (counts.get(token.id) ?? 0) + 1);
-    last = { guess, u, isKept, token };
-  }
-  return { counts, ...last };
-}
-
-/** Of each token p above q, and a mark where its share of what was drawn is: by the rule it comes to p. */
-export function drawShares(box, entries, counts, draws) {
-  const [first, others] = [entries.slice(0, isNarrow() ? 4 : 6), { id: null, text: "others", p: 0, q: 0 }];
-  for (const name of ["p", "q"]) others[name] = 1 - first.reduce((sum, entry) => sum + entry[name], 0);
-  const all = [...counts].filter(([id]) => first.every((entry) => entry.id !== id));
-  const drawn = new Map([...counts, [null, all.reduce((sum, [, count]) => sum + count, 0)]]);
-  const shown = [...first, others];
-  const label = `Chances and shares of ${draws} draws: ${shown.map(({ id, text, p }) => (
-    `${visible(text)} p ${chance(p)}, drawn ${chance((drawn.get(id) ?? 0) / draws)}`)).join("; ")}`;
-  const most = Math.min(1, 0.1 + Math.max(...shown.flatMap(({ p, q }) => [p, q])));
-  const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticks(0, most), yWords: "",
-    xWords: "chance, and share of the draws", label, isFlat: true, left: 110 });
-  const gap = (plot.bottom - plot.top) / shown.length;
-  shown.forEach(({ id, text, p, q }, i) => {
-    const [y, height] = [plot.top + gap * i + 3, gap / 2 - 4];
-    const bar = (kind, from, to, top) => plot.add(`rect.${kind}`, { x: plot.x(from), y: top, height,
-      width: Math.max(0, plot.x(to) - plot.x(from)) });
-    plot.text(plot.left - 10, y + gap / 2, shortened(visible(text)), "end");
-    bar("p", 0, Math.min(p, q), y);
-    bar("recovered", Math.min(p, q), p, y);
-    bar("q", 0, q, y + height + 2);
-    const share = (drawn.get(id) ?? 0) / draws;
-    const [x, tip] = [plot.x(Math.min(most, share)), y + height / 2 - 8];
-    plot.add("path.drawn", { d: `M${x} ${tip}l8 15h-16z` });
-  });
 }
 
 /** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */

@@ -4,15 +4,18 @@
 
 import { atWay, CHAPTERS, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
+import { top, withNoise } from "./distribution.js";
 import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
-import { best, Scene } from "./scene.js";
+import { Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
 import { numAccepted, readCycle, readCycles } from "./trace.js";
-import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
+import { bytes, chance, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
 const MODELS = ["draft_model", "eagle3", "mtp", "dflash", "self_int8"]; // the first that was recorded is told
-const [FLAT, AGREED, PLACES] = [1.25, 0.55, 4];
+const [FLAT, AGREED, ROUNDS, PLACES] = [1.25, 0.55, 4, 4];
+/** Where the tokens behind a cycle begin, in the output. */
+const endOf = ({ first, tokens }) => first + tokens.length;
 const filled = (words, facts) => words.replace(/{(\w+)}/g, (_, name) => facts[name]);
 
 /** The cycle that shows most: some guesses accepted, one rejected, and several behind it to cut. */
@@ -68,38 +71,46 @@ class Data {
   #cycles(prompt, drafter) {
     return readCycles(this.#run(prompt, drafter).events.filter((event) => "step" in event));
   }
-  /** The place of a sampled run where target and drafter agree about half. */
+  /** Where target and drafter of a sampled run agree about half; `over`, where q is far above p. */
   #drawnOf({ events }) {
     const [cycles, answer] = [readCycles(events.filter((event) => "step" in event)), events.at(-1)];
-    const all = cycles.flatMap(({ tokens }) => tokens);
-    const isDrawn = ({ q, noise }) => q !== undefined && noise !== undefined;
-    const places = cycles.flatMap(({ distributions, first, step }) => distributions.map((entries, i) => (
-      { entries: entries.filter(isDrawn), tokens: all.slice(0, first + i + 1), step })));
-    const common = ({ entries }) => entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0);
-    const differ = ({ entries }) => best(entries, "p").id !== best(entries, "q").id;
-    const distance = (place) => Math.abs(AGREED - common(place)) - 0.3 * differ(place);
-    const able = places.filter(({ entries }) => entries.length > 2);
-    const [place] = able.sort((a, b) => distance(a) - distance(b));
-    return place ? { ...place, text: answer.text, plain: answer.compare.plain.text } : null;
+    const written = cycles.flatMap(({ tokens }) => tokens);
+    const places = cycles.flatMap(({ distributions, first, step }) => distributions.flatMap((all, i) => {
+      const entries = withNoise(all.filter(({ q, noise }) => q !== undefined && noise !== undefined));
+      if (entries.length < 3) return [];
+      const common = entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0);
+      const differ = top(entries, "target").id !== top(entries, "draft").id;
+      const liked = top(entries, "q");
+      return { entries, liked, step, tokens: written.slice(0, first + i),
+        fit: 0.3 * differ - Math.abs(AGREED - common), gap: Math.min(liked.p, liked.q - liked.p) };
+    }));
+    return places.length ? { ...top(places, "fit"), over: top(places, "gap"), text: answer.text,
+      plain: answer.compare.plain.text } : null;
   }
   /** The cycle behind which the reader drafts: the one with a cut, if enough comes after it. */
   get #base() {
-    const isLong = this.tokens.length > this.cut.first + this.cut.tokens.length + PLACES;
+    const isLong = this.tokens.length > endOf(this.cut) + ROUNDS * (PLACES + 1);
     return isLong ? this.cut : this.told.cycles[0];
   }
-  /** How many tokens the drafter's pass gave at that place. */
-  get rival() { return this.told.cycles[this.#base.step + 1]?.tokens.length ?? 0; }
-  /** Some places, each with what the target says there and two other likely tokens. */
-  get places() {
-    const later = this.told.cycles.slice(this.#base.step + 1).flatMap(({ tokens, distributions }) => (
-      tokens.map((token, i) => ({ token, others: distributions[i] ?? [] }))));
-    return later.slice(0, Math.min(PLACES, later.length - 1)).map(({ token, others }) => (
-      [token, ...others.filter(({ id }) => id !== token.id).slice(0, 2)].sort((a, b) => a.id - b.id)));
+  /**
+   * What the reader's picks make: the cycles that are `judged`, the one at hand (null at the end), how many
+   * picks it lacks, and what is offered for the next: what the target says there, and two likely tokens.
+   */
+  game(picks = [], base = this.#base, judged = []) {
+    const [{ tokens, told }, at] = [this, endOf(base)];
+    const size = judged.length < ROUNDS ? Math.min(PLACES, tokens.length - 1 - at) : 0;
+    if (size < 1) return { judged: judged.length ? judged : [base], cycle: null };
+    const cycle = this.#judged(base, picks.slice(0, size));
+    if (picks.length >= size) return this.game(picks.slice(size), cycle, [...judged, cycle]);
+    const said = tokens[at + picks.length];
+    const chances = told.cycles.flatMap((one) => one.tokens.map((_, i) => one.distributions[i] ?? []));
+    const others = chances[at + picks.length].filter(({ id }) => id !== said.id).slice(0, 2);
+    const offered = [said, ...others].sort((a, b) => a.id - b.id);
+    return { judged, cycle, missing: size - picks.length, offered };
   }
-  /** The cycle in which these tokens are drafted there: the target says what it has said. */
-  cycleOf(picks) {
-    const base = this.#base;
-    const said = this.told.cycles.slice(base.step + 1).flatMap(({ tokens }) => tokens);
+  /** The cycle behind `base` in which these tokens are drafted: the target says what it has said. */
+  #judged(base, picks) {
+    const said = this.tokens.slice(endOf(base));
     const wrong = picks.findIndex(({ id }, i) => id !== said[i].id);
     const accepted = wrong < 0 ? picks.length : wrong;
     const kinds = [...Array(accepted).fill("accepted"), wrong < 0 ? "bonus" : "recovered"];
@@ -144,7 +155,9 @@ class Data {
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
     const speed = (way) => times(speedupOf(curve, atWay(this, way)));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
+    const liked = this.drawn?.over.liked ?? { text: "…" };
     return {
+      liked: quoted(liked), likedP: chance(liked.p), likedQ: chance(liked.q), passes: ROUNDS,
       gain: times(this.gain), drafter: this.drafter, c: short(c), weights: bytes(weights),
       tenWeights: bytes(10 * weights),
       plain: milliseconds(plainMs), tenPlain: milliseconds(10 * plainMs), six: times(this.factorOf(6)),
@@ -209,12 +222,9 @@ export class Story {
   }
   #state(id) {
     const { movers, ways } = CHAPTERS[id];
-    if (!this.#states[id]) {
-      const at = Object.fromEntries(movers(this.#data).map(([name, , , first]) => [name, first]));
-      if (ways) at[ways()[0]] = ways()[1][0];
-      this.#states[id] = { chosen: null, at };
-    }
-    return this.#states[id];
+    const at = Object.fromEntries(movers(this.#data).map(([name, , , first]) => [name, first]));
+    if (ways) at[ways()[0]] = ways()[1][0];
+    return this.#states[id] ??= { chosen: null, at };
   }
   /** The question of a chapter, and its answers to choose from. */
   #ask(article) {
@@ -266,8 +276,7 @@ export class Story {
   }
   #drawMovers(chapter) {
     const { at, chosen } = this.#state(this.#id);
-    const places = chapter.picks?.(this.#data) ?? [];
-    if (places.length) return this.#offer(places, at);
+    if (chapter.picks) return this.#offer(chapter, at);
     const [name, ways] = chapter.ways?.() ?? [null, []];
     const choose = (value) => {
       at[name] = value;
@@ -280,8 +289,7 @@ export class Story {
     const isTold = chosen !== null && !isNarrow() && chapter.gains;
     const gains = (way) => (isTold ? ` ${chapter.gains(this.#data, way)}` : "");
     const buttons = ways.map((way) => element("button", press(way), labels[way] + gains(way)));
-    const sliders = chapter.movers(this.#data, at).map(([mover, words, range, first]) => {
-      at[mover] ??= first;
+    const sliders = chapter.movers(this.#data).map(([mover, words, range]) => {
       const label = slider(`move-${mover}`, words, at[mover], range);
       label.addEventListener("input", ({ target }) => {
         this.#stop();
@@ -294,25 +302,21 @@ export class Story {
     return byId("scene-movers").replaceChildren(...(name ? [group, ...sliders] : sliders));
   }
   /** Offer the tokens of the next place to choose from, or to begin anew. */
-  #offer(places, at) {
-    at.picks ??= [];
-    const take = (picks) => {
+  #offer(chapter, at) {
+    const take = (...picks) => {
       at.picks = picks;
-      this.#offer(places, at);
+      this.#offer(chapter, at);
       this.#draw(true);
       byId("scene-movers").querySelector("button").focus();
     };
-    const press = (token) => ({ "data-id": token.id, click: () => take([...at.picks, token]) });
-    const options = places[at.picks.length]?.map((token) => (
+    const press = (token) => ({ "data-id": token.id, click: () => take(...at.picks ?? [], token) });
+    const options = chapter.picks(this.#data, at.picks)?.map((token) => (
       element("button", { type: "button", ...press(token) }, visible(token.text))));
-    const again = element("button", { type: "button", click: () => take([]) }, "Guess again");
+    const again = element("button", { type: "button", click: () => take() }, "Begin anew");
     byId("scene-movers").replaceChildren(element("div.buttons", { role: "group", "aria-label": "Your guess" },
       ...options ?? [again]));
   }
-  #stop() {
-    clearInterval(this.#timer);
-    this.#timer = 0;
-  }
+  #stop() { clearInterval(this.#timer); }
   /** Let a mover go to `last` by itself, from where it is. */
   #play(name, last, ms) {
     const { at } = this.#state(this.#id);
@@ -329,7 +333,7 @@ export class Story {
   #draw(isPlayed = false) {
     const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
     write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
-    for (const [name, , [, , step], , values] of chapter.movers(this.#data, state.at)) {
+    for (const [name, , [, , step], , values] of chapter.movers(this.#data)) {
       const value = state.at[name];
       byId(`move-${name}`).value = value;
       write(`move-${name}-value`, values?.[value] ?? (step < 1 ? short(value) : value));

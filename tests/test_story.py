@@ -141,7 +141,7 @@ def test_a_recording_takes_its_time_where_pictures_may_move(open_page):
 # --------------------------------------------------------------------------------- the chapters
 
 SMOLLM2, SAYS = "page/", "#scene-says"
-CHAPTERS = "start stream positions guess reject you cache pays loses sampling who".split()
+CHAPTERS = "start stream positions guess reject you cache pays loses sampling rejection who".split()
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +220,7 @@ def test_each_chapter_asks_first_and_the_recording_answers(open_page, told):
             [f"{gain:.2f}×" for gain in (*map(gain_of, (1, 8)), speedup(told, 5, 0.8, 0.9))],
         ),
         "sampling": (1, ["belongs to the seed"]),
+        "rejection": (1, ["as often as p says"]),
         "who": (
             None,
             [f"On the copied text {fastest(told, 'copy')}", f"story {fastest(told, 'new')}"],
@@ -332,46 +333,82 @@ def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_page):
     assert sum(map(len, files.values())) < 150_000
 
 
-def test_sampled_text_has_both_rules_in_the_picture(open_page, told):
+def test_with_the_same_noise_both_texts_and_the_scores_are_in_the_picture(open_page, told):
     page = open_page(SMOLLM2, viewport=WIDE)
     show(page, "sampling")
+    assert page.locator(".twin").count() == 0
     answer = next(r["events"][-1] for r in told["runs"] if r["request"]["temperature"])
     act(page, ("click", "[data-chapter=sampling] .answer-button >> nth=1", {}))
     see(page, {".twin": 2, "#scene-pass": (answer["text"][-40:], "with drafts", "without")})
-    marks = page.locator("#scene-plot .best")
-    before = marks.evaluate_all("all => all.map((mark) => mark.getAttribute('x'))")
+    see(page, {"#scene-plot .row.drafting": 1, "#scene-plot .row.recovered": 1, SAYS: "rejected"})
+    marks = page.locator("#scene-plot .mark")
+    before = marks.evaluate_all("all => all.map((mark) => mark.style.left)")
     move(page, "noise", 3)
-    assert marks.evaluate_all("all => all.map((mark) => mark.getAttribute('x'))") != before
-    page.click("[data-way=rejection]")
-    move(page, "draws", 2000, "Draw 2000:")
-    label = page.get_attribute("#scene-plot svg", "aria-label")
-    shares = re.findall(r"p (\S+), drawn (\S+?)(?:;|$)", label)
-    assert (
-        len(shares) == 7
-    )  # each came as often as p says: three standard deviations of 2,000 draws
-    assert all(abs(float(drawn) - float(p)) < 0.034 for p, drawn in shares)
+    assert marks.evaluate_all("all => all.map((mark) => mark.style.left)") != before
 
 
-def test_the_reader_drafts_and_the_recorded_target_judges(open_page, told):
+def test_by_rejection_one_draw_goes_step_by_step_and_many_come_to_p(open_page, told):
+    page = open_page(SMOLLM2, viewport=WIDE)
+    show(page, "rejection")
+    see(page, {SAYS: "drawn from the shaded part", "#scene-plot .slot": 3})  # by itself
+    assert page.locator("#move-draws-value").text_content() == "1"
+    move(page, "draws", 0, "The drafter guesses")
+    see(page, {"#scene-plot .slot": 1, "#scene-plot .row.drafting": 1, "#scene-plot .drawn": 0})
+    move(page, "draws", 1, "is kept if u is below")
+    see(page, {"#scene-plot .slot": 2, "#scene-plot .slot.rejected": "≥", "#scene-plot .drawn": 0})
+    move(page, "draws", 2)
+    see(page, {"#scene-plot .slot.recovered": 1, "#scene-plot .row.rejected": 1})
+    see(page, {"#scene-plot .drawn": 1, "#scene-plot .mark": 0})
+    act(page, ("click", "[data-chapter=rejection] .answer-button >> nth=1", {SAYS: "2000 draws"}))
+    label = page.get_attribute("#scene-plot .rows", "aria-label")
+    shares = re.findall(r"(\S+) p (\S+), drawn (\S+?)(?:;|$)", label)
+    assert len(shares) == 7 and shares[-1][0] == "others"
+    # Each came as often as p says: three standard deviations of 2,000 draws.
+    assert all(abs(float(drawn) - float(p)) < 0.034 for _, p, drawn in shares)
+    # The token that is asked about is the drafter's favourite, of which q is far above p.
+    question = page.locator("[data-chapter=rejection] h3").text_content()
+    token, q, p = re.search(r"“(.+)” too much: q is (\S+), p is (\S+)\.", question).groups()
+    assert (token, p) == shares[0][:2] and float(q) > 1.5 * float(p) > 0.3
+
+
+def play(page, said, given, places):
+    """Choose the wrong token at these places of a round, and else what the target says there."""
+    for at in range(4):
+        right = f"[data-id='{said[given + at]}']"
+        button = f"button:not({right})" if at in places else right
+        act(page, ("click", f"#scene-movers {button} >> nth=0", {}))
+
+
+def test_the_reader_drafts_in_rounds_against_the_drafter(open_page, told):
+    """What the recorded target said judges; the drafter's own cycles from there are its score."""
     page = open_page(SMOLLM2, viewport=WIDE)
     show(page, "you")
     begin = page.locator("#scene-text .token").count()
-    tokens = [t for c in runs_of(told, "first")["draft_model"] for t in c["tokens"]]
-    said = [token["id"] for token in tokens[begin : begin + 5]]
-    for token in said[:4]:
-        act(page, ("click", f"#scene-movers [data-id='{token}']", {}))
-    see(page, {SAYS: ("4 of your 4", "gives 5 tokens"), "#scene-pass .slot.accepted": 4})
-    see(page, {"#scene-pass .slot.bonus": 1, "#scene-text .token": begin + 5})
-    act(
-        page,
-        ("click", "#scene-movers button", {SAYS: "choose 4 more tokens"}),
-        ("click", f"#scene-movers [data-id='{said[0]}']", {SAYS: "choose 3"}),
-        ("click", f"#scene-movers button:not([data-id='{said[1]}']) >> nth=0", {SAYS: "choose 2"}),
-        ("click", "#scene-movers button >> nth=0", {SAYS: "choose 1 more token"}),
-        ("click", "#scene-movers button >> nth=0", {SAYS: ("1 of your 4", "gives 2 tokens")}),
-    )
-    see(page, {"#scene-pass .slot.rejected": 1, "#scene-text .token": begin + 2})
-    see(page, {"#scene-pass .cell.tail": 3, "#scene-text .recovered >> nth=-1": 1})
+    cycles, tokens = runs_of(told, "first")["draft_model"], []
+    while len(tokens) < begin:
+        tokens += cycles.pop(0)["tokens"]
+    said = [token["id"] for cycle in cycles for token in cycle["tokens"]]
+    theirs, mine = 0, 0
+    wrong = ([], [1], [0, 2], [3])
+    for number, (places, gives) in enumerate(zip(wrong, (5, 2, 1, 4), strict=True), 1):
+        see(page, {"#scene-movers button": 3})
+        play(page, said, mine, places)
+        mine, theirs = mine + gives, theirs + len(cycles[number - 1]["tokens"])
+        kept = min([*places, 4])
+        see(page, {SAYS: (f"Right: {kept} of your 4", f"gives {gives} token")})
+        see(page, {"#scene-pass .slot.accepted": kept, "#scene-text .token": begin + mine})
+        see(page, {"#scene-pass .slot.rejected": len(places[:1])})
+        see(page, {"#scene-pass .cell.tail": 4 - kept, "#scene-pass .slot.bonus": int(not places)})
+        rows = page.locator("#scene-plot .row:not(.scale)")
+        for row, count in enumerate((mine, theirs, number)):
+            api.expect(rows.nth(row).locator(".bar")).to_have_count(count)
+            api.expect(rows.nth(row)).to_contain_text(f"{count} in {number} pass")
+        label = page.get_attribute("#scene-plot .rows", "aria-label")
+        assert f"you: {mine} tokens in {number} pass" in label and f"plain: {number} token" in label
+    faster = "you were" if mine > theirs else "it was"
+    see(page, {SAYS: f"You have {mine} tokens, draft_model has {theirs}: {faster} faster."})
+    act(page, ("click", "text=Begin anew", {SAYS: "choose 4 more tokens", "#scene-plot .bar": 0}))
+    act(page, ("click", "#scene-movers button >> nth=0", {SAYS: "choose 3 more tokens"}))
 
 
 def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_page):
@@ -388,6 +425,8 @@ OUTSIDE = """(names) => names.filter((name) => {
     const isIn = top >= -1 && bottom <= innerHeight + 1 && left >= -1 && right <= innerWidth + 1;
     return !(width && isIn);
 })"""
+CUT = """() => [...document.querySelectorAll("#scene-plot:has(.rows), #scene")].filter((one) => (
+    one.scrollHeight > one.clientHeight + 1)).map((one) => one.id)"""
 PARTS = ["#scene", "#scene-movers", "#scene-legend", SAYS]
 
 
@@ -398,9 +437,13 @@ def test_figure_legend_and_text_are_in_sight_and_axe_finds_nothing_wrong(open_pa
     for chapter in CHAPTERS:
         show(page, chapter)
         page.click(f"[data-chapter={chapter}] .answer-button >> nth=0")
+        for pick in range(16 if chapter == "you" else 0):  # with a bonus, and with a cut
+            page.locator("#scene-movers button").nth(pick % 3).click()
+            assert page.evaluate(OUTSIDE, PARTS) + page.evaluate(CUT) == [], pick
         for slider in page.locator("#scene-movers input").all():
             for end in ("max", "min"):
                 slider.evaluate(f"(s) => ({SLIDE})(s, s.{end})")
+                assert page.evaluate(CUT) == [], chapter
                 assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
                 assert page.evaluate(OUTSIDE, PARTS) == [], chapter
         for word in page.locator(f"[data-chapter={chapter}] .word").all():
