@@ -6,7 +6,7 @@ import { byId, element, write } from "./elements.js";
 import texts from "./texts.json" with { type: "json" };
 import { bytes, milliseconds, short } from "./words.js";
 
-const NEED_A_TRACE = ["back", "step", "race", "racing", "cycle-number", "cycle-count", "slow", "whatif"];
+const NEED_A_TRACE = ["back", "step", "race", "racing", "cycle-number", "cycle-count", "whatif"];
 const CHOSEN_BY_THE_ENGINE = ["drafter", "num_speculative_tokens", "verification", "json_schema"];
 
 /** Draw both, from /health. */
