@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import speculative_decoding as core
-from browsing import NARROW, SLIDE, WIDE, act, api, module_browser, see, violations
+from browsing import NARROW, SLIDE, WIDE, act, api, module_browser, see, unfold, violations
 from server import ROOT, free_port, until
 
 pytestmark = pytest.mark.browser
@@ -425,6 +425,22 @@ def test_what_if_follows_the_drafter_of_the_form_and_names_its_point(open_page, 
     page.focus("#whatif-gain .measured[aria-label=self_int8]")
     assert {*names.evaluate_all(text)} == {"ngram", "self_int8"}
     assert violations(page, "#whatif") == []
+
+
+def test_what_a_finger_presses_is_44_px_high_or_has_as_much_room(open_page):
+    page = open_page(SMOLLM2, viewport=NARROW, has_touch=True, is_mobile=True)
+    act(page, ("click", "#race", {"#status": "Finished", "#race-says": "Medians of three runs"}))
+    unfold(page)
+    small = page.locator("#workbench").evaluate("""(workbench) => {
+        const pressed = "button, select, input, summary, textarea, .tokens .token";
+        return [...workbench.querySelectorAll(pressed)].filter((one) => {
+            const room = parseFloat(getComputedStyle(one, "::after").height) || 0;
+            return one.checkVisibility() && Math.max(room, one.offsetHeight) < 44;
+        }).map((one) => one.outerHTML);
+    }""")
+    assert small == [] and page.locator("#text .token").count() > 40
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert violations(page) == []
 
 
 def test_a_recorded_page_speaks_of_no_server_and_keeps_what_was_measured(open_page):
