@@ -45,14 +45,16 @@ export function drawRows(id, words, ...rows) {
 export function drawStatistics({ cycles, request, answer }) {
   const isEmpty = !cycles.length && !answer;
   byId("charts").hidden = isEmpty;
-  write("statistics-says", isEmpty ? texts.says.statistics : "");
+  write("statistics-number", texts.says.statistics);
   if (!cycles.length) return answer && drawTold(answer);
   const { at, ms, totalMs, ...figures } = figuresOf(cycles);
+  if (figures.passes) write("statistics-number", `${short(figures.tokensPerPass)} tokens per pass`);
   byId("figures").replaceChildren(
     entry("tokens", figures.tokens, "accepted + recovered + bonus + plain"),
     entry("target passes", figures.passes, "after the prefill"),
     entry("tokens per pass", short(figures.tokensPerPass), "after the prefill"),
     entry("draft acceptance rate", short(figures.acceptanceRate), "accepted / drafted"),
+    entry("α", short(figures.alpha), "accepted / judged"),
     entry("mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"),
     entry("time", milliseconds(totalMs), "after the prefill"));
   drawAccepted(figures);
@@ -76,6 +78,7 @@ export function drawStatistics({ cycles, request, answer }) {
 
 /** Draw what another engine has told of a run; the rest it does not tell. */
 function drawTold({ usage, timings, metrics: { speculative_decoding: told } }) {
+  write("statistics-number", counted(usage.completion_tokens, "token"));
   byId("figures").replaceChildren(
     entry("tokens", usage.completion_tokens, "of the answer"),
     entry("cycles with a draft", told.num_spec_steps ?? "–", "as the engine counts"),

@@ -140,7 +140,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
 
 /**
  * What a cycle gives against what it takes, over K: where the line of tokens is above both areas,
- * speculation pays. `at` has alpha, k, c, batch; `points`, [{k, speedup, tokens, name}], were measured.
+ * speculation pays. `at` has alpha, k, c, batch; `points`, [{k, tokens, name, isChosen}], were measured.
  */
 export function drawGain(box, curve, at, { isShown = true, points = [], moves } = {}) {
   const ks = Array.from({ length: LARGEST_K + 1 }, (_, k) => k);
@@ -161,14 +161,12 @@ export function drawGain(box, curve, at, { isShown = true, points = [], moves } 
   plot.line(at.k, 0, at.k, Math.max(tokens[at.k], total[at.k]), "leader");
   if (isShown) plot.dot(at.k, tokens[at.k], "token-dot");
   plot.dot(at.k, total[at.k], "pass-dot");
-  let free = plot.top; // names go down a column at the right, each with a line to its mark
-  for (const [i, { k, tokens: gave, name }] of [...points].sort((a, b) => b.tokens - a.tokens).entries()) {
-    const y = Math.max(free, Math.min(plot.y(gave), plot.bottom - LINE * (points.length - i)));
-    free = y + LINE;
-    plot.add("line.leader", { x1: plot.x(k), y1: plot.y(gave), x2: plot.right - 7.5 * name.length, y2: y });
-    plot.add("path.measured", { d: `M${plot.x(k)} ${plot.y(gave) - 7}l7 7l-7 7l-7 -7z` });
-    plot.text(plot.right, y + 4, name, "end.value");
+  for (const { k, tokens: gave, name, isChosen } of points) {
+    plot.add("path.measured", { d: `M${plot.x(k)} ${plot.y(gave) - 7}l7 7l-7 7l-7 -7z`, tabindex: 0,
+      role: "img", "aria-label": name });
+    plot.text(plot.x(k) + 12, plot.y(gave) + 4, name, isChosen ? "start.value" : "start.value.unchosen");
   }
+  if (points.length) box.firstChild.setAttribute("role", "group"); // in which one can go from mark to mark
   const hasRoom = !points.length && !isNarrow();
   if (hasRoom) plot.text(plot.right - 4, plot.y(costs.at(-1).verify / 4), "time of the pass", "end.value");
   if (isShown) {

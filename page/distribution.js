@@ -137,7 +137,7 @@ export class Distribution {
     this.#note.textContent = rule === "greedy"
       ? "p before any temperature. Greedy decoding takes the largest: nothing is drawn."
       : isMoved ? "Worked out here, of the tokens that are shown; the rest is left out. "
-        : "The likeliest tokens, as the server had them. ";
+        : "The likeliest tokens, as the run had them. ";
     if (rule === "greedy") return;
     if (drafted && !hasQ) this.#note.append("This drafter draws nothing: q is 1 for what it names. ");
     if (rule === "coupled") this.#note.append(explained("noise", "What is the noise?"));

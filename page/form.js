@@ -1,7 +1,7 @@
 // The request's form: what the server offers goes in, a checked request comes out. Ranges are judged
 // by the server, which names the field; here what is no number is refused. An address can hold it all.
 
-import { byId, element } from "./elements.js";
+import { byId, element, write } from "./elements.js";
 import { ServerError } from "./stream.js";
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
@@ -20,6 +20,7 @@ export class RequestForm {
   constructor() {
     this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
     this.#prompt.addEventListener("input", () => { this.#demo.value = ""; });
+    byId("request").addEventListener("input", () => write("settings-now", this.settings));
   }
   /** Offer the demo prompts, by their names, whose first word is their kind. */
   offerPrompts(prompts) {
@@ -45,6 +46,7 @@ export class RequestForm {
     if (chat !== null) byId("chat").checked = chat;
     for (const name of FIELDS.filter((field) => field in fields)) byId(name).value = fields[name];
     if ("prompt" in fields) this.#demo.value = "";
+    write("settings-now", this.settings);
   }
   get key() { return byId("key").value; }
   askForKey() { byId("key-field").hidden = !(byId("more").open = true); }
@@ -73,12 +75,10 @@ export class RequestForm {
     }
     return body;
   }
-  /** Whether the form asks for what this request did. */
-  asks({ prompt, ...request }) {
-    try {
-      const asked = this.request(request.compare, Array.isArray(prompt) ? prompt : null);
-      return JSON.stringify(asked) === JSON.stringify({ prompt, ...request });
-    } catch { return false; }
+  /** The settings that it has, in words. */
+  get settings() {
+    const names = [...NUMBERS.slice(this.#isElsewhere ? 1 : 0), "verification", "json_schema"];
+    return settingsWords(Object.fromEntries(names.map((name) => [name, byId(name).value.trim()])));
   }
   /** Mark the field that an error is about, if it is one of these; null marks none. */
   mark(param) {
@@ -91,9 +91,11 @@ export class RequestForm {
   }
 }
 
-/** The settings of a request, in words. */
-export function settingsWords({ num_speculative_tokens: k, top_p: topP, temperature, ...request }) {
-  const sampled = temperature > 0 ? [`temperature ${temperature}`, topP < 1 && `top-p ${topP}`,
-    request.verification, request.seed !== undefined && `seed ${request.seed}`] : ["greedy"];
-  return [request.drafter, k !== undefined && `K = ${k}`, ...sampled].filter(Boolean).join(", ");
+/** The settings of a request, in words; fields that are left out, or empty, have none. */
+export function settingsWords({ num_speculative_tokens: k = "", seed = "", ...request }) {
+  const { temperature, top_p: topP, verification, max_tokens: most, json_schema: schema } = request;
+  const sampled = [`temperature ${Number(temperature)}`, topP < 1 && `top-p ${Number(topP)}`, verification,
+    seed !== "" && `seed ${seed}`];
+  return [k !== "" && `K = ${k}`, ...temperature > 0 ? sampled : ["greedy"], most && `${most} tokens`,
+    schema && "a JSON schema"].filter(Boolean).join(", ");
 }

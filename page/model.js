@@ -4,14 +4,13 @@
 import { entry } from "./charts.js";
 import { byId, element, write } from "./elements.js";
 import texts from "./texts.json" with { type: "json" };
-import { bytes, milliseconds, short } from "./words.js";
-
-const NEED_A_TRACE = ["back", "step", "race", "racing", "cycle-number", "cycle-count", "slow", "whatif"];
-const CHOSEN_BY_THE_ENGINE = ["drafter", "num_speculative_tokens", "verification", "json_schema"];
+import { bytes, counted, milliseconds, short } from "./words.js";
 
 /** Draw both, from /health. */
 export function drawModel({ model, target, model_card: card, drafters, ...health }) {
   if (!target) return drawElsewhere(model, health.engine, drafters);
+  const parameters = `${(target.parameters / 1e6).toFixed(1)} M`;
+  write("model-number", `${model}, ${parameters} parameters, ${counted(drafters.length, "drafter")}`);
   const vocabulary = `vocabulary ${target.vocabulary}, context ${target.context}`;
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
     + "by the rule of rejection only the distribution is";
@@ -19,7 +18,7 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
   const pass = costs ? costs.pass_ms : null;
   byId("model-card").replaceChildren(
     entry("model", model, card ? `${card.origin}, ${card.licence}` : ""),
-    entry("parameters", `${(target.parameters / 1e6).toFixed(1)} M`, vocabulary),
+    entry("parameters", parameters, vocabulary),
     entry("layers", target.layers),
     entry("weights", bytes(target.weight_bytes), `${target.dtype} in memory, all read in every `
       + "pass; the file may be smaller"),
@@ -41,11 +40,10 @@ function drawDrafters(names, unknown, costOf) {
 
 /** The same where another engine runs the model: it does not tell its weights or its costs. */
 function drawElsewhere(model, { name, version }, drafters) {
+  write("model-number", model);
   byId("model-card").replaceChildren(entry("model", model), entry("engine", name, version ?? ""));
   drawDrafters(drafters, "A drafter that the engine was started with.", () => "");
-  for (const id of NEED_A_TRACE) byId(id).hidden = true;
-  for (const legend of document.querySelectorAll("#workbench .legend")) legend.hidden = true;
-  for (const id of CHOSEN_BY_THE_ENGINE) byId(id).parentElement.hidden = true;
+  document.body.dataset.engine = name; // the style hides what it does not tell, and what it has chosen
   write("cycle-says", `${name} ${version ?? ""} runs this model. It does not tell p, q, u or its KV cache, `
     + "nor which tokens were drafted, so no cycle can be drawn.");
 }

@@ -51,22 +51,15 @@ export class Race {
     for (const name of NAMES) (this.#lanes[name] = new Lane(name)).show(0);
     byId("track").hidden = false;
     byId("chart-race").hidden = byId("race-again").hidden = true;
-    this.#progress();
-    this.say("The server runs both ways, three times each …");
-  }
-  /** What the server does now, in words: events come of the first run of each way. */
-  #progress() {
-    const [ours, plain] = NAMES.map((name) => this.#lanes[name].last.tokens);
-    write("race-pace", !plain ? `The server decodes with drafts first: ${counted(ours, "token")} so far. `
-      + "Both lanes start when it decodes plainly."
-      : this.#isOver ? "Both texts are written. Two more runs of each follow, for medians."
-        : "Both lanes on the server’s clock, as plain decoding’s tokens come.");
+    write("race-pace", "");
+    this.say("The request is decoded both ways, three times each …");
   }
   add(name, event) {
     this.#lanes[name].add(event);
     this.#isOver = this.#lanes.plain.last.tokens >= this.#lanes.speculative.last.tokens;
     if (name === "plain") this.#move();
-    this.#progress();
+    write("race-pace", name === "plain" ? "on the run’s clock" : "Decoding with drafts comes first: "
+      + `${counted(this.#lanes[name].last.tokens, "token")} so far. Both lanes start with plain decoding.`);
   }
   say(...words) { byId("race-says").replaceChildren(...words); }
   /** No more will come of it. */
@@ -81,7 +74,6 @@ export class Race {
     this.#move();
   }
   #tell(compare, textOf) {
-    write("race-pace", mayMove() ? "on the server’s clock" : "at the end, as less motion is wanted");
     byId("race-again").hidden = !mayMove();
     if (compare.costs.alpha === null) {
       return this.say(`Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);

@@ -41,6 +41,13 @@ export const ownToken = ({ tokens }) => (tokens.at(-1).kind === "accepted" ? nul
 export const numJudged = (cycle) => (ownToken(cycle) ? cycle.proposals : cycle.tokens).length;
 export const numAccepted = ({ tokens }) => tokens.filter(({ kind }) => kind === "accepted").length;
 
+/** The cycle that tells most: most accepted before a rejection, else most accepted, else the last. */
+export function tellingCycle(cycles) {
+  const cut = cycles.filter((cycle) => cycle.rejected && numAccepted(cycle));
+  const [best] = (cut.length ? cut : cycles).toSorted((a, b) => numAccepted(b) - numAccepted(a));
+  return best && numAccepted(best) ? best : cycles.at(-1);
+}
+
 /** By which rule a token was chosen: rejection, greedy or coupled. */
 export function ruleOf({ u, score, total }) {
   if (u !== undefined) return "rejection";
@@ -69,7 +76,7 @@ export function figuresOf(cycles) {
   return {
     tokens, passes, drafted, accepted, perCycle, at, ms: { draft, verify, other },
     totalMs: draft + verify + other, tokensPerPass: ratio(tokens - 1, passes),
-    acceptanceRate: ratio(accepted, drafted),
+    acceptanceRate: ratio(accepted, drafted), alpha: ratio(accepted, sum(at, "reached")),
     acceptanceLength: drafted ? 1 + accepted / count((cycle) => cycle.drafted) : null,
     controller: told ? `Cycle ${told.step}: ${told.controller}` : null, // its last sentence
   };

@@ -1,5 +1,5 @@
 // What if: what a cycle gives and takes for an α, K, c and a batch of one's choice, on the cost curve
-// that was measured here, beside what each drafter has brought on this server.
+// that was measured here, beside what each drafter has brought here.
 
 import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, LARGEST_K, MOST_POSITIONS,
   speedupOf } from "./curve.js";
@@ -20,30 +20,32 @@ export class WhatIf {
   #curve = ONE;
   #source = "No pass was timed yet: further positions are taken to be free.";
   #isTouched = false;
+  #chosen = null; // the form's drafter
   constructor() {
     const sliders = Object.entries(SLIDERS).map(([name, about]) => slider(idOf(name), ...about));
-    byId("whatif").append(element("div.movers", { input: () => this.#touch() }, ...sliders),
+    byId("whatif").append(element("div.movers", { input: () => this.#touch(true) }, ...sliders),
       element("div.halves", ...["times", "gain"].map((id) => element("figure", { id: idOf(id) }))),
       element("p.says", { id: "whatif-says" }), element("p.note", { id: "whatif-source" }),
-      element("div", { id: "measured" }));
+      element("p.note", { id: "measured" }));
     new ResizeObserver(() => this.draw()).observe(byId("whatif"));
     this.draw();
   }
-  #touch() {
-    this.#isTouched = true;
-    this.draw();
+  #touch(isTouched) {
+    this.#isTouched = isTouched;
+    this.add([]);
+  }
+  /** Follow the drafter that the form has: the sliders go to where it was measured. */
+  follow(name) {
+    if (name === this.#chosen) return;
+    this.#chosen = name;
+    this.#touch(false);
   }
   /** Take /health, or null of a recording, and /curve; without one, what the controller believes. */
   learn(health, curve) {
     const costs = health?.controller?.costs_by_batch?.["1"];
     if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
       this.#curve = curve;
-      const when = curve.measured_at.slice(0, 16).replace("T", " ");
-      this.#source = `The curve was measured in idle time, ${when}.`;
-      if (costs?.pass_ms) {
-        const [six, one] = [costs.pass_ms + 5 * costs.token_ms, costs.pass_ms];
-        this.#source += ` The controller believes that six positions take ${times(six / one)}, see at 6.`;
-      }
+      this.#source = `The curve was measured in idle time on ${curve.measured_at.slice(0, 10)}.`;
     } else if (costs?.pass_ms) {
       this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
       this.#source = "No curve was measured yet: this is what the controller believes.";
@@ -54,21 +56,16 @@ export class WhatIf {
   add(points) {
     const isBetter = ({ name, rank }) => !(this.#points.get(name)?.rank > rank);
     for (const point of points.filter(isBetter)) this.#points.set(point.name, point);
-    const sorted = [...this.#points.values()].sort((a, b) => b.speedup - a.speedup);
-    const take = (point) => {
-      for (const name of ["alpha", "k", "c"]) {
-        const input = byId(idOf(name));
-        input.max = Math.max(input.max, point[name]);
-        input.value = point[name];
-      }
-      this.#touch();
-    };
-    byId("measured").replaceChildren(...sorted.map((point) => element("p.note",
-      element("button.quiet", { click: () => take(point) }, `Take ${point.name}`), measuredWords(point))));
-    if (sorted.length && !this.#isTouched) {
-      take(sorted[0]);
-      this.#isTouched = false;
-    } else this.draw();
+    const [best] = [...this.#points.values()].sort((a, b) => b.speedup - a.speedup);
+    const point = this.#points.get(this.#chosen) ?? best;
+    for (const name of point && !this.#isTouched ? ["alpha", "k", "c"] : []) {
+      const input = byId(idOf(name));
+      input.max = Math.max(input.max, point[name]);
+      input.value = point[name];
+    }
+    const take = element("button.quiet", { type: "button", click: () => this.#touch(false) }, "Take it");
+    if (point) byId("measured").replaceChildren(measuredWords(point), take);
+    this.draw();
   }
   draw() {
     const at = {};
@@ -80,9 +77,12 @@ export class WhatIf {
     const handles = [{ rows, words: at.batch > 1 ? `${at.batch} × (K + 1)` : "K + 1" }];
     if (at.batch > 1) handles.unshift({ rows: at.batch, words: "plain" });
     drawTimes(byId("whatif-times"), this.#curve, { handles });
-    const points = at.batch === 1 ? [...this.#points.values()] : [];
+    const points = [...at.batch > 1 ? [] : this.#points.values()].map((point) => (
+      { ...point, isChosen: point.name === this.#chosen })).sort((a, b) => a.isChosen - b.isChosen);
     drawGain(byId("whatif-gain"), this.#curve, at, { points });
     write("whatif-says", sentence(this.#curve, at));
+    write("whatif-number", `${times(speedupOf(this.#curve, at))} as fast at α ${short(at.alpha)}, `
+      + `K = ${at.k}, c ${short(at.c)}`);
     write("whatif-source", this.#source);
   }
 }
@@ -92,15 +92,15 @@ function sentence(curve, at) {
   const [{ draft, verify }, least, best] = [cycleCost(curve, at), breakEven(curve, at), bestK(curve, at)];
   const pays = least === null ? "it cannot pay" : `it pays from α ${short(least)} on`;
   const gives = `${short(expectedTokens(at.alpha, at.k))} tokens in ${short(draft + verify)} plain passes`;
-  return `K = ${short(at.k, at.k % 1 ? 1 : 0)}: expected ${times(speedupOf(curve, at))}, ${gives}; ${pays}. `
+  return `K = ${at.k}: expected ${times(speedupOf(curve, at))}, ${gives}; ${pays}. `
     + `Best is ${best ? `K = ${best}, ${times(speedupOf(curve, { ...at, k: best }))}`
       : "no draft"}.`;
 }
 
-function measuredWords({ alpha, k, c, speedup, source, disturbed }) {
-  return ` ${times(speedup)} as fast as plain decoding `
+function measuredWords({ name, alpha, k, c, speedup, source, disturbed }) {
+  return `With ${name} it was ${times(speedup)} as fast as plain decoding `
     + `(${source}${disturbed ? ", disturbed: the machine was busy" : ""}): `
-    + `α ${short(alpha)}, ${k.toFixed(1)} drafted per cycle, c ${short(c)}.`;
+    + `α ${short(alpha)}, ${k.toFixed(1)} drafted per cycle, c ${short(c)}. `;
 }
 
 const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_passes;

@@ -96,8 +96,8 @@ export function why(token, cycle) {
   return `${MARKS[kind]} ${instead}${origin}${chosen}. ${part}${grammar}`;
 }
 
-/** What happened in a cycle of a request, in sentences. */
-export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculative_tokens: k }) {
+/** What happened in a cycle of a request, in sentences; and why it is shown, as the one of `most` cycles. */
+export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculative_tokens: k }, most = 0) {
   const { step, tokens, proposals: { length: n }, rejected, drafter, controller, cached, ms } = cycle;
   const spent = Object.entries(ms).map(([name, took]) => `${name} ${milliseconds(took)}`).join(", ");
   const own = ownToken(cycle);
@@ -105,7 +105,9 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
     return `The prefill read the prompt (${counted(cached[1], "token")}) and gave ${quoted(own)}, now `
       + `pending (${spent}).`;
   }
-  const parts = n ? [`${drafter ?? "the drafter"} proposed ${n}`, `${numAccepted(cycle)} accepted`]
+  const [kept, why] = [numAccepted(cycle), rejected ? "then a rejection" : "the most of all"];
+  const tells = most && kept ? ` of ${most}, which tells most: ${kept} accepted, ${why}. ` : ": ";
+  const parts = n ? [`${drafter ?? "the drafter"} proposed ${n}`, `${kept} accepted`]
     : ["plain decoding"];
   if (rejected) parts.push(`${quoted(rejected)} rejected`);
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
@@ -113,6 +115,6 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   const early = n < limit ? ` ${n} of at most ${limit}: ${texts.says.early}.` : "";
   const resting = /while/.test(controller) ? texts.says.rests : "";
   const rests = n || !controller ? "" : ` The controller: ${controller}. ${resting}`;
-  return `Cycle ${step}: ${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
+  return `Cycle ${step}${tells}${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
     + `(${spent}).${early}${rests}`;
 }

@@ -8,23 +8,22 @@
 import { drawStatistics } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
-import { byId, element, enable, isNarrow, isOff, mayMove, onPress, reveal, write } from "./elements.js";
+import { byId, element, enable, isNarrow, isOff, onPress, reveal, write } from "./elements.js";
 import { RequestForm, settingsWords } from "./form.js";
 import { drawModel } from "./model.js";
-import { phasesOf, Picture } from "./picture.js";
+import { Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
 import { getJson, isRecorded, recording } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
-import { figuresOf, numAccepted, readCycle, ruleOf } from "./trace.js";
+import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
 import { fromRace, WhatIf } from "./whatif.js";
 import { MARKS, pace, summary, toldWords } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
-const SLOW_MS = 700; // of a phase that is shown slowly
 const NOT_RECORDED = ["num_speculative_tokens", "top_p", "max_tokens", "seed", "json_schema", "chat"];
 const LOADING = "The model is being loaded.";
 
@@ -40,7 +39,7 @@ const fresh = (more) => ({ request: {}, cycles: [], names: new Map(), answer: nu
 let now = fresh();
 let run = null; // {stream: a Run, session, ended: called with the session or null, follows}
 let mode = "idle"; // idle | running | stepping | racing
-let [drawnAt, slowly] = [0, 0]; // when pictures were drawn last; a timer
+let drawnAt = 0; // when pictures were drawn last
 let health = null;
 let [isLoading, isOpening] = [false, true]; // the model; the page, until it has what it needs
 
@@ -107,7 +106,7 @@ const shown = {
   },
   ended({ state, error }) {
     const [{ session, ended }, isFinished] = [run, state === "finished"];
-    drawPictures();
+    drawPictures(isFinished && mode !== "stepping");
     run = null;
     setMode("idle");
     if (isFinished) showAnswer(session);
@@ -115,7 +114,7 @@ const shown = {
     if (session.request.compare && !isFinished) race.breakOff();
     session.asAnswer?.finish(session);
     if (state === "failed") showError(error);
-    else askHealth().catch(showError);
+    else if (!isRecorded) askHealth().catch(showError); // a recording stays as it was
     writeLink();
     ended(isFinished ? session : null);
   },
@@ -127,9 +126,8 @@ function showAnswer(session) {
   say(`Finished (${answer.finish_reason}): ${figures}.`);
   write("whole-text", `The whole text: ${answer.text}`);
   const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
-  const looksBack = isSuffix && request.verification !== "rejection";
-  const notes = looksBack ? [...answer.warnings, texts.says.remembers] : answer.warnings;
-  byId("notes").replaceChildren(...notes.map((words) => element("li", words)));
+  const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
+  byId("notes").replaceChildren(...[...answer.warnings, ...more].map((words) => element("li", words)));
   if (!request.compare) return;
   race.finish(answer, (id) => nameOf(session, id));
   whatIf.add(fromRace(answer));
@@ -137,26 +135,27 @@ function showAnswer(session) {
 
 // -------------------------------------------------------------------------------- pictures
 
-function drawPictures() {
+/** Draw what has come; at the end of a run the cycle that tells most, unless the reader chose one. */
+function drawPictures(isEnd = false) {
   drawnAt = performance.now();
   if (run.session !== now) return;
   drawStatistics(now);
-  showCycle(...run.follows ? [now.cycles.length - 1] : [now.at, now.place]);
+  const step = isEnd ? now.cycles.indexOf(tellingCycle(now.cycles)) : now.cycles.length - 1;
+  showCycle(...run.follows ? [step, null, false, isEnd] : [now.at, now.place]);
 }
 
 /** Show a cycle of the session that is looked at, and the place in it that says most. */
-function showCycle(step, place = null, isAsked = false) {
-  clearTimeout(slowly);
+function showCycle(step, place = null, isAsked = false, isTelling = false) {
   const [cycle, last, number] = [now.cycles[step], now.cycles.length - 1, byId("cycle-number")];
   if (!cycle) return;
   now.at = step;
   const count = `${step} of ${last}${step === 0 ? ", the prefill" : ""}`;
   Object.assign(number, { disabled: false, max: last, value: step, ariaValueText: `cycle ${count}` });
   write("cycle-count", count);
-  write("cycle-says", summary(cycle, now.request));
+  write("cycle-says", summary(cycle, now.request, isTelling ? last : 0));
   tellSettings();
   picture.draw(cycle, now.cycles);
-  now.text.mark(cycle.first, cycle.tokens.length, isAsked || mode !== "running");
+  now.text.mark(cycle.first, cycle.tokens.length, isAsked || isTelling || mode !== "running");
   showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1), isAsked);
   enable("back", step > 0);
   if (!isAsked) return;
@@ -172,23 +171,16 @@ function showPlace(place, isAsked = false) {
   if (isAsked) for (const id of ["cycle", "verdict"]) if (byId(id)) reveal(byId(id));
 }
 
-/** Show the cycle that is looked at once more, phase by phase. */
-function playSlowly(phase = 0) {
-  const phases = now.at < 0 ? [] : phasesOf(now.cycles[now.at]);
-  if (!phases.length || !mayMove()) return;
-  clearTimeout(slowly);
-  picture.show(phase, true);
-  write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
-  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), (phase ? 3 : 1) * SLOW_MS);
-}
-
 const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
 
-/** Go one cycle on, and ask for a new one where the last one is shown. */
-function onward() {
+/** Go one cycle on. Behind the last one ask for a new one, or begin a new run, which no arrow key does. */
+function onward(isKey = false) {
   if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
-  const isEnd = now.answer && form.asks(now.request);
-  if (mode === "idle") return isEnd ? say("This is the last cycle. Run begins anew.") : begin("stepping");
+  if (mode === "idle") {
+    const { answer } = now; // of a run whose prefill has been seen
+    if (answer && isKey) return say("This is the last cycle. Step or Run begins anew.");
+    return begin("stepping") && answer && run.stream.step();
+  }
   if (mode === "racing") return null;
   if (mode === "running") setMode("stepping");
   run.follows = true;
@@ -205,10 +197,12 @@ function showError(error) {
   if (error?.isGone) write("server", "The server does not answer.");
 }
 
-/** Say what the run had where the form asks for something else by now. */
+/** Say what the run had where the form has something else by now; What if? follows the form. */
 function tellSettings() {
-  const words = `This run had other settings than the form has now: ${settingsWords(now.request)}.`;
-  write("cycle-settings", now.cycles.length && !form.asks(now.request) ? words : "");
+  const had = `${now.request.drafter}, ${settingsWords(now.request)}`;
+  const isOther = now.cycles.length && had !== `${byId("drafter").value}, ${form.settings}`;
+  write("cycle-settings", isOther ? `This run had other settings than the form has now: ${had}.` : "");
+  whatIf.follow(byId("drafter").value);
 }
 
 function setMode(wanted) {
@@ -240,8 +234,11 @@ function writeLink() {
   history.replaceState(null, "", `#${fields}`);
 }
 
-/** Run again what the address tells of, and go to its cycle. */
+/** Run again what the address tells of, and go to its cycle, or open the part that it names. */
 function followLink() {
+  const fold = byId(location.hash.slice(1))?.closest("details");
+  if (fold) fold.open = true;
+  fold?.scrollIntoView();
   const fields = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" });
 }
@@ -249,10 +246,12 @@ function followLink() {
 /** Run what these fields ask for, and go to the cycle `at`. */
 function runAgain({ at, ...fields }) {
   if (mode !== "idle") return;
+  const before = form.settings;
   form.fill({ verification: "", seed: "", json_schema: "", ...fields });
+  byId("more").open ||= form.settings !== before; // one should see what is not as usual
   byId("workbench").scrollIntoView();
   begin("running", null, null, (session) => (
-    session && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
+    session && at && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
 }
 
 document.querySelector("#workbench .legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
@@ -268,21 +267,19 @@ onPress("back", back);
 onPress("step", onward);
 onPress("stop", () => run.stream.stop());
 onPress("race", () => begin("racing"));
-onPress("slow", () => playSlowly());
 onPress("show-text", () => showTalk(false));
 onPress("show-chat", () => showTalk(true));
 onPress("link", async () => {
   const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  const isDrawn = now.cycles.length && ruleOf(now.cycles[0].tokens[0]) === "rejection";
   say(`The address ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle. `
-    + (isDrawn ? "By rejection the text depends on the drafts." : "The text returns; cycles may differ."));
+    + "The text returns; cycles may differ, and by rejection the text, too.");
 });
 byId("cycle-number").addEventListener("input", ({ target }) => showCycle(Number(target.value), null, true));
 addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   const isTaken = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.defaultPrevented;
   if (!by || isTaken || !event.target.closest?.("#reading, #cycle")) return;
-  if (!event.target.closest("input, select, textarea, pre, [role=listbox]")) (by < 0 ? back : onward)();
+  if (!event.target.closest("input, select, textarea, pre, [role=listbox]")) (by < 0 ? back : onward)(true);
 });
 byId("request").addEventListener("input", ({ target }) => {
   tellSettings();
@@ -317,6 +314,7 @@ async function askHealth() {
 
 /** Ask what passes take here; a server that measures none says so with 404. */
 async function learnCurve() {
+  tellSettings();
   const curve = await getJson("curve", form.key).catch(() => null);
   whatIf.learn(isRecorded ? null : health, curve);
   if (isRecorded) {

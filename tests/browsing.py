@@ -121,6 +121,11 @@ def see(page, expected):
                 seen.to_contain_text(words)
 
 
+def unfold(page):
+    """Open whatever is folded in the workbench."""
+    page.evaluate("for (const one of document.querySelectorAll('#workbench details')) one.open = 1")
+
+
 def open_cycle(page, step):
     act(page, (step, "#cycle-number", {"#cycle-count": f"{step} of"}))
 

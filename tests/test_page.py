@@ -30,6 +30,7 @@ from browsing import (
     say,
     see,
     stream_of,
+    unfold,
     violations,
     wait_until_ready,
 )
@@ -89,8 +90,11 @@ def traced(server, fields):
 
 
 def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, server):
-    """By tokens, the slider, buttons and arrow keys. Its figures are drawn; before, none are."""
-    see(page, {"#figures:visible": 0, "#statistics-says": "After a run", "#cycle-count": NOTHING})
+    """By tokens, the slider, buttons and arrow keys. Its figures are drawn; before, none are.
+
+    At its end the cycle is shown that tells most, and Step goes on from there.
+    """
+    see(page, {"#figures:visible": 0, "#statistics-number": "after a run", "#cycle-count": NOTHING})
     run(page, **SAMPLED, verification="coupled")
     answer = traced(server, SAMPLED)
     assert page.text_content("#text .prompt") == SAMPLED["prompt"]
@@ -110,9 +114,15 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
         act(page, ("hover", f"{TOKENS}.{kind} >> nth=0", {"#popup": total}))
     at, last = "#cycle-count", len(cycles) - 1
     marked = {f"{TOKENS}.current": cycles[1]["emitted_count"]}
+    kept = [cycle["accepted_count"] if cycle["rejected"] else 0 for cycle in cycles]
+    most, step = max(kept), kept.index(max(kept))
+    shown = f"Cycle {step} of {last}, which tells most: {most} accepted, then a rejection."
+    see(page, {at: f"{step} of {last}", "#cycle-says": shown, f"{TOKENS}.current": most + 1})
     act(
         page,
-        ("click", "#step", {"#status": "This is the last cycle", at: f"{last} of {last}"}),
+        ("click", "#step", {at: f"{step + 1} of {last}", "#cycle-says": f"Cycle {step + 1}: "}),
+        ("End", "#cycle-number", {at: f"{last} of {last}"}),
+        ("ArrowRight", "#step", {"#status": "This is the last cycle", at: f"{last} of {last}"}),
         ("click", f"{TOKENS} >> nth=1", {at: "1 of"} | marked),
         ("ArrowRight", "#cycle-number", {at: "2 of"}),
         ("ArrowRight", "#step", {at: "3 of"}),
@@ -129,7 +139,12 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
         "#chart-accepted .kept:not([style*=' 0%'])": sum(map(bool, accepted)),
         "#chart-accepted .drafted:not([style*=' 0%'])": sum(map(bool, drafted)),
         "#chart-accepted .x": f"cycle {last}",
+        "#statistics-number": f"{metrics['tokens_per_pass']:.2f} tokens per pass",
     })  # fmt: skip
+    reached = sum(accepted) + sum(cycle["rejected"] is not None for cycle in cycles)
+    see(page, {"[data-figure='α']": f"{sum(accepted) / reached:.2f}".lstrip("0")})
+    act(page, ("End", "#cycle-number", {}), ("click", "#step", {at: re.compile("^1 of 1$")}))
+    page.click("#stop")
 
 
 def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(page, server):
@@ -163,7 +178,7 @@ def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
     """Parts of characters, special tokens, Hebrew; states go back beside a cache of 8,000."""
     cycles = [
         event(0, [("caf", "bonus")]),
-        event(1, [("\ufffd", "accepted"), ("\ufffd", "recovered")], 5, text="é"),
+        event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
         event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!"),
     ]
     mock(page, stream_of(cycles))
@@ -315,7 +330,7 @@ def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
     assert max(widths(heat=2)) < max(cold)
     assert sum(width > 1 for width in widths(nucleus=0.05)) == 1
     assert widths(heat=0.8, nucleus=1) == as_sent
-    see(page, {"#distribution .note": "as the server had them"})
+    see(page, {"#distribution .note": "as the run had them"})
 
 
 PROPOSER = re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")
@@ -407,8 +422,10 @@ def test_what_seems_to_contradict_is_explained_where_it_happens(page):
     see(page, {"#cycle-settings": NOTHING})
     mock(page, stream_of([FIRST, THREE, event(2, [("f", "bonus")], 9, controller=RESTS)]))
     run(page)
-    see(page, {"#cycle-says": (RESTS, "keeps an account by the clock"), "#controller-says": RESTS})
-    act(page, ("ArrowLeft", "#cycle-number", {"#cycle-says": "3 of at most 5: a draft ends early"}))
+    see(page, {"#cycle-says": ("Cycle 1 of 2, which tells most: 3 accepted, the most of all. ",
+                               "3 of at most 5: a draft ends early")})  # fmt: skip
+    told = {"#cycle-says": (RESTS, "keeps an account by the clock"), "#controller-says": RESTS}
+    act(page, ("ArrowRight", "#cycle-number", told))
 
 
 BROKEN_DRAFTER = """from drafters import Drafter
@@ -482,10 +499,14 @@ def test_what_a_button_changes_is_on_the_screen_and_nothing_overflows_at_any_k(o
     page = open_page(viewport=size)
     fill(page, **SAMPLED | {"max_tokens": 24})
     page.click("#more summary")
+    closed = page.locator("#workbench details:not([open])")
+    assert closed.count() == 4  # the settings, the numbers, What if?, the model
     for button, changed in SEEN.items():
         page.evaluate("scrollTo(0, 500)")
         act(page, ("click", button, {"#status": "Finished"}))
         assert page.evaluate(OUTSIDE, changed) == [], button
+    assert closed.count() == 4
+    unfold(page)
     for k in (1, 16):
         run(page, num_speculative_tokens=k)
         for token in page.locator(TOKENS).all()[:9]:
@@ -518,6 +539,8 @@ def test_axe_finds_nothing_wrong(open_page, chatting):
     """Wide and narrow; nothing but the colours depends on the scheme."""
     page = open_page()
     run(page, "#race", **SAMPLED | {"max_tokens": 40})
+    assert violations(page) == []
+    unfold(page)
     for size in (WIDE, NARROW):
         page.set_viewport_size(size)
         fill(page, temperature="abc")
@@ -543,7 +566,7 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
         "#lane-plain .counts": "40 tokens · 39 passes",
         "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
         "#chart-race .row:not(.scale)": 2,
-        "#measured": "as fast as plain decoding (the last race",
+        "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race"),
     })  # fmt: skip
     run(page, "#race", **FEW | {"drafter": "none"})
     no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
@@ -564,7 +587,9 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
     )
     see(page, {"#race-says": said, "#measured": "the last race, disturbed: "})
     taken = {"#whatif-alpha-value": ".62", "#whatif-c-value": "4.20"}
-    act(page, ("click", "text=Take draft_model >> nth=-1", taken))
+    see(page, {"#whatif-number": re.compile("as fast at α .62, K = \\d, c 4.20$")} | taken)
+    act(page, ("click", "#whatif > summary", {}), (0.1, "#whatif-alpha", {"#measured": "α .62"}))
+    act(page, ("click", "text=Take it", taken))
 
 
 STREAMED = """const real = window.fetch;
@@ -594,7 +619,7 @@ def test_both_lanes_of_a_race_move_while_it_runs_and_can_be_replayed_slowly(open
         return [*map(page.text_content, LANES)]
 
     assert lanes(stream_of(fast, [])["body"], 100, 100) == ["", ""]
-    see(page, {"#race-pace": "The server decodes with drafts first: 3 tokens so far"})
+    see(page, {"#race-pace": "Decoding with drafts comes first: 3 tokens so far"})
     assert lanes(stream_of(slow[:1], [])["body"], 100, 100) == ["a", "a"]
     assert lanes(stream_of(slow[1:2], [])["body"], 100, 100) == ["abc", "ab"]
     see(page, {"#race-clock": re.compile("^10 ms$"), "#chart-race:visible": 0})

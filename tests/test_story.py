@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import speculative_decoding as core
-from browsing import NARROW, SLIDE, WIDE, act, api, module_browser, see, violations
+from browsing import NARROW, SLIDE, WIDE, act, api, module_browser, see, unfold, violations
 from server import ROOT, free_port, until
 
 pytestmark = pytest.mark.browser
@@ -475,6 +475,78 @@ def test_the_story_is_read_by_keyboard_and_leads_to_the_workbench(open_page, tol
     page.click("[data-chapter=reject] .quiet")
     see(page, {"#status": "Finished", "#prompt": 1, "#cycle-count": "of"})
     assert page.input_value("#prompt") == told["prompts"]["first"] and cut["step"] >= 1
+
+
+# ---------------------------------------------------------------------------- the workbench
+
+
+def test_the_workbench_begins_with_the_text_the_cycle_and_the_race(open_page):
+    """They fill a desktop's window. All else is folded, until a key or a link opens it."""
+    page, folds = open_page(SMOLLM2, viewport=WIDE), ("#more", "#statistics", "#whatif", "#model")
+    see(page, {f"{fold}[open]": 0 for fold in folds} | {"#model-number": "134.5 M parameters"})
+    act(page, ("click", "#race", {"#status": "Finished", "#race-says": "Medians of three runs"}))
+    page.evaluate("document.querySelector('#workbench').scrollIntoView()")
+    parts = ["#request", "#text", "#cycle", "#racing", "#race-says", "#model"]
+    assert page.evaluate(OUTSIDE, parts) == []
+    ends = "(all) => all.map((one) => document.querySelector(one).getBoundingClientRect().bottom)"
+    assert min(page.evaluate(ends, ["#racing", "#model"])) > 800
+    see(page, {"#statistics-number": "2.61 tokens per pass", "#settings-now": "K = 5, greedy"})
+    for fold in folds:
+        act(page, ("Enter", f"{fold} > summary", {f"{fold}[open]": 1}))
+    act(page, ("click", "#run", {"#status": "Finished"}))
+    see(page, {f"{fold}[open]": 1 for fold in folds})
+    see(page, {"#statistics": "α counts a guess only if all before it were accepted"})
+    page = open_page(f"{SMOLLM2}#whatif", viewport=WIDE)
+    see(page, {"#whatif[open]": 1, "#model[open]": 0})
+    page.click("[data-chapter=sampling] .quiet")  # a run with settings that are not as usual
+    see(page, {"#status": "Finished", "#more[open]": 1, "#settings-now": "temperature 0.8"})
+
+
+def test_what_if_follows_the_drafter_of_the_form_and_names_its_point(open_page, told):
+    """The others' names come with the focus or the pointer."""
+    page = open_page(f"{SMOLLM2}#whatif", viewport=WIDE)
+    names = page.locator("#whatif-gain .measured + text")
+    shown = "all => all.filter((one) => one.checkVisibility({visibilityProperty: true}))"
+    for drafter in ("eagle3", "ngram"):
+        page.select_option("#drafter", drafter)
+        (compare,) = (
+            r["events"][-1]["compare"] for r in told["runs"]
+            if (r["prompt"], r["request"]["drafter"]) == ("first", drafter)
+        )  # fmt: skip
+        alpha = f"{compare['costs']['alpha']:.2f}".lstrip("0")
+        speed = f"With {drafter} it was {compare['measured_speedup']:.2f}× as fast"
+        see(page, {"#whatif-alpha-value": alpha, "#measured": speed, "#whatif-number": alpha})
+        text = f"{shown}.map((one) => one.textContent)"
+        assert names.evaluate_all(text) == [drafter] and names.count() == 6
+    page.focus("#whatif-gain .measured[aria-label=self_int8]")
+    assert {*names.evaluate_all(text)} == {"ngram", "self_int8"}
+    assert violations(page, "#whatif") == []
+
+
+def test_what_a_finger_presses_is_44_px_high_or_has_as_much_room(open_page):
+    page = open_page(SMOLLM2, viewport=NARROW, has_touch=True, is_mobile=True)
+    act(page, ("click", "#race", {"#status": "Finished", "#race-says": "Medians of three runs"}))
+    unfold(page)
+    small = page.locator("#workbench").evaluate("""(workbench) => {
+        const pressed = "button, select, input, summary, textarea, .tokens .token";
+        return [...workbench.querySelectorAll(pressed)].filter((one) => {
+            const room = parseFloat(getComputedStyle(one, "::after").height) || 0;
+            return one.checkVisibility() && Math.max(room, one.offsetHeight) < 44;
+        }).map((one) => one.outerHTML);
+    }""")
+    assert small == [] and page.locator("#text .token").count() > 40
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert violations(page) == []
+
+
+def test_a_recorded_page_speaks_of_no_server_and_keeps_what_was_measured(open_page):
+    page = open_page(SMOLLM2, viewport=WIDE)
+    words = page.locator("#workbench").text_content()
+    act(page, ("click", "#race", {"#status": "Finished", "#race-says": "Medians of three runs"}))
+    act(page, ("click", "#run", {"#status": "Finished"}))  # whatever is asked for once more
+    words += page.locator("#workbench").text_content()
+    assert re.findall(".{30}[Ss]erver.{30}", words) == []
+    see(page, {"#measured": "the last race"})
 
 
 def test_a_model_without_a_drafter_has_its_story_too(browser, site, told):
