@@ -14,9 +14,9 @@ import { bar, row, scale } from "./charts.js";
 import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_POSITIONS, passMs,
   speedupOf } from "./curve.js";
 import { chanceRows, drawnByRejection, likeliest, top, withNoise } from "./distribution.js";
-import { element } from "./elements.js";
+import { element, isNarrow } from "./elements.js";
 import { phasesOf } from "./picture.js";
-import { drawLanes, drawRace } from "./scene.js";
+import { drawLanes } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
 import { numAccepted } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
@@ -88,14 +88,20 @@ function drawCosts(scene, data, at, handles, isShown = true) {
 const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) => (
   box.replaceChildren(...above, element("div.rows", { role: "img", "aria-label": words }, ...rows))), share);
 
-/** Draw what each of these has written in so many passes, {name: tokens}, by the tokens' fates. */
-function drawScore(scene, lanes, passes) {
-  const [all, took] = [Object.entries(lanes), `in ${counted(passes, "pass", "passes")}`];
-  const most = Math.max(20, ...all.map(([, { length }]) => length));
-  const bars = (tokens) => tokens.map(({ kind }, i) => bar(kind, i / most, (i + 1) / most));
-  const rows = all.map(([name, tokens]) => row("", name, bars(tokens), `${tokens.length} ${took}`));
-  const words = all.map(([name, { length }]) => `${name}: ${counted(length, "token")} ${took}`);
-  drawBars(scene, 0.24, [words.join("; "), ...rows, row(".scale", "tokens", scale(0, most))]);
+/** Draw what each of `lanes`, [{name, tokens, words}], has written: a bar for each token by its fate. */
+function drawTokens(scene, share, lanes, most, says = "") {
+  const bars = (tokens) => tokens.map(({ kind }, i) => bar(`fate.${kind}`, i / most, (i + 1) / most));
+  const rows = lanes.map(({ name, tokens, words }) => row("", name, bars(tokens), words));
+  const told = lanes.map(({ name, tokens, words }) => `${name}: ${words || counted(tokens.length, "token")}`);
+  drawBars(scene, share, [told.join("; "), ...rows, row(".scale", "tokens", scale(0, most), says)]);
+}
+
+/** The same of racers, as far as they were at `ms`; the times of those that have ended. */
+function drawRace(scene, share, racers, ms, isTimed = true) {
+  const lanes = racers.map(({ name, at, endMs, passes }) => ({ name, tokens: at(ms), words:
+    isTimed && ms >= endMs ? `${milliseconds(endMs)}${isNarrow() ? "" : `, ${passes} passes`}` : "" }));
+  const most = Math.max(...racers.map(({ numTokens }) => numTokens));
+  drawTokens(scene, share, lanes, most, isTimed ? `after ${milliseconds(ms)}` : "");
 }
 
 export const CHAPTERS = {
@@ -109,9 +115,10 @@ export const CHAPTERS = {
       const pair = data.racers("first").filter(({ name }) => ["plain", data.drafter].includes(name));
       const ms = (share / 100) * Math.max(...pair.map(({ endMs }) => endMs));
       scene.strip(data.told.prompt, []);
-      scene.writings(pair.map(({ name, at, endMs }) => ({ name, tokens: at(ms), words:
-        chosen !== null && ms >= endMs ? `all in ${milliseconds(endMs)}` : counted(at(ms).length, "token") })));
-      scene.plot((box) => drawRace(box, pair, ms, chosen !== null), 0.3);
+      const words = (lane) => (chosen !== null && ms >= lane.endMs ? `all in ${milliseconds(lane.endMs)}`
+        : counted(lane.at(ms).length, "token"));
+      scene.writings(pair.map((lane) => ({ name: lane.name, tokens: lane.at(ms), words: words(lane) })));
+      drawRace(scene, 0.3, pair, ms, chosen !== null);
       return `The model alone (plain), and the same model with a drafter (${data.drafter}), on one clock.`;
     },
   },
@@ -188,7 +195,10 @@ export const CHAPTERS = {
       scene.strip(prompt, textOf([...before, ...judged]));
       scene.cycle(shown, [...before, ...judged, shown], isOpen ? shown.proposals.length : Infinity, isPlayed);
       const plain = asPlain(you.slice(0, judged.length)); // as many as passes
-      drawScore(scene, { you, [data.drafter]: theirs, plain }, judged.length);
+      const took = `in ${counted(judged.length, "pass", "passes")}`;
+      const lanes = Object.entries({ you, [data.drafter]: theirs, plain }).map(([name, tokens]) => (
+        { name, tokens, words: `${counted(tokens.length, "token")} ${took}` }));
+      drawTokens(scene, 0.24, lanes, Math.max(20, you.length, theirs.length));
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
       const says = `Right: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
         + `The pass gives ${counted(shown.tokens.length, "token")}. `;
@@ -314,7 +324,7 @@ export const CHAPTERS = {
       const first = racers.reduce((a, b) => (b.endMs < a.endMs ? b : a));
       scene.strip("", first.at(ms));
       scene.nothing();
-      scene.plot((box) => drawRace(box, racers, ms), 0.75);
+      drawRace(scene, 0.75, racers, ms);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
       if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
       const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);

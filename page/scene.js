@@ -26,14 +26,15 @@ export class Scene {
       ...tokens.slice(-MOST_SHOWN).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
   }
   /** A pass over so many positions: `read` are the tokens there, `says` what the target writes after each. */
-  positions(count, { weights }, { read = [], says = [], parts = bytes(weights) } = {}) {
+  positions(count, { weights }, { read = [], says = [], parts } = {}) {
     const isFew = count <= (isNarrow() ? 1 : FEW) && read.length;
+    const whole = bytes(weights) + (isNarrow() ? "" : " of weights");
     const slots = Array.from({ length: count }, (_, i) => (!isFew ? element("li.position")
       : element("li.place", element("span.label", count === 1 ? "it reads" : `position ${i + 1}`),
         element("span.chip", visible(read[i] ?? "")), element("span.label", "and says"),
         element("span.chip.own.plain", says[i] ? visible(says[i]) : "\u00a0"))));
     this.#pass.replaceChildren(element(isFew ? "ol.draft" : "ol.draft.cells", ...slots),
-      element("p.beam.lit", element("span", `weights, ${parts}, stream past ${counted(count, "position")}`)));
+      element("p.beam.lit", element("span", `${parts || whole} stream past ${counted(count, "position")}`)));
   }
   nothing() { this.#pass.replaceChildren(); }
   /** Texts that grow side by side: [{name, tokens, words}]. */
@@ -75,24 +76,5 @@ export function drawLanes(box, lanes, most) {
       if (inside && width > 26) plot.text(x + width / 2, top + LANE / 2 + 5, inside, "middle.value");
       at += ms;
     }
-  });
-}
-
-/** Texts of drafters as bars of tokens by their fates, as far as they were at `ms`. */
-export function drawRace(box, lanes, ms, isTimed = true) {
-  const numTokens = Math.max(...lanes.map((lane) => lane.numTokens));
-  const label = lanes.map(({ name, at }) => `${name}: ${at(ms).length} tokens`).join(", ");
-  const plot = axes(box, { xs: [0, numTokens], most: 1, xTicks: ticks(0, numTokens), label,
-    xWords: "tokens written", yWords: isTimed ? `after ${milliseconds(ms)}` : "", isFlat: true, left: 96,
-    margin: isNarrow() ? 70 : 150 });
-  const height = Math.min(60, (plot.bottom - plot.top) / lanes.length - 4);
-  lanes.forEach(({ name, at, endMs, passes }, i) => {
-    const [tokens, y] = [at(ms), plot.top + 4 + i * (height + 4)];
-    plot.text(plot.left - 6, y + height / 2 + 5, name, "end.value");
-    tokens.forEach(({ kind }, j) => plot.add(`rect.fate.${kind}`, { x: plot.x(j), y, height,
-      width: Math.max(1, plot.x(1) - plot.x(0) - 1) }));
-    const end = [plot.right + 6, y + height / 2 + 5];
-    const more = isNarrow() ? "" : `, ${passes} passes`;
-    if (isTimed && ms >= endMs) plot.text(...end, `${milliseconds(endMs)}${more}`, "start.value");
   });
 }

@@ -405,7 +405,9 @@ FOREIGN = (  # what the page refers to outside, scripts and styles that CSP stop
 )
 
 
-@pytest.mark.parametrize("name", [name for name in files() if not name.endswith((".json", ".woff2"))])
+@pytest.mark.parametrize(
+    "name", [name for name in files() if not name.endswith((".json", ".woff2"))]
+)
 def test_the_page_is_of_its_folder_alone_and_inserts_text_as_text(name):
     file = ROOT / "page" / name
     text = file.read_text("utf-8")

@@ -277,7 +277,7 @@ def test_what_is_moved_moves_the_picture_and_the_numbers(open_page, told):
         move(page, "share", 100)
         drafted = runs_of(told, prompt)
         num_tokens = sum(len(cycle["tokens"]) for cycle in drafted["ngram"])
-        lanes = page.locator("#scene-plot rect.fate")
+        lanes = page.locator("#scene-plot .bar.fate")
         assert lanes.count() == num_tokens * (1 + len(drafted))  # and plain decoding's
 
 
@@ -402,7 +402,9 @@ def test_the_reader_drafts_in_rounds_against_the_drafter(open_page, told):
         rows = page.locator("#scene-plot .row:not(.scale)")
         for row, count in enumerate((mine, theirs, number)):
             api.expect(rows.nth(row).locator(".bar")).to_have_count(count)
-            api.expect(rows.nth(row)).to_contain_text(f"{count} in {number} pass")
+            api.expect(rows.nth(row)).to_contain_text(
+                f"{count} token{'s' * (count > 1)} in {number} pass"
+            )
         label = page.get_attribute("#scene-plot .rows", "aria-label")
         assert f"you: {mine} tokens in {number} pass" in label and f"plain: {number} token" in label
     faster = "you were" if mine > theirs else "it was"
