@@ -8,10 +8,10 @@
 import { drawStatistics } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
-import { byId, element, enable, isNarrow, isOff, onPress, reveal, write } from "./elements.js";
+import { byId, element, enable, isNarrow, isOff, mayMove, onPress, reveal, write } from "./elements.js";
 import { RequestForm, settingsWords } from "./form.js";
 import { drawModel } from "./model.js";
-import { Picture } from "./picture.js";
+import { phasesOf, Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
@@ -24,6 +24,7 @@ import { MARKS, pace, summary, toldWords } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
+const SLOW_MS = 700; // of a phase that is shown slowly
 const NOT_RECORDED = ["num_speculative_tokens", "top_p", "max_tokens", "seed", "json_schema", "chat"];
 const LOADING = "The model is being loaded.";
 
@@ -39,7 +40,7 @@ const fresh = (more) => ({ request: {}, cycles: [], names: new Map(), answer: nu
 let now = fresh();
 let run = null; // {stream: a Run, session, ended: called with the session or null, follows}
 let mode = "idle"; // idle | running | stepping | racing
-let drawnAt = 0; // when pictures were drawn last
+let [drawnAt, slowly] = [0, 0]; // when pictures were drawn last; a timer
 let health = null;
 let [isLoading, isOpening] = [false, true]; // the model; the page, until it has what it needs
 
@@ -146,6 +147,7 @@ function drawPictures(isEnd = false) {
 
 /** Show a cycle of the session that is looked at, and the place in it that says most. */
 function showCycle(step, place = null, isAsked = false, isTelling = false) {
+  clearTimeout(slowly);
   const [cycle, last, number] = [now.cycles[step], now.cycles.length - 1, byId("cycle-number")];
   if (!cycle) return;
   now.at = step;
@@ -169,6 +171,16 @@ function showPlace(place, isAsked = false) {
   picture.mark(place);
   distribution.show(now.cycles[now.at], place, now.request);
   if (isAsked) for (const id of ["cycle", "verdict"]) if (byId(id)) reveal(byId(id));
+}
+
+/** Show the cycle that is looked at once more, phase by phase. */
+function playSlowly(phase = 0) {
+  const phases = now.at < 0 ? [] : phasesOf(now.cycles[now.at]);
+  if (!phases.length || !mayMove()) return;
+  clearTimeout(slowly);
+  picture.show(phase, true);
+  write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
+  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), (phase ? 3 : 1) * SLOW_MS);
 }
 
 const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
@@ -267,6 +279,7 @@ onPress("back", back);
 onPress("step", onward);
 onPress("stop", () => run.stream.stop());
 onPress("race", () => begin("racing"));
+onPress("slow", () => playSlowly());
 onPress("show-text", () => showTalk(false));
 onPress("show-chat", () => showTalk(true));
 onPress("link", async () => {

@@ -129,6 +129,10 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
         ("ArrowLeft", "#step", {at: "2 of"}),
         ("click", "#back", {at: "1 of", "#cycle-says": "Cycle 1:"}),
     )
+    page.emulate_media(reduced_motion="no-preference")
+    for says in ("The drafter guesses", " for one pass"):
+        act(page, ("click", "#slow", {"#cycle-says": says}))
+    page.emulate_media(reduced_motion="reduce")
     accepted = [cycle["accepted_count"] for cycle in cycles[1:]]
     drafted = [len(cycle["proposals"]) for cycle in cycles[1:]]
     see(page, {
