@@ -88,20 +88,23 @@ function drawCosts(scene, data, at, handles, isShown = true) {
 const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) => (
   box.replaceChildren(...above, element("div.rows", { role: "img", "aria-label": words }, ...rows))), share);
 
-/** Draw what each of `lanes`, [{name, tokens, words}], has written: a bar for each token by its fate. */
-function drawTokens(scene, share, lanes, most, says = "") {
-  const bars = (tokens) => tokens.map(({ kind }, i) => bar(`fate.${kind}`, i / most, (i + 1) / most));
+/**
+ * Draw what each of `lanes`, [{name, tokens, words}], has written: a bar for each token by its fate, of a
+ * token's width, or in time where the tokens say from when to when.
+ */
+function drawTokens(scene, share, lanes, most, unit = "tokens") {
+  const bars = (tokens) => tokens.map(({ kind, from, to }, i) => (
+    bar(`fate.${kind}`, (from ?? i) / most, (to ?? i + 1) / most)));
   const rows = lanes.map(({ name, tokens, words }) => row("", name, bars(tokens), words));
   const told = lanes.map(({ name, tokens, words }) => `${name}: ${words || counted(tokens.length, "token")}`);
-  drawBars(scene, share, [told.join("; "), ...rows, row(".scale", "tokens", scale(0, most), says)]);
+  drawBars(scene, share, [told.join("; "), ...rows, row(".scale", unit, scale(0, most))]);
 }
 
-/** The same of racers, as far as they were at `ms`; the times of those that have ended. */
-function drawRace(scene, share, racers, ms, isTimed = true) {
+/** The same of racers in time, as far as they were at `ms`, and when each has ended. */
+function drawRace(scene, share, racers, ms) {
   const lanes = racers.map(({ name, at, endMs, passes }) => ({ name, tokens: at(ms), words:
-    isTimed && ms >= endMs ? `${milliseconds(endMs)}${isNarrow() ? "" : `, ${passes} passes`}` : "" }));
-  const most = Math.max(...racers.map(({ numTokens }) => numTokens));
-  drawTokens(scene, share, lanes, most, isTimed ? `after ${milliseconds(ms)}` : "");
+    ms >= endMs ? `${milliseconds(endMs)}${isNarrow() ? "" : `, ${passes} passes`}` : "" }));
+  drawTokens(scene, share, lanes, Math.max(...racers.map(({ endMs }) => endMs)), "ms");
 }
 
 export const CHAPTERS = {
@@ -118,7 +121,8 @@ export const CHAPTERS = {
       const words = (lane) => (chosen !== null && ms >= lane.endMs ? `all in ${milliseconds(lane.endMs)}`
         : counted(lane.at(ms).length, "token"));
       scene.writings(pair.map((lane) => ({ name: lane.name, tokens: lane.at(ms), words: words(lane) })));
-      drawRace(scene, 0.3, pair, ms, chosen !== null);
+      if (chosen === null) scene.plot((box) => box.replaceChildren(), 0.3);
+      else drawRace(scene, 0.3, pair, ms);
       return `The model alone (plain), and the same model with a drafter (${data.drafter}), on one clock.`;
     },
   },
@@ -276,7 +280,8 @@ export const CHAPTERS = {
       const [own, guess] = [top(entries, "target"), top(entries, "draft")];
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
-      drawBars(scene, 0.62, chanceRows(likeliest(entries, [...kinds.keys()]), kinds));
+      drawBars(scene, 0.62, chanceRows(likeliest(entries, [...kinds.keys()]), kinds), element("p.spread.note",
+        element("span", "chance of each token"), element("span", "log chance + noise: the largest wins")));
       return `At the right, noise (the line) moves the log of each chance. Largest: ● ${quoted(own)}, `
         + `◆ ${quoted(guess)}: ${isSame ? "accepted" : "rejected"}.`;
     },

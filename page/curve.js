@@ -158,7 +158,7 @@ export function drawGain(box, curve, at, { isShown = true, points = [], moves } 
   plot.area([...verify, ...floor], "pass-area");
   plot.area([...ks.map((k) => [k, total[k]]), ...[...verify].reverse()], "draft-area");
   if (isShown) plot.path(ks.map((k) => [k, tokens[k]]), "token-line");
-  plot.line(at.k, 0, at.k, Math.max(tokens[at.k], total[at.k]), "leader");
+  plot.line(at.k, 0, at.k, Math.max(isShown ? tokens[at.k] : 0, total[at.k]), "leader");
   if (isShown) plot.dot(at.k, tokens[at.k], "token-dot");
   plot.dot(at.k, total[at.k], "pass-dot");
   for (const { k, tokens: gave, name, isChosen } of points) {

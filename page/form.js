@@ -45,7 +45,10 @@ export class RequestForm {
     if (demo in this.#prompts) [this.#demo.value, this.#prompt.value] = [demo, this.#prompts[demo]];
     if (chat !== null) byId("chat").checked = chat;
     for (const name of FIELDS.filter((field) => field in fields)) byId(name).value = fields[name];
-    if ("prompt" in fields) this.#demo.value = "";
+    if ("prompt" in fields) {
+      const isIt = (name) => this.#prompts[name] === fields.prompt;
+      this.#demo.value = Object.keys(this.#prompts).find(isIt) ?? "";
+    }
     write("settings-now", this.settings);
   }
   get key() { return byId("key").value; }

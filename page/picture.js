@@ -6,7 +6,7 @@ import { element, explained } from "./elements.js";
 import { numAccepted, numJudged, ownToken, placesOf } from "./trace.js";
 import { counted, MARKS, quoted, visible } from "./words.js";
 
-const WINDOW = 6; // cells of what was cached before; what lies further back is a number
+const WINDOW = 4; // cells of what was cached before; what lies further back is a number
 const MANY = 7; // guesses; where there are more their verdicts are marks alone
 
 /** The phases of a cycle, in order: [{stage, says}]. */
@@ -54,7 +54,7 @@ export class Picture {
   draw(cycle, cycles) {
     this.#parts = [];
     const n = cycle.proposals.length;
-    const read = cycle.pending ? `of the target over ${counted(cycle.fed.length + 1, "position")}`
+    const read = cycle.pending ? `over ${counted(cycle.fed.length + 1, "position")}`
       : "over the prompt";
     const label = { "aria-label": "The draft and the target’s verdicts" };
     this.#box.replaceChildren(
@@ -119,9 +119,7 @@ export class Picture {
     const stay = placesOf(cycle).slice(0, kept - before - 1).map((place) => before + 1 + place);
     const start = Math.max(0, (step === 0 ? verified : before) - WINDOW); // the prefill's are all new
     const [read, cut] = [proposals.length + 1, phasesOf(cycle).length];
-    const lengths = kept < verified ? [before, verified, kept] : [before, verified];
-    const cells = [explained("cache", "KV cache"),
-      this.#from(cut, "on", element("span.more.length", `${lengths.join(" → ")} tokens`))];
+    const cells = [explained("cache", "KV cache")];
     if (start) cells.push(element("span.more", `${start} more …`));
     for (let i = start; i < verified; i += 1) {
       const isOfPrompt = i < prompt.length;
@@ -135,6 +133,8 @@ export class Picture {
         cells.push(this.#from(cut, isNew ? kind : stay.includes(i) ? "accepted" : "tail", cell));
       }
     }
+    const lengths = kept < verified ? [before, verified, kept] : [before, verified];
+    cells.push(this.#from(cut, "on", element("span.more.length", `${lengths.join(" → ")} tokens`)));
     const label = `The KV cache holds ${before} tokens before the cycle, `
       + `${verified} after the verify, ${kept} after the truncation`;
     return element("div.cache", { role: "group", "aria-label": label }, ...cells);

@@ -44,7 +44,18 @@ export class Race {
   #before = 0; // when it was looked at last
   #frame = 0;
   #finished = null; // shows the figures, once the lanes have come to their ends
+  #first = byId("race-says").textContent;
+  #about = null; // the request that was raced, in words
   constructor() { onPress("race-again", () => this.#replay()); }
+  /** A request begins, raced or not: what was raced of another one goes. */
+  begin(about, isRace) {
+    if (isRace) this.start();
+    else if (about !== this.#about) {
+      byId("track").hidden = true;
+      this.say(this.#first);
+    }
+    this.#about = isRace ? about : this.#about;
+  }
   start() {
     cancelAnimationFrame(this.#frame);
     [this.#isOver, this.#clock, this.#slower, this.#frame, this.#finished] = [false, 0, 1, 0, null];

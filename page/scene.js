@@ -9,8 +9,11 @@ import { bytes, counted, milliseconds, visible } from "./words.js";
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
 const MOST_SHOWN = 24; // tokens of the text above the picture
-const LANE = 46; // px, the height of a lane of times
+const [LANE, OVER] = [46, 28]; // px, the height of a lane of times at most, and of the words over it
 const oneLine = (text) => text.replaceAll("\n", "↵");
+/** Tokens by their fates; what ends a text is none of its words. */
+const spans = (tokens) => tokens.filter(({ text }) => !/^<.*>$/.test(text))
+  .map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)));
 
 export class Scene {
   #strip = byId("scene-text");
@@ -23,7 +26,7 @@ export class Scene {
     const dots = end.length < prompt.trim().length ? "… " : "";
     const before = tokens.length > MOST_SHOWN ? "… " : prompt && `${dots}${oneLine(end)} `;
     this.#strip.replaceChildren(element("span", element("span.soft", before),
-      ...tokens.slice(-MOST_SHOWN).map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))));
+      ...spans(tokens.slice(-MOST_SHOWN))));
   }
   /** A pass over so many positions: `read` are the tokens there, `says` what the target writes after each. */
   positions(count, { weights }, { read = [], says = [], parts } = {}) {
@@ -41,7 +44,7 @@ export class Scene {
   writings(all) {
     this.#pass.replaceChildren(...all.map(({ name, tokens, words }) => element("div.writing",
       element("p", element("b", name), element("span.soft", words)),
-      element("p.line", ...tokens.map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)))))));
+      element("p.line", ...spans(tokens)))));
   }
   /** A cycle as far as `phase`; see phasesOf. */
   cycle(cycle, cycles, phase, isPlayed) {
@@ -64,16 +67,17 @@ export class Scene {
 /** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */
 export function drawLanes(box, lanes, most) {
   const label = lanes.map(({ words }) => words).join("; ");
+  const high = Math.max(20, Math.min(LANE, (box.clientHeight - 66) / lanes.length - OVER));
   const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticks(0, most), xWords: "ms", yWords: "", label,
-    isFlat: true, height: 24 + lanes.length * (LANE + 28) + 42 });
+    isFlat: true, height: 66 + lanes.length * (high + OVER) });
   lanes.forEach(({ words, blocks }, i) => {
-    const top = plot.top + 4 + i * (LANE + 28);
+    const top = plot.top + 4 + i * (high + OVER);
     plot.text(plot.left, top - 6, words, "start.value");
     let at = 0;
     for (const { ms, kind, isOn = true, words: inside = "" } of blocks) {
       const [x, width] = [plot.x(at), Math.max(1, plot.x(at + ms) - plot.x(at) - 2)];
-      plot.add(`rect.${kind}${isOn ? "" : ".to-come"}`, { x, y: top, width, height: LANE, rx: 4 });
-      if (inside && width > 26) plot.text(x + width / 2, top + LANE / 2 + 5, inside, "middle.value");
+      plot.add(`rect.${kind}${isOn ? "" : ".to-come"}`, { x, y: top, width, height: high, rx: 4 });
+      if (inside && width > 26) plot.text(x + width / 2, top + high / 2 + 5, inside, "middle.value");
       at += ms;
     }
   });

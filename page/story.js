@@ -129,8 +129,10 @@ class Data {
     const racer = (name, cycles) => {
       let endMs = 0;
       const timed = cycles.flatMap(({ step, tokens, ms: { draft = 0, verify = 0, other = 0 } }) => {
+        const begin = endMs; // a cycle's tokens share its time
         endMs += step ? draft + verify + other : 0; // the clock starts behind the prompt
-        return tokens.map((token) => ({ ...token, ms: endMs }));
+        const at = (i) => begin + ((endMs - begin) * i) / tokens.length;
+        return tokens.map((token, i) => ({ ...token, ms: endMs, from: at(i), to: at(i + 1) }));
       });
       const [numTokens, passes] = [timed.length, cycles.length - 1];
       return { name, endMs, passes, numTokens, tokensPerPass: (numTokens - 1) / passes,

@@ -23,7 +23,8 @@ export const isRecorded = !("server" in page);
 
 /** A promise of the recording: {model, recorded_at, machine, health, curve, prompts, runs}. */
 export const recording = read(new URLSearchParams(location.search).get("model"));
-recording.catch(() => {}); // whoever needs it is told why there is none
+let recorded = null; // what it is, once it is there
+recording.then((all) => { recorded = all; }, () => {}); // whoever needs it is told why there is none
 
 /** The recording of this name, or the page's own. */
 async function read(name) {
@@ -63,15 +64,22 @@ export async function* generate(request, key, signal) {
   throw new ServerError(CUT, { isGone: true });
 }
 
+/** The recorded run of such a request. */
+const recordedRun = ({ prompt: text, drafter, temperature = 0, verification, json_schema: schema }) => (
+  recorded.runs.find(({ prompt, request }) => (
+    recorded.prompts[prompt] === text && request.drafter === (drafter || request.drafter)
+    && request.temperature === temperature && !schema
+    && (!temperature || request.verification === (verification || "coupled")))));
+
+/** Whether this page has no answer to such a request; where a server judges, nobody knows before. */
+export const isUnrecorded = (request) => isRecorded && recorded !== null && !recordedRun(request);
+/** That it has none, as an error. */
+export const unrecorded = () => new ServerError(recordedWords(recorded));
+
 /** The events of the recorded run of such a request, in their own time where pictures may move. */
 async function* replay(request, signal) {
-  const recorded = await recording;
-  const { drafter, temperature = 0, verification } = request;
-  const run = recorded.runs.find(({ prompt, request: own }) => (
-    recorded.prompts[prompt] === request.prompt && own.drafter === (drafter || own.drafter)
-    && own.temperature === temperature && !request.json_schema
-    && (!temperature || own.verification === (verification || "coupled"))));
-  if (!run) throw new ServerError(recordedWords(recorded));
+  const run = await recording && recordedRun(request);
+  if (!run) throw unrecorded();
   for (const { compare, ...event } of run.events) {
     if ("plain" in event && !request.compare) continue;
     const { draft = 0, verify = 0, other = 0 } = (event.plain ?? event).ms ?? {};

@@ -15,7 +15,7 @@ import { phasesOf, Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
-import { getJson, isRecorded, recording } from "./stream.js";
+import { getJson, isRecorded, isUnrecorded, recording, unrecorded } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
@@ -51,19 +51,20 @@ const say = (words) => write("status", words);
 /** Start what the form asks for, or a conversation; false, with an error shown, if it cannot be sent. */
 function begin(wanted, messages = null, answer = null, ended = () => {}) {
   showError(null);
-  const session = fresh({ asAnswer: answer });
+  const session = fresh({ asAnswer: answer, isAsked: !isOpening });
   try {
     session.request = form.request(wanted === "racing", messages);
+    if (isUnrecorded(session.request)) throw unrecorded(); // what is shown stays
   } catch (error) { showError(error); return false; }
   const { request } = session;
   if (answer) [answer.session, session.text] = [session, answer.text];
   else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   showTalk(Boolean(answer));
   look(session);
-  if (request.compare) race.start();
+  race.begin(`${request.drafter}, ${settingsWords(request)}: ${request.prompt}`, request.compare);
   const seen = byId(request.compare ? "racing" : "cycle");
-  if (isNarrow()) seen.scrollIntoView(); // below the text, which sticks to the window's top
-  else for (const node of [byId("reading"), seen]) reveal(node);
+  if (session.isAsked && isNarrow()) seen.scrollIntoView(); // below the text, which sticks to the top
+  else if (session.isAsked) [byId("reading"), seen].forEach(reveal);
   setMode(wanted);
   run = { session, ended, follows: true };
   run.stream = new Run(request, form.key, shown, wanted === "stepping");
@@ -116,7 +117,7 @@ const shown = {
     session.asAnswer?.finish(session);
     if (state === "failed") showError(error);
     else if (!isRecorded) askHealth().catch(showError); // a recording stays as it was
-    writeLink();
+    if (session.isAsked) writeLink();
     ended(isFinished ? session : null);
   },
 };
@@ -298,6 +299,9 @@ byId("request").addEventListener("input", ({ target }) => {
   tellSettings();
   if (target.matches("[aria-invalid=true], #demo-prompt")) showError(null); // it is being corrected
 });
+byId("request").addEventListener("change", ({ target }) => { // another temperature may not be recorded
+  if (target.matches("#demo-prompt, #drafter") && isUnrecorded(form.request())) form.fill({ temperature: 0 });
+});
 addEventListener("hashchange", followLink);
 addEventListener("try", ({ detail }) => runAgain(detail));
 
@@ -355,6 +359,7 @@ async function load() {
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
     if (isRecorded) byId("demo-prompt").options[0].hidden = true; // one's own text
     if (isOpening) followLink(); // later the address tells of a run that was made here
+    if (isOpening && isRecorded && mode === "idle") begin("running"); // there is something to look at
     isOpening = false;
   } catch (error) { showError(error); }
 }

@@ -220,7 +220,7 @@ def test_each_chapter_asks_first_and_the_recording_answers(open_page, told):
             [f"{gain:.2f}×" for gain in (*map(gain_of, (1, 8)), speedup(told, 5, 0.8, 0.9))],
         ),
         "sampling": (1, ["belongs to the seed"]),
-        "rejection": (1, ["as often as p says"]),
+        "rejection": (1, ["Both together make p"]),
         "who": (
             None,
             [f"On the copied text {fastest(told, 'copy')}", f"story {fastest(told, 'new')}"],
@@ -549,6 +549,26 @@ def test_a_recorded_page_speaks_of_no_server_and_keeps_what_was_measured(open_pa
     words += page.locator("#workbench").text_content()
     assert re.findall(".{30}[Ss]erver.{30}", words) == []
     see(page, {"#measured": "the last race"})
+
+
+def test_a_recorded_page_has_a_run_to_look_at_and_keeps_it_where_no_other_was_recorded(open_page):
+    """Nobody has asked for the first one: the page stays where it is, and so does its address."""
+    page = open_page(SMOLLM2, viewport=WIDE)
+    kept = {"#status": "Finished", "#cycle-says": "tells most"}
+    see(page, kept)
+    assert "#" not in page.url and page.evaluate("scrollY") == 0
+    page.click("#more summary")
+    page.fill("#temperature", "1")
+    act(page, ("click", "#run", kept | {"#error": "This page has no server"}))
+    page.click("#race")
+    see(page, kept | {"#error": "This page has no server", "#track:visible": 0})
+    page.fill("#temperature", "0")
+    act(page, ("click", "#race", {"#race-says": "The texts are identical", "#track:visible": 1}))
+    page.click("[data-chapter=sampling] .quiet")
+    see(page, {"#settings-now": "temperature 0.8", "#status": "Finished", "#track:visible": 0})
+    assert page.input_value("#demo-prompt") == "new"
+    page.select_option("#demo-prompt", "copy")
+    act(page, ("click", "#run", kept | {"#settings-now": "greedy", "#error": re.compile("^$")}))
 
 
 def test_a_model_without_a_drafter_has_its_story_too(browser, site, told):
