@@ -284,6 +284,7 @@ onPress("slow", () => playSlowly());
 onPress("show-text", () => showTalk(false));
 onPress("show-chat", () => showTalk(true));
 onPress("link", async () => {
+  writeLink();
   const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
   say(`The address ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle. `
     + "The text returns; cycles may differ, and by rejection the text, too.");

@@ -569,6 +569,10 @@ def test_a_recorded_page_has_a_run_to_look_at_and_keeps_it_where_no_other_was_re
     assert page.input_value("#demo-prompt") == "new"
     page.select_option("#demo-prompt", "copy")
     act(page, ("click", "#run", kept | {"#settings-now": "greedy", "#error": re.compile("^$")}))
+    page = open_page(SMOLLM2, viewport=WIDE)
+    see(page, kept)
+    act(page, ("click", "#link", {"#status": "it holds the request"}))
+    assert "prompt=" in page.url
 
 
 def test_a_model_without_a_drafter_has_its_story_too(browser, site, told):
