@@ -69,16 +69,16 @@ export function costOfDraft(curve, name, k) {
   return parts ? (parts.call_ms / Math.max(1, k) + parts.step_ms) / passMs(curve, 1) : null;
 }
 
-const [MARGIN, LINE] = [{ left: 46, top: 40, right: 16, bottom: 40 }, 17]; // px
+const LINE = 17; // px
 
 /**
  * An SVG with two axes in `box`: {x, y, add, text, line, path, dot}, which all take values of the axes. Where
  * it `moves` a slider, [name, its value at an x], one may drag in the figure, too: see story.js.
  */
 export function axes(box, { xs, most, xTicks, xWords, yWords, label, moves, isFlat = false,
-  left = isFlat ? 8 : MARGIN.left, margin = MARGIN.right, height = Math.max(140, box.clientHeight) }) {
+  height = Math.max(140, box.clientHeight) }) {
   const width = Math.max(240, box.clientWidth);
-  const [top, right, bottom] = [isFlat ? 24 : MARGIN.top, width - margin, height - MARGIN.bottom];
+  const [[left, top], right, bottom] = [isFlat ? [8, 24] : [46, 40], width - 16, height - 40]; // px
   const x = (value) => left + ((value - xs[0]) / (xs[1] - xs[0])) * (right - left);
   const y = (value) => bottom - (Math.min(value, most) / most) * (bottom - top);
   const svg = drawing("svg.plot", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
@@ -102,7 +102,7 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, moves, isFl
   line(xs[0], 0, xs[1], 0, "axis");
   for (const tick of xTicks) text(x(tick), bottom + 17, tick);
   text(right, bottom + 34, xWords, "end");
-  text(4, isFlat ? 13 : 13 + LINE, yWords, "start");
+  text(4, 13 + LINE, yWords, "start");
   box.replaceChildren(svg);
   return { x, y, add, text, note, line, path, area, dot, left, top, right, bottom };
 }

@@ -49,21 +49,16 @@ export class Race {
   constructor() { onPress("race-again", () => this.#replay()); }
   /** A request begins, raced or not: what was raced of another one goes. */
   begin(about, isRace) {
-    if (isRace) this.start();
-    else if (about !== this.#about) {
-      byId("track").hidden = true;
-      this.say(this.#first);
-    }
-    this.#about = isRace ? about : this.#about;
-  }
-  start() {
+    if (!isRace && about === this.#about) return;
+    byId("track").hidden = !isRace;
+    this.say(isRace ? "The request is decoded both ways, three times each …" : this.#first);
+    if (!isRace) return;
+    this.#about = about;
     cancelAnimationFrame(this.#frame);
     [this.#isOver, this.#clock, this.#slower, this.#frame, this.#finished] = [false, 0, 1, 0, null];
     for (const name of NAMES) (this.#lanes[name] = new Lane(name)).show(0);
-    byId("track").hidden = false;
     byId("chart-race").hidden = byId("race-again").hidden = true;
     write("race-pace", "");
-    this.say("The request is decoded both ways, three times each …");
   }
   add(name, event) {
     this.#lanes[name].add(event);

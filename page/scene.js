@@ -5,14 +5,14 @@ import { ticks } from "./charts.js";
 import { axes } from "./curve.js";
 import { byId, element, isNarrow } from "./elements.js";
 import { Picture } from "./picture.js";
-import { bytes, counted, milliseconds, visible } from "./words.js";
+import { bytes, counted, visible } from "./words.js";
 
 const FEW = 8; // positions that are drawn with their tokens; more are cells
 const MOST_SHOWN = 24; // tokens of the text above the picture
 const [LANE, OVER] = [46, 28]; // px, the height of a lane of times at most, and of the words over it
 const oneLine = (text) => text.replaceAll("\n", "↵");
 /** Tokens by their fates; what ends a text is none of its words. */
-const spans = (tokens) => tokens.filter(({ text }) => !/^<.*>$/.test(text))
+const spans = (tokens) => tokens.filter(({ text }, i) => i < tokens.length - 1 || !/^<.+>$/.test(text))
   .map(({ text, kind }) => element(`span.token.${kind}`, oneLine(text)));
 
 export class Scene {

@@ -223,10 +223,12 @@ export class Story {
     if (this.#id) this.#draw();
   }
   #state(id) {
-    const { movers, ways } = CHAPTERS[id];
-    const at = Object.fromEntries(movers(this.#data).map(([name, , , first]) => [name, first]));
-    if (ways) at[ways()[0]] = ways()[1][0];
-    return this.#states[id] ??= { chosen: null, at };
+    return this.#states[id] ??= { chosen: null, at: this.#firstOf(CHAPTERS[id]) };
+  }
+  #firstOf({ movers, ways = () => [] }) {
+    const [name, [way] = []] = ways();
+    const first = movers(this.#data).map(([mover, , , value]) => [mover, value]);
+    return Object.fromEntries(name ? [...first, [name, way]] : first);
   }
   /** The question of a chapter, and its answers to choose from. */
   #ask(article) {

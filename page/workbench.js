@@ -301,7 +301,10 @@ byId("request").addEventListener("input", ({ target }) => {
   if (target.matches("[aria-invalid=true], #demo-prompt")) showError(null); // it is being corrected
 });
 byId("request").addEventListener("change", ({ target }) => { // another temperature may not be recorded
-  if (target.matches("#demo-prompt, #drafter") && isUnrecorded(form.request())) form.fill({ temperature: 0 });
+  const names = ["prompt", "drafter", "temperature", "verification"];
+  const asked = Object.fromEntries(names.map((name) => [name, byId(name).value]));
+  const isNew = isUnrecorded({ ...asked, temperature: Number(asked.temperature) });
+  if (target.matches("#demo-prompt, #drafter") && isNew) form.fill({ temperature: 0 });
 });
 addEventListener("hashchange", followLink);
 addEventListener("try", ({ detail }) => runAgain(detail));

@@ -567,6 +567,7 @@ def test_a_recorded_page_has_a_run_to_look_at_and_keeps_it_where_no_other_was_re
     page.click("[data-chapter=sampling] .quiet")
     see(page, {"#settings-now": "temperature 0.8", "#status": "Finished", "#track:visible": 0})
     assert page.input_value("#demo-prompt") == "new"
+    page.fill("#temperature", "hot")  # is said when one asks for it, and breaks nothing before
     page.select_option("#demo-prompt", "copy")
     act(page, ("click", "#run", kept | {"#settings-now": "greedy", "#error": re.compile("^$")}))
     page = open_page(SMOLLM2, viewport=WIDE)
