@@ -45,7 +45,9 @@ export class WhatIf {
     const costs = health?.controller?.costs_by_batch?.["1"];
     if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
       this.#curve = curve;
-      this.#source = `The curve was measured in idle time on ${curve.measured_at.slice(0, 10)}.`;
+      const [one, six] = [costs?.pass_ms, costs?.pass_ms + 5 * costs?.token_ms];
+      const believed = one ? `The controller believes that six positions take ${times(six / one)}.` : "";
+      this.#source = `The curve was measured in idle time on ${curve.measured_at.slice(0, 10)}. ${believed}`;
     } else if (costs?.pass_ms) {
       this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
       this.#source = "No curve was measured yet: this is what the controller believes.";

@@ -669,6 +669,7 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
     page.reload()
     told = {"#scene-source": "measured by this server", "#whatif-source": "measured in idle time"}
     see(page, told | {"#status": "Finished"})  # both figures have this server's curve then
+    see(page, {"#whatif-source": "The controller believes that six positions take"})
     passes = json.loads(chatting.call("GET", "/curve")[2])["pass_ms"]
     page.locator("[data-chapter=positions]").evaluate("node => node.scrollIntoView()")
     see(page, {"#scene[data-at=positions]": 1})
