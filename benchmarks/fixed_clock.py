@@ -24,6 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 import benchmarks as bench
+from control.estimates import Call
 from control.planner import CHOSEN, Controller, Plan, Planner
 from messages import Cycle, Draft, Engine, Request
 from serving.parsing import MAX_SPECULATIVE_TOKENS
@@ -44,23 +45,21 @@ class FixedClock(Planner):
     def record_cycle(
         self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
     ) -> None:
-        costs, prices, draft_ms = self.controller.costs, self.prices, 0.0
+        costs, prices, calls = self.controller.costs, self.prices, list[Call]()
         for name, (counts, _) in self._pool.spent.items():
             ms = _FREE_MS * sum(counts)
             if costs.runs_model(name):
                 num_steps = 1 if name in costs.at_once else max(counts)
                 missed = max(0, plan.unread[name] - _FEW)
                 ms = prices.step_ms * (num_steps + _READ_SHARE * missed)
-            costs.observe_draft(name, counts, plan.unread[name], ms)
-            draft_ms += ms
+            calls.append((name, counts, plan.unread[name], ms))
         if times:
             size, rows = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
             plan.choice_ms = prices.choice_ms * size * (plan.kind == CHOSEN)
             ms = prices.pass_ms + prices.row_ms * rows + prices.other_ms
-            ms += draft_ms + plan.choice_ms
+            ms += sum(ms for *_, ms in calls) + plan.choice_ms
             self.ms += ms
-            num_tokens = sum(cycle.num_kept for cycle in cycles)
-            self.observe_pass(plan, drafts, num_tokens, ms=ms, drafting_ms=draft_ms)
+            self.observe_pass(plan, drafts, sum(cycle.num_kept for cycle in cycles), calls, ms)
 
 
 def measure(engine: Engine, flags: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,10 +6,10 @@
     its time:             the drafter's steps + the pass's further rows
     choose the drafter and the K so that tokens − rate · time is largest
 
-`best_draft` is this rule, for one drafter and one request. What it goes by is in estimates.py. All
-else here answers the questions that the rule leaves open; docs/speed.md tells why so.
+The rate is what plain decoding makes of time: tokens per ms. `best_draft` is this rule, for one
+drafter and one request. What it goes by is in estimates.py. All else here answers the questions
+that the rule leaves open; docs/speed.md tells why so.
 
-*What is the rate?* What time is worth: the tokens per ms that the texts gave lately.
 *Who pays for a step that several share?* All of them: `Choice` counts the steps of a model that
 bring most to all together. Two models would run one after the other, so requests have the same one.
 *What if a drafter is thought not to pay?* It is tried now and then: `Choice.probe`.
@@ -20,12 +20,11 @@ seed gives another text of the same distribution.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from math import inf, prod, sqrt
+from math import inf, sqrt
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -34,21 +33,16 @@ from drafters.pool import TREE, DrafterPool, Guess, Task
 from drafters.tree import longest
 from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
 
-from .estimates import READ_ALONG, Acceptance, Calibration, Costs, Lengths, TreeAcceptance
+from .estimates import READ_ALONG, Acceptance, Calibration, Call, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE, _LOOK = 6.0, 1.5  # plain cycles: what may be lost in all, and after a rest
 _READING = 1.0  # plain cycles: models read no more while so much is unpaid
 _OUTLIER = 3.0  # times as long as usual: the machine did something else
 _RENEWED, _PLAIN = 256, 4  # cycles with drafts until so many plain ones are measured again
-_PAID_BACK = 32  # cycles in which the text that a model reads now has to pay
-_WORTHWHILE = 0.03  # tokens: a draft must promise to gain so much
-_CERTAIN = 0.9  # of a token: what a row of the pass costs at most, where rows are all that is paid
-_PACE_DECAY = 0.95  # a factor of the pace of a text, with each cycle
 _WARMER = 0.5  # temperatures that differ by so much are told apart
-_FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 _SURE, _FOLLOWED = 0.9, 4  # the chance of a prediction's next token, behind so many that came true
-_FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
+_FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 # Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, in a rest.
 CHOSEN, REUSED, RESTS = "chosen", "reused", "rests"
 
@@ -63,9 +57,6 @@ class Option(NamedTuple):
     ms: float = 0.0  # that they take; shared steps apart
 
 
-NOTHING = Option()
-
-
 def best_draft(
     name: str, record: Acceptance, limit: int, rate: float, once_ms: float, token_ms: Sequence
 ) -> list[Option]:
@@ -77,13 +68,11 @@ def best_draft(
     Example: α .8 and 1 ms a token at .5 tokens a ms -> tokens .8, 1.44, 1.95, 2.36 … for 1, 2, 3,
     4 … ms, gains .3, .44, .45, .36 …: K = 3.
     """
-    best, options, tokens, ms = NOTHING, list[Option](), 0.0, once_ms
-    chances = zip(record.reach(limit), record.taken(limit), token_ms, strict=False)
-    for k, (reach, taken, further_ms) in enumerate(chances, 1):
-        tokens += record.coverage * reach
-        ms += taken * further_ms
-        gain = tokens - rate * ms
-        if gain > max(best.gain, _WORTHWHILE):
+    best, options, tokens, ms = Option(), list[Option](), 0.0, once_ms
+    for k, reach in enumerate(record.reach(limit), 1):
+        tokens += reach
+        ms += token_ms[k - 1]
+        if (gain := tokens - rate * ms) > best.gain:
             best = Option(name, k, gain, tokens, ms)
         options.append(best)
     return options
@@ -96,39 +85,34 @@ class Candidate:
     able: dict[str, Acceptance]  # the records of the drafters that may propose now
     limit: int = 0  # drafted tokens, at most, now
     remaining: float = 0.0  # tokens until it ends, as is to be expected
-    records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
     most: int = _FIRST  # drafted tokens at most, by what was accepted
+    records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
     guesses: dict[str, Guess] = field(default_factory=dict)  # in this cycle, by drafter
-    tokens: float = 0.0  # of its last cycles, by their estimates; old ones count less
-    time: float = 0.0  # of these, in plain cycles
-
-    @property
-    def rate(self) -> float:
-        """Tokens in a plain cycle's time. One cycle's is greedy: n-gram may soon hit again."""
-        return self.tokens / self.time if self.time else 1.0
 
 
 class Choice:
     """One choice for a batch: what each request does, and how long models take for all."""
 
     def __init__(
-        self, costs: Costs, candidates: list[Candidate], batch: int, rate: float, read_ms: float
+        self, costs: Costs, candidates: list[Candidate], batch: int, read_ms: float
     ) -> None:
         """`batch` requests share the pass; those that are no candidates draft nothing.
 
         Models read text that they have missed only as long as that took less than `read_ms`.
         """
-        self.candidates, self.rate, self._costs, self._batch = candidates, rate, costs, batch
-        self._read_ms = read_ms
+        self.candidates, self._costs, self._batch = candidates, costs, batch
         self.prices = costs.prices(batch, len(candidates))
-        self._counts = Counter(name for candidate in candidates for name in candidate.able)
-        self.options = [NOTHING] * len(candidates)
+        self.rate = batch / self.prices.plain_ms
+        self.rows_ms = costs.rows_ms(batch, len(candidates), max(c.limit for c in candidates))
+        names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
+        self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
+        self.options = [Option()] * len(candidates)
         self.model_ms: dict[str, float] = {}  # of each model that drafts
         self.probing: int | None = None  # which request
-        for name in self._counts:
+        for name, drafts in self._drafts.items():
             if not costs.runs_model(name):
-                self._join({i: options[-1] for i, options in self._drafts(name).items()})
-        models, asking = list(filter(costs.runs_model, self._counts)), set(range(len(candidates)))
+                self._join({i: options[-1] for i, options in drafts.items()})
+        models, asking = list(filter(costs.runs_model, names)), set(range(len(candidates)))
         while models:  # the one that brings most; then another for requests that cannot have it
             shares = {name: self._share(name, asking) for name in models}
             name = max(models, key=lambda name: shares[name][0])
@@ -138,6 +122,9 @@ class Choice:
                 self._join(options)
             asking -= {i for i in asking if name in candidates[i].able}
             models = [n for n in models if any(n in candidates[i].able for i in asking)]
+        self.tokens = batch + sum(option.tokens for option in self.options)
+        ms = sum(self.model_ms.values()) + sum(option.ms for option in self.options)
+        self.speedup = self.tokens / (batch + self.rate * ms)
 
     def _join(self, options: dict[int, Option]) -> None:
         """Give each request its option in `options` if that gains more than the present one."""
@@ -145,22 +132,24 @@ class Choice:
             if option.gain > self.options[i].gain:
                 self.options[i] = option
 
-    def rows_ms(self, name: str, limit: int) -> list[float]:
-        """What the row of each drafted token takes, if all who may use this drafter draft alike."""
-        return self._costs.rows_ms(self._batch, len(self.candidates), self._counts[name], limit)
+    def _best_drafts(self, name: str, left_ms: float) -> dict[int, list[Option]]:
+        """The best drafts of up to 1, 2, … tokens, by request; steps of a model apart.
 
-    def _drafts(self, name: str) -> dict[int, list[Option]]:
-        """The best drafts of up to 1, 2, … tokens, by request; steps of a model apart."""
+        A model reads texts until that takes `left_ms`. Whose text it may not read now is left out.
+        """
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
-        rows_ms = self.rows_ms(name, max(candidate.limit for candidate in self.candidates))
+        token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.rows_ms]
         for i, candidate in enumerate(self.candidates):
-            if record := candidate.able.get(name):
-                limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
-                served = min(_PAID_BACK, max(1.0, candidate.remaining / 2))
-                once_ms = record.unread * price.read_ms / served if runs else 0.0
-                step_ms = 0.0 if runs else price.step_ms
-                token_ms = [record.coverage * row_ms + step_ms for row_ms in rows_ms]
-                drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
+            record = candidate.able.get(name)
+            must_read = record and runs and record.unread > READ_ALONG
+            if not record or (must_read and left_ms <= 0):
+                continue
+            limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
+            reading_ms = record.unread * price.read_ms
+            once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
+            drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
+            if must_read and drafts[i][-1].num_tokens:
+                left_ms -= reading_ms
         return drafts
 
     def _share(self, name: str, asking: set[int]) -> tuple[float, float, dict[int, Option]]:
@@ -169,15 +158,11 @@ class Choice:
         Returns what they gain by it, in how many ms of the model, and what each may do then.
         """
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
-        drafts = {i: each for i, each in self._drafts(name).items() if i in asking}
-        for i in self._too_many(name, drafts):
-            del drafts[i]
-        taken = [self.candidates[i].able[name].taken(len(each)) for i, each in drafts.items()]
+        able = {i: each for i, each in self._drafts[name].items() if i in asking}
+        drafts = {i: each for i, each in able.items() if each[-1].num_tokens}
         steps = max((self.candidates[i].able[name].steps for i in drafts), default=1.0)
-        ms = price.first_ms - price.step_ms
-        for k, chances in enumerate(zip_longest(*taken, fillvalue=0.0)):
-            taken_ms = price.step_ms * (1 - prod(1 - chance for chance in chances))
-            ms += taken_ms * (steps if k else 1.0)
+        for k in range(max(map(len, drafts.values()), default=0)):
+            ms = price.first_ms + k * price.step_ms * steps
             options = {i: each[min(k, len(each) - 1)] for i, each in drafts.items()}
             more = [max(0.0, option.gain - self.options[i].gain) for i, option in options.items()]
             gain = sum(more) - self.rate * ms
@@ -185,52 +170,33 @@ class Choice:
                 best = gain, ms, options
         return best
 
-    def _too_many(self, name: str, drafts: dict[int, list[Option]]) -> list[int]:
-        """The requests whose text a model may not read now, although it would pay.
-
-        Of a model that nobody has tried one text is enough to see whether it does.
-        """
-        price, left_ms, over = self.prices.drafts[name], self._read_ms, []
-        drafting = {i: self.candidates[i].able[name] for i in drafts if drafts[i][-1].num_tokens}
-        readers = {i: record for i, record in drafting.items() if record.unread > READ_ALONG}
-        is_tried_now = len(readers) < len(drafting)
-        for i, record in readers.items():
-            if left_ms <= 0 or (record.is_untried and is_tried_now):
-                over.append(i)
-            left_ms, is_tried_now = left_ms - record.unread * price.read_ms, True
-        return over
-
     def probe(self, name: str, saved: float) -> bool:
         """Let the request that loses least, at most `saved`, draft a token with an idle drafter."""
-        price, runs = self.prices.drafts[name], self._costs.runs_model(name)
-        ms = self.rows_ms(name, 1)[0] + (0.0 if name in self.model_ms else price.first_ms)
-        users, losses = Counter(option.drafter for option in self.options), []
-        for i, (candidate, best) in enumerate(zip(self.candidates, self.options, strict=True)):
-            record = candidate.able.get(name)
-            if record and record.since and best.drafter != name:
-                spare_ms = self.model_ms.get(best.drafter, 0.0) if users[best.drafter] == 1 else 0.0
-                more_ms = ms - spare_ms + runs * record.unread * price.read_ms
-                losses.append((best.gain + self.rate * more_ms - record.reach(1)[0], i))
+        price, losses = self.prices.drafts[name], []
+        ms = self.rows_ms[0] + (0.0 if name in self.model_ms else price.first_ms)
+        for i in self._drafts[name]:
+            record, option = self.candidates[i].able[name], self.options[i]
+            if record.since and option.drafter != name:
+                more_ms = ms + record.unread * price.read_ms
+                losses.append((option.gain + self.rate * more_ms - record.reach(1)[0], i))
         lost, i = min(losses, default=(inf, 0))
         if lost > saved:
             return False
         self.options[i], self.probing = Option(name, 1), i
         return True
 
-    def decision(self, i: int, speedup: float) -> Decision:
+    def decision(self, i: int) -> Decision:
         """A request's decision, with its reasons: without a draft, those of the nearest drafter."""
         option, records, nearest = self.options[i], self.candidates[i].able, -inf
         for name in (option.drafter,) if option.num_tokens else records:
-            record, price = records[name], self.prices.drafts[name]
-            sharers = self._counts[name] if self._costs.runs_model(name) else 1
-            row_ms = self.rows_ms(name, 1)[0]
-            even = self.rate * (record.coverage * row_ms + price.first_ms / sharers)
+            record, price, row_ms = records[name], self.prices.drafts[name], self.rows_ms[0]
+            sharers = len(self.candidates) if self._costs.runs_model(name) else 1
+            alpha, c = record.reach(1)[0], price.first_ms / self.prices.plain_ms
+            even = self.rate * (row_ms + price.first_ms / sharers)
             more = self.rate * (row_ms + price.step_ms / sharers * record.steps)
-            alpha = record.reach(1)[0]
             if alpha - even > nearest:
-                nearest, c = alpha - even, price.first_ms / self.prices.plain_ms
-                fields = name, option.num_tokens, alpha, c, even, more, speedup, i == self.probing
-        return Decision(*fields)
+                nearest, fields = alpha - even, (name, option.num_tokens, alpha, c, even, more)
+        return Decision(*fields, self.speedup, i == self.probing)
 
 
 @dataclass
@@ -318,7 +284,6 @@ class Controller:
         self._typical: dict[tuple[str, str, int], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._accounts: dict[tuple[int, frozenset], Account] = {}  # by class of batches, drafters
-        self._plain: dict[int, deque[float]] = {}  # what plain cycles of a class take
 
     @classmethod
     def of(cls, target: Model, drafters: dict[str, Any]) -> "Controller":
@@ -338,21 +303,19 @@ class Controller:
         It begins with what requests of about this temperature brought; at first there are none,
         and the nearest ones say what to expect.
         """
-        kind, heat = TreeAcceptance if name == TREE else Acceptance, int(temperature / _WARMER)
+        heat = int(temperature / _WARMER)
         if (name, rule, heat) not in self._typical:
             known = [(abs(h - heat), h) for n, r, h in self._typical if (n, r) == (name, rule)]
             like = self._typical[name, rule, min(known)[1]] if known else None
             calibration = deepcopy(like.calibration) if like else Calibration(name in self._copies)
-            self._typical[name, rule, heat] = kind(like, calibration=calibration)
-        return kind(self._typical[name, rule, heat])
+            self._typical[name, rule, heat] = Acceptance(like=like)
+            self._typical[name, rule, heat].calibration = calibration
+        return Acceptance(self._typical[name, rule, heat])
 
     def account(self, batch: int, names: frozenset[str | None]) -> Account:
         """That of batches of about this size, whose requests ask for the drafters `names`."""
-        size = batch.bit_length()
-        if (size, names) not in self._accounts:
-            plain = self._plain.setdefault(size, deque(maxlen=8))
-            self._accounts[size, names] = Account(plain)
-        return self._accounts[size, names]
+        kind = batch.bit_length(), names
+        return self._accounts.setdefault(kind, Account(deque(maxlen=8)))
 
     def join(self) -> None:
         """A new request has come."""
@@ -360,47 +323,26 @@ class Controller:
             if size == 1:  # one of many changes little
                 account.join()
 
-    def decide(
-        self, candidates: list[Candidate], batch: int, cycles: float = 1, room: float = inf
-    ) -> list[Decision]:
+    def decide(self, candidates: list[Candidate], batch: int, room: float = inf) -> list[Decision]:
         """Decide which drafter drafts for each candidate, and how much; `batch` share the pass.
 
-        It is the first choice for so many cycles. Of 0 cycles, no drafter is probed. Models read
-        what they have missed while that took less than `room` plain cycles.
+        Models read what they have missed while that took less than `room` plain cycles.
         """
         if not candidates:
             return []
-        prices = self.costs.prices(batch, len(candidates))
-        plain_ms, rates = prices.plain_ms, [candidate.rate for candidate in candidates]
-        row_ms = self.costs.rows_ms(batch, len(candidates), 1, 1)[0]
-        # Where rows have become dearer, no text can be as fast any more as it was.
-        rate = (sum(rates) + batch - len(candidates)) / plain_ms
-        rate = max(min(rate, _CERTAIN / max(row_ms, 1e-9)), batch / plain_ms)
-        choice = Choice(self.costs, candidates, batch, rate, room * plain_ms)
-        tokens = batch + sum(option.tokens for option in choice.options)
-        ms = plain_ms + sum(option.ms for option in choice.options)
-        ms += sum(choice.model_ms.values())
-        for candidate, option in zip(candidates, choice.options, strict=True):
-            candidate.tokens = _PACE_DECAY * candidate.tokens + 1 + option.tokens
-            candidate.time = _PACE_DECAY * candidate.time + ms / plain_ms
-        if cycles:
-            self._probe(choice, cycles * PROBE_BUDGET * tokens)
-        speedup = tokens / ms * plain_ms / batch
-        return [choice.decision(i, speedup) for i in range(len(candidates))]
-
-    def _probe(self, choice: Choice, budget: float) -> None:
-        """Try an idle drafter that may draft now, if enough was saved for that.
-
-        Savings are counted across requests, as one of them may be too short to pay for a probe.
-        """
-        able = [pair for candidate in choice.candidates for pair in candidate.able.items()]
+        read_ms = room * self.costs.prices(batch, len(candidates)).plain_ms
+        choice = Choice(self.costs, candidates, batch, read_ms)
+        # An idle drafter that may draft now is tried, if enough was saved for that: across
+        # requests, as one of them may be too short to pay for a probe.
+        able = [pair for candidate in candidates for pair in candidate.able.items()]
         idle, saved = sorted({name for name, record in able if record.since}), self._saved
         for name in idle:
-            saved[name] = saved.get(name, 0.0) + budget / len(idle)
+            saved[name] = saved.get(name, 0.0) + PROBE_BUDGET * choice.tokens / len(idle)
         for name in sorted(idle, key=lambda name: -saved[name]):
             if choice.probe(name, saved[name]):
                 saved[name] = 0.0
                 break
+        return [choice.decision(i) for i in range(len(candidates))]
 
 
 def asked(s: TextSequence) -> str | None:
@@ -416,7 +358,7 @@ class Planner(FixedK):
         self.decisions: dict[str, Decision] = {}  # the last one on each drafter
         self.candidates: dict[TextSequence, Candidate] = {}  # of all open sequences
         self._chosen: dict[TextSequence, Task] = {}  # what was chosen last
-        self._owed_ms, self._served = 0.0, 0  # for choosing; cycles that the last choice served
+        self._owed_ms = 0.0  # for choosing
         if model := pool.choices.get(TREE):  # a tree has its steps
             controller.costs.shares[TREE] = controller.costs.shares.get(model[0], 0.0)
 
@@ -425,9 +367,8 @@ class Planner(FixedK):
         text, sampling = s.drafting, s.request.sampling
         names = [*text.states, TREE] if len(self._pool.members(text, TREE)) > 1 else text.states
         how = sampling.rule, sampling.temperature
-        self.candidates[s] = Candidate(
-            {}, records={name: self.controller.record(name, *how) for name in names}
-        )
+        records = {name: self.controller.record(name, *how) for name in names}
+        self.candidates[s] = Candidate({}, records=records)
         self.controller.join()
 
     def close(self, s: TextSequence) -> None:
@@ -437,25 +378,19 @@ class Planner(FixedK):
 
     def plan(self, batch: list[TextSequence]) -> Plan:
         """Choose a drafter for each sequence, reuse what was chosen before, or let all rest."""
-        names = frozenset(map(asked, batch))
-        plan = Plan([], account=self.controller.account(len(batch), names))
-        new = [s for s in batch if s.num_steps and s not in self._chosen]
-        if not plan.account.may_draft():
+        account = self.controller.account(len(batch), frozenset(map(asked, batch)))
+        plan = Plan([], account=account)
+        if not account.may_draft():
             plan.kind, self._owed_ms, self._chosen = RESTS, 0.0, {}
-            plan.tasks = [self._resting(s, plan.account.is_resting) for s in batch]
-        elif self._owed_ms > 0 and len(new) <= len(batch) // _FEW:
-            plan.kind, self._served = REUSED, self._served + 1
-            if new:
-                self._choose(plan, new, len(batch))
-            plan.tasks = list(map(self._reused, batch))
+            plan.tasks = [self._resting(s, account.is_resting) for s in batch]
+        elif self._owed_ms > 0 and self._chosen:  # who joins waits for the next choice
+            plan.kind, plan.tasks = REUSED, list(map(self._reused, batch))
         else:
-            served, self._served, self._chosen = self._served + 1, 0, {}
-            plan.kind = CHOSEN if self._choose(plan, batch, len(batch), served) else IDLE
+            plan.kind = CHOSEN if self._choose(plan, batch) else IDLE
             plan.tasks = [self._chosen.get(s) or nothing(s) for s in batch]
         for s, task in zip(batch, plan.tasks, strict=True):
-            name = task.drafter
-            if task.limit and name in self.candidates[s].records:
-                plan.unread[name] = plan.unread.get(name, 0) + self._missed(s, name)
+            if task.limit and (record := self.candidates[s].records.get(task.drafter)):
+                plan.unread[task.drafter] += len(s.tokens) - record.num_read
         return plan
 
     def _reused(self, s: TextSequence) -> Task:
@@ -477,75 +412,50 @@ class Planner(FixedK):
         said = said._replace(num_tokens=0, expected_speedup=1.0, is_probe=False)
         return Task(decision=said._replace(is_rest=is_rest, is_timing=not is_rest))
 
-    def _missed(self, s: TextSequence, name: str) -> int:
-        """The tokens of a text that a drafter does not know; for a tree, the most of a member."""
-        names = self._pool.members(s.drafting, TREE) if name == TREE else [name]
-        return len(s.tokens) - min(self.candidates[s].records[name].num_read for name in names)
-
-    def _choose(
-        self, plan: Plan, sequences: list[TextSequence], batch: int, cycles: int = 0
-    ) -> list[Decision]:
-        """Choose for these of a batch. Returns the decisions on requests that have a choice.
-
-        It is the first choice for so many cycles: 0, if it is one for newcomers alone.
-        """
-        began, asking = time.perf_counter(), list[TextSequence]()
-        # Reading pays where many cycles are like this one: not while a batch fills up.
-        is_full = all(other.num_steps for other in self.candidates)
-        room = plan.account.room if is_full else 0.0
-        for s in [s for s in sequences if s.num_steps]:  # the others read their prompts
+    def _choose(self, plan: Plan, batch: list[TextSequence]) -> list[Decision]:
+        """Choose for a batch. Returns the decisions on requests that have a choice."""
+        began, asking, self._chosen = time.perf_counter(), list[TextSequence](), {}
+        for s in [s for s in batch if s.num_steps]:  # the others read their prompts
             candidate, candidate.guesses = self.candidates[s], {}
             self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
             candidate.limit = min(limit_of(s), candidate.most)
             candidate.remaining = self.controller.lengths.left(len(s.output), s.remaining)
             if candidate.limit and not s.request.fixed_k:
-                candidate.able = self._able(s, candidate, room > 0)
+                candidate.able = self._able(s, candidate)
                 asking += [s] if candidate.able else []
-        decisions = self.controller.decide(
-            [self.candidates[s] for s in asking], batch, cycles, room
-        )
+        # Reading pays where many cycles are like this one: not while a batch fills up.
+        room = plan.account.room if all(other.num_steps for other in self.candidates) else 0.0
+        candidates = [self.candidates[s] for s in asking]
+        decisions = self.controller.decide(candidates, len(batch), room)
         for s, decision in zip(asking, decisions, strict=True):
             self.decisions[decision.drafter], goes_on = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain
                 record = self.candidates[s].records[decision.drafter]
-                goes_on = record.doubts(decision.least_chance)
+                goes_on = record.calibration.doubts(decision.least_chance)
             self._chosen[s] = Task(decision.drafter, decision.num_tokens, goes_on, decision)
         plan.choice_ms = (time.perf_counter() - began) * 1e3
         return decisions
 
-    def _able(self, s: TextSequence, candidate: Candidate, may_read: bool) -> dict[str, Acceptance]:
-        """The records of the drafters to choose from: those that may have a proposal now.
-
-        Where models may not read, those that would have to are left out.
-        """
+    def _able(self, s: TextSequence, candidate: Candidate) -> dict[str, Acceptance]:
+        """The records of the drafters to choose from: those that may have a proposal now."""
         text, able = s.drafting, dict[str, Acceptance]()
+        for record in candidate.records.values():
+            record.unread = len(s.tokens) - record.num_read
         for name in list(text.states):
-            record = self._record(s, name)
             guess = self._pool.guess(text, name, candidate.limit)
             if guess is not None:
                 candidate.guesses[name] = guess
             if guess is None or guess.tokens:
-                able[name] = record.with_evidence(guess.evidence if guess else 0)
+                able[name] = candidate.records[name].with_evidence(guess.evidence if guess else 0)
         sure = able.get("prediction")
         if sure and sure.reach(1)[0] > _SURE:
             if candidate.guesses["prediction"].evidence >= _FOLLOWED:
                 return {"prediction": sure}  # no model needs to read the text, to be probed
-        able = able or candidate.records  # guessing may have cost it a drafter
-        names = [n for n in able if n in text.states and (may_read or not self._reads(able[n], n))]
-        able = {name: able[name] for name in names}
+        able = able or candidate.records
+        able = {n: able[n] for n in able if n in text.states}  # guessing may have cost it a drafter
         if s.request.drafter == TREE and len(self._pool.members(text, TREE)) > 1:
-            able[TREE] = self._record(s, TREE)  # beside a chain of each of its drafters
+            able[TREE] = candidate.records[TREE]  # beside a chain of each of its drafters
         return able
-
-    def _reads(self, record: Acceptance, name: str) -> bool:
-        """Whether a model would first read text that it has missed."""
-        return record.unread > READ_ALONG and self.controller.costs.runs_model(name)
-
-    def _record(self, s: TextSequence, name: str) -> Acceptance:
-        """A drafter's record, with what it has missed."""
-        record = self.candidates[s].records[name]
-        record.unread, record.since = self._missed(s, name), s.num_steps - 1 - record.last
-        return record
 
     def learn(self, plan: Plan, s: TextSequence, cycle: Cycle) -> None:
         """Learn what a cycle says of each drafter that the request may choose from.
@@ -553,38 +463,40 @@ class Planner(FixedK):
         Of those that did not draft, or not alone: of what they would have drafted, how much came
         true. Where nothing was chosen, only of a model that drafted.
         """
-        candidate, text = self.candidates[s], s.drafting
+        candidate, chosen = self.candidates[s], s.drafting.task.drafter
         if cycle.num_accepted < cycle.num_drafted:
             candidate.most = _FIRST
         elif cycle.num_drafted >= candidate.most:
             candidate.most *= 2
-        for name in text.drafts.keys() & candidate.records.keys():
-            candidate.records[name].num_read = cycle.cached + 1  # it observes all at once
-        name = text.task.drafter
+        records = candidate.records
+        for name in {chosen, *s.drafting.drafts} & records.keys():
+            records[name].num_read = cycle.cached + 1  # it observes all at once
         if plan.kind == CHOSEN:
             began = time.perf_counter()
-            for each in list(text.states):
-                self._learn_of(each, s, cycle)
+            for name in records:
+                self._learn_of(name, s, cycle)
             plan.choice_ms += (time.perf_counter() - began) * 1e3
-        elif name in text.states and name not in candidate.guesses:
-            self._learn_of(name, s, cycle)
-        if name == TREE and cycle.is_whole:  # a cut one teaches nothing
-            places, record = cycle.path[: cycle.num_accepted], candidate.records[TREE]
-            record.observe(len(cycle.draft.tokens), len(places), text.task.limit, places)
-            record.last = cycle.number
+        elif chosen in records and chosen not in candidate.guesses:
+            self._learn_of(chosen, s, cycle)
 
     def _learn_of(self, name: str, s: TextSequence, cycle: Cycle) -> None:
         """Learn from a cycle about one drafter."""
         candidate, text = self.candidates[s], s.drafting
         record, draft = candidate.records[name], text.drafts.get(name)
-        tokens = [token.id for token in cycle.tokens]
-        guess = candidate.guesses.get(name) or self._pool.guess(text, name, len(tokens))
+        guess, tokens = candidate.guesses.get(name), [token.id for token in cycle.tokens]
+        if name == text.task.drafter == TREE:
+            places = cycle.path[: cycle.num_accepted]
+            if cycle.is_whole:  # a cut one teaches nothing
+                record.observe(len(cycle.draft.tokens), len(places), text.task.limit, places)
+            return
         if name == text.task.drafter:
             # What a cut has left of a draft does not say that the drafter stopped.
             asked = text.task.limit if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
             sure, path = cycle.draft.confidence, cycle.path[: cycle.num_drafted]
-            record.learn_confidence([sure[i] for i in path] if sure else [], seen[1])
+            if sure:
+                confidence = [sure[i] for i in path]
+                record.calibration.observe(confidence, cycle.num_accepted)
             if draft and draft.num_forwards:  # the drafter says
                 record.learn_steps(draft.num_forwards, len(draft.tokens))
         elif draft is not None:
@@ -592,29 +504,26 @@ class Planner(FixedK):
         else:
             seen = _came_true(guess.tokens, tokens) if guess else (0, 0, 0)
         record.observe(*seen)
-        if seen[0]:
-            record.last = cycle.number
         if guess and guess.evidence:
             record.with_evidence(guess.evidence).observe(*seen)
 
     def record_cycle(
         self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
     ) -> None:
-        drafting_ms = 0.0
-        for name, (counts, ms) in self._pool.spent.items():
-            self.controller.costs.observe_draft(name, counts, plan.unread[name], ms)
-            drafting_ms += ms
         if times:
+            spent = self._pool.spent.items()
+            calls = [(name, counts, plan.unread[name], ms) for name, (counts, ms) in spent]
             ms = (times[-1] - times[0]) * 1e3
-            num_tokens = sum(cycle.num_kept for cycle in cycles)
-            self.observe_pass(plan, drafts, num_tokens, ms=ms, drafting_ms=drafting_ms)
+            self.observe_pass(plan, drafts, sum(cycle.num_kept for cycle in cycles), calls, ms)
 
     def observe_pass(
-        self, plan: Plan, drafts: list[Draft], num_tokens: int, *, ms: float, drafting_ms: float
+        self, plan: Plan, drafts: list[Draft], num_tokens: int, calls: list[Call], ms: float
     ) -> None:
-        """A whole cycle gave so many tokens in `ms`, of which drafting took `drafting_ms`."""
+        """A whole cycle with these calls of drafters gave so many tokens in `ms`."""
         batch, rows = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
-        self.controller.costs.observe_pass(batch, rows, max(0.0, ms - drafting_ms - plan.choice_ms))
+        drafting_ms = sum(ms for *_, ms in calls)
+        pass_ms = max(0.0, ms - drafting_ms - plan.choice_ms)
+        self.controller.costs.observe_pass(batch, rows, pass_ms, calls)
         self._owed_ms = max(0.0, self._owed_ms + plan.choice_ms / CHOICE_BUDGET - ms)
         if plan.kind in (CHOSEN, REUSED):
             prices = self.controller.costs.prices(batch, batch).drafts
@@ -626,7 +535,5 @@ class Planner(FixedK):
 
 def _came_true(guessed: list[int], tokens: list[int]) -> tuple[int, int, int]:
     """How many tokens would have been drafted, how many of them came, and for how many asked."""
-    drafted, came_true = min(len(guessed), len(tokens)), 0
-    while came_true < drafted and guessed[came_true] == tokens[came_true]:
-        came_true += 1
-    return drafted, came_true, len(tokens)
+    came = [guess == token for guess, token in zip(guessed, tokens, strict=False)]
+    return len(came), [*came, False].index(False), len(tokens)

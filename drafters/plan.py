@@ -6,6 +6,7 @@ With FixedK a request's first drafter proposes as much as the request allows. co
 of those who let the controller choose.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class Plan:
     kind: str = IDLE
     account: Any = None  # the controller's, of such batches
     choice_ms: float = 0.0  # what choosing took, and learning
-    unread: dict[str, int] = field(default_factory=dict)  # tokens that each drafter has to read
+    unread: Counter[str] = field(default_factory=Counter)  # tokens that each drafter has to read
 
 
 def limit_of(s: TextSequence) -> int:

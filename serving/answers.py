@@ -349,10 +349,11 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
 def _costs_by_batch(costs: Costs) -> Json:
     """What passes and drafts take, by class of batches, as of the smallest batch of each."""
     classes = {}
-    for size in sorted(costs.classes):
+    measured = sorted({name for name, _ in list(costs.drafts)})
+    for size in sorted(costs.passes):
         batch = 1 << size - 1
-        prices, rows_ms = costs.prices(batch, batch), costs.rows_ms(batch, batch, 1, 1)
-        drafts = {n: round(prices.drafts[n].first_ms, 4) for n in sorted(costs.drafters)}
+        prices, rows_ms = costs.prices(batch, batch), costs.rows_ms(batch, batch, 1)
+        drafts = {n: round(prices.drafts[n].first_ms, 4) for n in measured}
         classes["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
             "pass_ms": round(prices.plain_ms, 4),
             "token_ms": round(rows_ms[0], 4),

@@ -14,7 +14,7 @@ import torch
 from conftest import needs_compiler
 
 import sampling as module
-from control.estimates import Acceptance
+from control.estimates import Calibration
 from kernels import sampling as compiled
 from sampling import Noise, choose, confidence, ranked, survivors
 
@@ -94,16 +94,15 @@ def test_c_is_as_sure_of_a_token_as_python():
 
 @needs_compiler
 def test_c_stops_a_draft_where_the_controller_s_record_does():
-    random, record, answers = np.random.default_rng(0), Acceptance(), []
+    random, calibration, answers = np.random.default_rng(0), Calibration(), []
     for _ in range(300):
         sure = random.uniform(0, 1, random.integers(1, 6)).tolist()
-        record.learn_confidence(sure, int(random.integers(0, len(sure) + 1)))
-        calibration, least = record.calibration, float(random.uniform(0, 0.3))
-        chances = [calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
-        doubts = compiled.doubts_of(chances, calibration.mean, least)
+        calibration.observe(sure, int(random.integers(0, len(sure) + 1)))
+        least = float(random.uniform(0, 0.3))
+        doubts = compiled.doubts_of(calibration.chances, calibration.mean, least)
         for drafted in ([], sure, [0.9, 1.0], [0.0, 0.1], [0.8999999999999999]):
             answers.append(compiled.goes_on(doubts, drafted))
-            assert answers[-1] == record.doubts(least)(drafted)
+            assert answers[-1] == calibration.doubts(least)(drafted)
     assert 100 < sum(answers) < 1400
 
 

@@ -6,6 +6,7 @@ here, so no busy machine decides what is chosen.
 """
 
 import itertools
+import operator
 import random
 import re
 import time
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import simulated
-from control.estimates import Acceptance, Costs, Lengths
+from control.estimates import Acceptance, Calibration, Costs, Lengths
 from control.planner import CHOICE_BUDGET, LOSS_BUDGET, PROBE_BUDGET, Account, Candidate, Controller
 from drafters.pool import DraftedText, DrafterPool, Task
 from messages import Doubts, Request, Verdict
@@ -52,15 +53,15 @@ def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, 
         assert s.warnings == [] and bool(s.drafting.task.decision) == bool(s.request.drafter)
 
 
-def settled(*alphas, cases=1e6, since=0):
+def settled(*alphas, since=0):
     """A long record of a drafter whose i-th token is accepted in a share alphas[i] of cases.
 
-    One share counts for all tokens. The last draft came `since` cycles ago.
+    The last share counts for all further tokens. The last draft came `since` cycles ago.
     """
-    alphas = alphas * K if len(alphas) == 1 else alphas
-    record = Acceptance(cycles=1000, since=since)
-    record.accepted.cases = [cases] * len(alphas)
-    record.accepted.hits = [cases * alpha for alpha in alphas]
+    record = Acceptance()
+    record.cycles, record.since = 1000, since
+    alphas += alphas[-1:] * (len(record.chances) - len(alphas))
+    record.chances = list(itertools.accumulate(alphas, operator.mul))
     return record
 
 
@@ -69,10 +70,8 @@ def measure(costs, batch=1, pass_ms=10.0, call_ms=0.0, **step_ms):
     for tokens in (batch, 50 * batch) * 3:
         costs.observe_pass(batch, tokens, pass_ms + 0.2 * tokens)
     for num_drafted in (1, K) * (12 if step_ms else 1):
-        for name, ms in step_ms.items():
-            costs.observe_draft(name, [num_drafted], 0, call_ms + num_drafted * ms)
-        costs.observe_pass(batch, batch, pass_ms + 0.2 * batch)
-        costs.prices(batch, batch)  # it learns when asked
+        calls = [(n, [num_drafted], 0, call_ms + num_drafted * ms) for n, ms in step_ms.items()]
+        costs.observe_pass(batch, batch, pass_ms + 0.2 * batch, calls)
 
 
 def measured(c=0.2, batch=1, **given):
@@ -83,7 +82,7 @@ def measured(c=0.2, batch=1, **given):
 
 
 def settle(controller, asks, batch):
-    """The decisions on these once their texts have a pace: the last without a probe."""
+    """The decisions on these, without a probe."""
     made = [controller.decide(asks, batch) for _ in range(100)]
     return [each for each in made if not any(decision.is_probe for decision in each)][-1]
 
@@ -118,13 +117,12 @@ def engine_of(demo_engine, shares, **scripts):
     loaded = scripted(**scripts)
     loaded |= {n: demo_engine.pool.drafters[n] for n in shares if n not in scripts}
     controller = Controller(100, shares)
-    costs = controller.costs
-    costs.observe_pass = costs.observe_draft = lambda *_: None
+    controller.costs.observe_pass = lambda *_: None
     account = Account(deque(), drafted=0)
     account.see = account.see_plain = lambda *_: None
     controller.account = lambda *_: account
     engine = core.Engine(demo_engine.target, loaded, "auto", controller=controller)
-    engine.planner.observe_pass = lambda *_, **__: None  # so that it chooses in every cycle
+    engine.planner.observe_pass = lambda *_: None  # so that it chooses in every cycle
     return engine
 
 
@@ -144,7 +142,7 @@ def test_proposals_with_more_evidence_have_a_record_of_their_own(controller):
     for each in (record, other):
         low, high = (each.with_evidence(n).reach(3) for n in (1, 4))
         assert low[0] < 0.05 and high[2] > 0.9 and 0.4 < each.reach(1)[0] < 0.6
-    assert controller.record("free", "coupled").alphas(2) == Acceptance().alphas(2)
+    assert controller.record("free", "coupled").reach(2) == Acceptance().reach(2)
     # What was never seen begins like all of the drafter's.
     assert other.with_evidence(2).reach(1)[0] == pytest.approx(other.reach(1)[0], abs=0.1)
 
@@ -155,19 +153,14 @@ def test_where_a_draft_stopped_counts_as_reached_and_not_accepted(controller):
         record.observe(1, 1, 4)  # stopped behind one token, which was right
         record.observe(4, 4, 4)
     assert record.reach(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
-    assert record.taken(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
-    # A step that is not taken costs nothing: then the rest of the draft is worth it.
-    assert ask(measured(c=0.4), {"model": record}, limit=4).num_tokens == 4
-    always = settled(1.0, 0.5, 1.0, 1.0)
-    assert ask(measured(c=0.4), {"model": always}, limit=4).num_tokens < 4
 
 
 def test_a_copy_of_the_target_is_not_doubted_where_the_target_doubts(demo_engine):
     drafters = scripted(copy=None, other=None)
     drafters["copy"].is_copy = True
     controller = Controller.of(demo_engine.target, drafters)
-    copy, other = (controller.record(name, "greedy").doubts(0.5) for name in ("copy", "other"))
-    assert copy([0.3, 0.4, 0.3]) and not other([0.3])
+    copy, other = (controller.record(name, "greedy").calibration for name in ("copy", "other"))
+    assert copy.doubts(0.5)([0.3, 0.4, 0.3]) and not other.doubts(0.5)([0.3])
 
 
 def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
@@ -175,24 +168,27 @@ def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
     record = controller.record("model", "greedy")
     for _ in range(200):
         for sure, accepted in ((0.35, 2), (0.95, 2), (0.65, 0)):
-            record.learn_confidence([sure, 0.95], accepted)
-    mean = record.typical.calibration.mean
+            record.calibration.observe([sure, 0.95], accepted)
+    mean = record.calibration.mean
     assert mean == pytest.approx(4 / 5, abs=0.05)
     for sure, chance in (([0.35], 1.0), ([0.95, 0.35], 1.0), ([0.65], 0.0), ([0.95, 0.65], 0.0)):
-        assert record.doubts(0.9 * mean)(sure) is bool(chance)
-    assert controller.record("other", "greedy").typical.calibration.chance(0.62) == 0.65
+        assert record.calibration.doubts(0.9 * mean)(sure) is bool(chance)
+    assert controller.record("model", "greedy").calibration is record.calibration
+    assert controller.record("other", "greedy").calibration.chances[6] == 0.65
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_what_a_step_must_bring_is_what_it_costs(batch):
-    """In tokens: the plan's rate times a step and a row; the first one pays for the call, too.
+    """In tokens: plain decoding's rate times a step and a row; the first pays for the call, too.
 
     Two requests give tokens at nearly twice the rate, and share the step.
     """
     controller = Controller(*WEIGHTS)
+    drafters = {"model": {"call_ms": 3.0, "step_ms": 1.0, "read_ms": 0.1}}
+    controller.costs.start_from(Curve({1: 10.2, 2: 10.4, 50: 20.0}, drafters))
     measure(controller.costs, batch, call_ms=3.0, model=1.0)
     decision = ask(controller, {"model": settled(0.9)}, batch)
-    rate = batch * decision.expected_speedup / controller.costs.a_pass(batch, batch)
+    rate = batch / controller.costs.a_pass(batch, batch)
     assert decision.break_even == pytest.approx(rate * ((3 + 1) / batch + 0.2), rel=0.1)
     assert decision.least_chance == pytest.approx(rate * (1 / batch + 0.2), rel=0.1)
 
@@ -203,7 +199,7 @@ def test_a_model_that_guesses_right_drafts_more():
     for num_forwards in 5, 2:
         controller, record = Controller(*WEIGHTS), settled(0.8)
         measure(controller.costs, 1, call_ms=0.0, model=3.0)
-        for _ in range(40):
+        for _ in range(60):
             record.learn_steps(num_forwards, 5)
             record.learn_steps(1, 1)
         assert record.steps == pytest.approx((num_forwards - 1) / 4, abs=0.01)
@@ -222,7 +218,7 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
     doubts = Mock(return_value=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
-    monkeypatch.setattr(Acceptance, "doubts", doubts)
+    monkeypatch.setattr(Calibration, "doubts", doubts)
     monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
@@ -236,39 +232,37 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     assert [len(cycle.proposals) for _, cycle in fixed if cycle.number][:4] == [5] * 4
 
 
-def test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_propose():
-    steady, paused = settled(1.0, cases=10), settled(1.0, cases=10)
+def test_who_was_not_asked_is_believed_as_before_and_who_had_nothing_to_propose_is_not():
+    record = settled(0.9)
     for _ in range(3):
-        paused.observe(0, 0)  # nobody asked
-    assert paused.coverage == 1.0
-    for record in (steady, paused):
-        record.observe(4, 0, 4)
-    assert paused.alphas(1)[0] < steady.alphas(1)[0] - 0.02
-    for _ in range(20):
-        paused.observe(0, 0, 4)
-    assert paused.coverage < 0.05 and steady.coverage == 1.0
+        record.observe(0, 0)  # nobody asked
+    assert record.chances == settled(0.9).chances and record.since == 3
+    for _ in range(30):
+        record.observe(0, 0, 4)
+    assert record.reach(1)[0] < 0.05 and record.since == 0
+    record.observe(17, 17, 17)  # as many as a cycle of 16 drafted tokens may give
+    assert record.reach(1)[0] > 0.05
 
 
 @pytest.mark.parametrize("alpha", [0.06, 0.5, 0.7, 0.95])
 @pytest.mark.parametrize(("c", "at_once"), [(0.0, 0), (0.3, 0), (1.5, 0), (0.1, 5), (1.0, 5)])
 def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c, at_once):
-    """Against (1 − α^(K+1)) / (1 − α) over K · c + t_verify(K + 1), tried for every K.
+    """E(K) − T(K) is largest: (1 − α^(K+1)) / (1 − α) less K · c + t_verify(K + 1) plain passes.
 
-    Who drafts `at_once` is paid once: c is then for the whole draft, of so many tokens at most.
+    E(K) / T(K) is at most 4 % below the largest here. Who drafts `at_once` is paid once: c is then
+    for the whole draft, of so many tokens at most.
     """
     controller, record = measured(c, at_once={"model": at_once} if at_once else {}), settled(alpha)
-    a_pass = controller.costs.a_pass
-
-    def speedup(k):
-        tokens, steps = (1 - alpha ** (k + 1)) / (1 - alpha), min(k, 1) if at_once else k
-        return tokens * a_pass(1, 1) / (steps * c * 10 + a_pass(1, k + 1))
-
+    a_pass, every = controller.costs.a_pass, range((at_once or K) + 1)
+    tokens = [(1 - alpha ** (k + 1)) / (1 - alpha) for k in every]
+    steps = [min(k, 1) if at_once else k for k in every]
+    times = [(steps[k] * c * 10 + a_pass(1, k + 1)) / a_pass(1, 1) for k in every]
+    speedups = [tokens[k] / times[k] for k in every]
     decision = ask(controller, {"model": record})
-    longest = at_once or K
-    best = max(map(speedup, range(longest + 1)))
-    assert decision.num_tokens <= longest
-    assert speedup(decision.num_tokens) > 0.99 * best or decision.is_probe
-    assert decision.expected_speedup == pytest.approx(speedup(decision.num_tokens), rel=0.01)
+    chosen = decision.num_tokens
+    assert tokens[chosen] - times[chosen] > max(tokens[k] - times[k] for k in every) - 0.01
+    assert speedups[chosen] >= 0.96 * max(speedups)
+    assert decision.expected_speedup == pytest.approx(speedups[chosen], rel=0.01)
 
 
 def test_without_drafts_it_probes_now_and_then_and_comes_back():
@@ -291,24 +285,22 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
 
 
 def test_batches_of_other_sizes_have_costs_of_their_own():
-    controller, records = measured(c=0.2), {"model": settled(0.6)}
+    controller, records = measured(c=0.2), {"model": settled(0.3)}
     measure(controller.costs, 8, pass_ms=100.0)
     one, eight = (controller.costs.prices(batch, 1) for batch in (1, 9))
     assert one.plain_ms == pytest.approx(10.2, rel=0.1)
     assert eight.plain_ms == pytest.approx(100 + 9 * 0.2, rel=0.1)
     assert controller.costs.a_pass(1, 8) < 20
-    assert ask(controller, records).num_tokens < ask(controller, records, 9).num_tokens
+    assert ask(controller, records).num_tokens > ask(controller, records, 9).num_tokens == 0
 
 
-def test_a_probe_pays_for_what_is_not_done_anyway_and_newcomers_get_none():
-    """A step that neighbours take costs it nothing. A newcomers' choice is kept for many cycles, so
-    what was saved for probes waits for the next choice for all."""
+def test_a_probe_pays_for_what_is_not_done_anyway():
+    """A step that neighbours take costs it nothing."""
     controller, records = measured(c=0.5, batch=4), [settled(0.9)] * 3 + [settled(0.0, since=1)]
     asks = [Candidate({"model": record}, K, 1000) for record in records]
     controller._saved["model"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
-    for cycles in (0, 1):
-        probes = [decision.is_probe for decision in controller.decide(asks, 4, cycles)]
-        assert probes == [False] * 3 + [cycles > 0]
+    probes = [decision.is_probe for decision in controller.decide(asks, 4)]
+    assert probes == [False] * 3 + [True]
 
 
 def test_it_says_why():
@@ -327,8 +319,7 @@ def test_it_says_why():
 
 def draft(costs, name, num_tokens, ms, unread=0, pass_ms=10.4):
     """A cycle of one request, with a draft: what a step costs then."""
-    costs.observe_draft(name, [num_tokens], unread, ms)
-    costs.observe_pass(1, 2, pass_ms)
+    costs.observe_pass(1, 2, pass_ms, [(name, [num_tokens], unread, ms)])
     return costs.prices(1, 1).drafts[name].first_ms
 
 
@@ -364,7 +355,7 @@ def test_behind_its_last_block_a_curve_goes_on_as_before_it(costs):
 
 def test_neither_text_to_read_nor_an_accident_makes_a_step_dear(costs):
     """What a cycle that took far too long says of its draft is not believed."""
-    drafters = {"model": {"call_ms": 0.5, "step_ms": 0.5, "read_ms": 0.06}}
+    drafters = {"model": {"call_ms": 0.0, "step_ms": 1.0, "read_ms": 0.06}}
     costs.start_from(Curve({1: 10.2, 2: 10.4, 50: 20.0}, drafters))
     measure(costs, model=1.0)
     for _ in range(12):
@@ -394,8 +385,8 @@ def test_it_starts_from_the_curve_and_corrects_it(costs):
     """Between points it goes straight on, and beyond the last one as it went before."""
     costs.start_from(Curve({1: 10.0, 4: 13.0, 8: 37.0}))
     assert [costs.a_pass(1, rows) for rows in (1, 2, 6, 9)] == [10, 11, 25, 43]
-    assert costs.rows_ms(1, 1, 1, 5) == pytest.approx([1, 1, 1, 6, 6])
-    assert costs.rows_ms(2, 2, 2, 2) == pytest.approx([1, 6])  # two that draft alike
+    assert costs.rows_ms(1, 1, 5) == pytest.approx([1, 1, 1, 6, 6])
+    assert costs.rows_ms(2, 2, 2) == pytest.approx([1, 6])  # two that draft alike
     for _ in range(8):
         costs.observe_pass(1, 1, 20.0)
         costs.observe_pass(1, 4, 52.0)
@@ -411,9 +402,8 @@ def live(controller, num_cycles, slowness=()):
     for cycle in range(num_cycles):
         count = controller.decide([Candidate({"model": record}, 5, 100)], 1)[0].num_tokens
         times = slowness[cycle] if cycle < len(slowness) else 1.0
-        if count:
-            controller.costs.observe_draft("model", [count], record.unread, times * count)
-        controller.costs.observe_pass(1, 1 + count, times * 5.0)
+        calls = [("model", [count], record.unread, times * count)] if count else []
+        controller.costs.observe_pass(1, 1 + count, times * 5.0, calls)
         record.observe(count, min(count, (0, 5, 3, 4)[cycle % 4]), count)
         record.unread = 0 if count else record.unread + 1
         num_drafts += count > 0
@@ -435,7 +425,8 @@ def test_no_order_of_cold_measurements_shuts_a_drafter_off_that_pays(controller,
 def test_one_choice_for_all_is_nearly_the_best_of_all_choices(controller, seed):
     """Three requests, two models and maybe a free drafter, up to three tokens: 10³ choices.
 
-    In tokens per ms. Two models would run one after the other, so none of the 10³ has two.
+    In tokens, less those that plain decoding gives in the time. Two models would run one after the
+    other, so none of the 10³ has two.
     """
     chance = random.Random(seed)
     models = ("model", "other")
@@ -446,10 +437,10 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(controller, seed):
         or {"model": settled(0.5)}
         for _ in range(3)
     ]
-    prices, row_ms = controller.costs.prices(3, 3), controller.costs.rows_ms(3, 3, 1, 1)[0]
+    prices, row_ms = controller.costs.prices(3, 3), controller.costs.rows_ms(3, 3, 1)[0]
 
-    def rate(choices):
-        tokens, ms = 3, prices.plain_ms
+    def gain(choices):
+        tokens, ms = 0, 0.0
         for record, (name, k) in zip(records, choices, strict=True):
             tokens += sum(record[name].reach(k)) if k else 0
             ms += row_ms * k + (prices.drafts[name].step_ms * k if name == "free" else 0)
@@ -457,14 +448,14 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(controller, seed):
             longest = max(k if name == model else 0 for name, k in choices)
             price = prices.drafts[model]
             ms += price.first_ms * (longest > 0) + price.step_ms * max(0, longest - 1)
-        return tokens / ms
+        return tokens - 3 / prices.plain_ms * ms
 
     every = [[("", 0), *((n, k) for n in record for k in (1, 2, 3))] for record in records]
     asks = [Candidate(record, 3, 1000) for record in records]
     found = [decision[:2] for decision in settle(controller, asks, 3)]
     for choices in itertools.product(*every):
         if len({name for name, count in choices if count and name in models}) < 2:
-            assert rate(found) >= 0.99 * rate(choices)
+            assert gain(found) >= gain(choices) - 0.03
 
 
 def test_requests_that_may_choose_share_one_model_in_a_cycle(controller):
@@ -509,15 +500,15 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
     prompt, sampling = prompts["repetitive_sentence"], core.Sampling(temperature=temperature)
     sequence, _ = run(engine, prompt, max_tokens=30, drafter="auto", sampling=sampling, seed=1)
     # Neither at the prefill nor for the last token was anybody to be asked.
-    expected, tokens = Acceptance(), [*prompt, sequence.output[0]]
+    expected, tokens = Acceptance(Acceptance()), [*prompt, sequence.output[0]]
     for token in sequence.output[1:-1]:
         guess = ngram.open(tokens, sampling, None).continuation(1)
         expected.observe(len(guess), int(guess == [token]), 1)
         tokens.append(token)
     seen, silent = (engine.planner.candidates[sequence].records[n] for n in ("ngram", "silent"))
-    assert vars(seen.accepted) == vars(expected.accepted)
-    assert seen.cycles == expected.cycles > 20 and seen.coverage == expected.coverage
-    assert (seen.num_read, silent.num_read) == (0, len(sequence.tokens) - 1) and not silent.cycles
+    assert seen.chances == expected.chances and seen.cycles == expected.cycles > 20
+    assert (seen.num_read, silent.num_read) == (0, len(sequence.tokens) - 1)
+    assert silent.cycles == seen.cycles and silent.reach(1)[0] < 0.15
 
 
 def lived(account, cycles):
@@ -697,15 +688,15 @@ def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prom
 
 @pytest.mark.parametrize(
     ("size", "choices"),
-    [(1, [(0, 1, 1), (1, 1, 1), (2, 2, 4)]), (4, [(0, 4, 1), (4, 4, 1), (1, 4, 0), (4, 4, 9)])],
+    [(1, [(0, 1), (1, 1), (2, 2)]), (4, [(0, 4), (4, 4), (4, 4)])],
 )
-def test_a_choice_serves_on_when_one_ends_or_joins_many(
+def test_a_choice_serves_on_when_one_ends_or_joins(
     demo_engine, prompts, size, choices, monkeypatch
 ):
     """It serves eight cycles that read no prompt.
 
-    One of four ends in cycle 2, and in cycle 4 another's prompt is read: beside one other all is
-    chosen anew, beside three it is chosen for alone.
+    One of four ends in cycle 2, and in cycle 4 another's prompt is read: it waits for the next
+    choice.
     """
     engine, made, clock = engine_of(demo_engine, {"model": 1}, model=script_of(1)), [], [0.0]
 
@@ -714,8 +705,8 @@ def test_a_choice_serves_on_when_one_ends_or_joins_many(
         return clock[0]
 
     def decided(asks, *given):
-        made.append((len(asks), *given[:2]))
-        now(8 * 3 * CHOICE_BUDGET if given[1] else 0.0)  # as much as eight cycles may pay
+        made.append((len(asks), given[0]))
+        now(8 * 3 * CHOICE_BUDGET)  # as much as eight cycles may pay
 
     del engine.planner.observe_pass
     monkeypatch.setattr(time, "perf_counter", now)
@@ -728,7 +719,7 @@ def test_a_choice_serves_on_when_one_ends_or_joins_many(
             batch.append(engine.open(requests[0]))
         engine.step([s for s in batch if s.finish_reason is None])
         assert batch[0].drafting.drafts or cycle not in range(1, 5)
-    assert made == choices  # (who asks, of how many, cycles since the last choice for all)
+    assert made == choices  # (how many ask, of how many)
     for s in batch:
         engine.close(s)
 
@@ -751,11 +742,11 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     assert decision.is_rest and str(decision).endswith("plain ones")
 
     def note(asks, *_):
-        known.extend((r.unread, r.since) for ask in asks for r in ask.able.values())
+        known.extend(record.unread for ask in asks for record in ask.able.values())
 
     before(engine.controller, "decide", note)
     engine.step([first, second])
-    assert known == [(2, 2)] and first.num_steps == 5
+    assert known == [2] and first.num_steps == 5
     for sequence in (first, second):
         engine.close(sequence)
 
@@ -770,8 +761,8 @@ def test_passes_are_measured_without_choosing_or_prefills(demo_engine, prompts, 
     before(engine.controller, "decide", lambda *_: choices.append("another minute"))
     _, events = run(engine, prompts["repetitive_colours"], max_tokens=20, drafter="ngram")
     rows = [len(event["proposals"]) + 1 for event in events[1:]]
-    assert [(batch, fed) for batch, fed, _ in passes] == [(1, count) for count in rows]
-    assert max(rows) > 2 and all(0 < ms < 60_000 for *_, ms in passes)
+    assert [(batch, fed) for batch, fed, *_ in passes] == [(1, count) for count in rows]
+    assert max(rows) > 2 and all(0 < ms < 60_000 for _, _, ms, _ in passes)
     assert engine.planner._owed_ms > 60_000
 
 
@@ -879,7 +870,7 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
     assert [limit for (_, limit), _ in script.call_args_list] == [Request.num_speculative_tokens]
     totals = engine.totals
     assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == Statistics()
-    assert not (controller.costs.classes or engine.pool.failures or totals.recent)
+    assert not (controller.costs.passes or engine.pool.failures or totals.recent)
     assert not engine.planner.decisions and not engine.target.cache.rows
 
     monkeypatch.setattr(engine.target, "forward", lambda *_, **__: 1 / 0)
@@ -898,8 +889,7 @@ def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
 def test_a_clock_that_stands_still_divides_nothing_by_nothing():
     costs = Costs(100, {"mtp": 20})
     for _ in range(3):
-        costs.observe_draft("mtp", [2], 0, 0.0)
-        costs.observe_pass(1, 3, 0.0)
+        costs.observe_pass(1, 3, 0.0, [("mtp", [2], 0, 0.0)])
     assert costs.prices(1, 1).drafts["mtp"] == (0, 0, 0)
 
 
@@ -910,7 +900,7 @@ def test_of_texts_that_end_soon_little_is_left_and_of_those_that_passed_it_much(
     for i in range(40):
         short.observe(10 if i % 4 else 100, is_whole=True)
         cut.observe(7, is_whole=False)
-    assert short.left(0, 1000) < 10 and short.left(9, 1000) < 4
+    assert (short.left(0, 1000), short.left(9, 1000)) == (10, 1)
     assert short.left(20, 1000) > 40 and short.left(20, 30) == 30
     assert cut.left(0, 1000) == Lengths().left(0, 1000) > 40
 
@@ -936,23 +926,6 @@ def test_lengths_are_learned_from_texts_that_ended_by_themselves(demo_engine, pr
     assert engine.controller.lengths.left(0, 1000) < 4
 
 
-def test_of_a_drafter_that_was_never_tried_one_text_reads_its_prompt():
-    """Eight that come at once do not all pay for it; once it is known, all may."""
-    controller = measured(c=0.05, batch=8)
-
-    def drafting(number_known):
-        asks = [
-            Candidate({"model": controller.record("model", "greedy")}, K, 1000.0) for _ in range(8)
-        ]
-        for ask in asks:
-            ask.able["model"].unread = 20
-        for _ in range(number_known):
-            asks[0].able["model"].observe(4, 4, 4)
-        return sum(decision.num_tokens > 0 for decision in controller.decide(asks, 8))
-
-    assert drafting(0) == 1 and drafting(4) == 8
-
-
 @pytest.mark.parametrize(("room", "expected"), [(inf, 8), (0.3, 3), (0.0, 1)])
 def test_of_many_that_come_at_once_as_many_read_as_may_be_lost(room, expected):
     """To read a text takes a fifth of a plain cycle. One of the eight has been read."""
@@ -961,7 +934,7 @@ def test_of_many_that_come_at_once_as_many_read_as_may_be_lost(room, expected):
     asks = [Candidate({"model": settled(0.9)}, K, 1000.0) for _ in range(8)]
     for asking in asks[1:]:
         asking.able["model"].unread = round(0.2 * prices.plain_ms / prices.drafts["model"].read_ms)
-    drafting = [each.num_tokens > 0 for each in controller.decide(asks, 8, 0, room)]
+    drafting = [each.num_tokens > 0 for each in controller.decide(asks, 8, room)]
     assert drafting[0] and sum(drafting) == expected
 
 
@@ -994,4 +967,4 @@ def test_a_temperature_has_records_of_its_own_and_begins_with_the_nearest(contro
     again = (controller.record("model", "coupled", t).reach(1)[0] for t in (0.2, 0.9, 5.0))
     first, second, third = again
     assert first > 0.95 and second < 0.1 and third < 0.1
-    assert controller.record("model", "greedy").alphas(2) == Acceptance().alphas(2)
+    assert controller.record("model", "greedy").reach(2) == Acceptance().reach(2)

@@ -93,11 +93,11 @@ def test_an_exact_prediction_is_drafted_at_full_length(demo_engine, prompts, pla
 
 def unclocked(engine):
     """Costs stay as they are expected before any is measured: no clock has a say."""
-    costs, account = engine.controller.costs, Account(deque(), drafted=0)
-    costs.observe_pass = costs.observe_draft = lambda *_: None
+    account = Account(deque(), drafted=0)
+    engine.controller.costs.observe_pass = lambda *_: None
     account.see = account.see_plain = lambda *_: None
     engine.controller.account = lambda *_: account
-    engine.planner.observe_pass = lambda *_, **__: None  # so that it chooses in every cycle
+    engine.planner.observe_pass = lambda *_: None  # so that it chooses in every cycle
     return engine
 
 
@@ -140,8 +140,8 @@ def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
 
 def test_a_certain_draft_pays_though_rows_have_become_dearer():
     """The pace that the text had is out of reach then, and says nothing of what time is worth."""
-    own, record = Controller(100, {"prediction": 0}), Acceptance(cycles=1000)
-    record.accepted.cases = record.accepted.hits = [1e6] * 8
+    own, record = Controller(100, {"prediction": 0}), Acceptance()
+    record.chances = [1.0] * 8
     candidate = Candidate({"prediction": record}, 8, 1000)
     for row_ms in (0.2, 5.0):
         own.costs.start_from(Curve({rows: 10 + row_ms * rows for rows in (1, 9)}))
