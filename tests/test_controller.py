@@ -722,6 +722,11 @@ def test_a_choice_serves_on_when_one_ends_or_joins(
     assert made == choices  # (how many ask, of how many)
     for s in batch:
         engine.close(s)
+    alone = engine.open(requests[0])  # nobody is left for whom the choice could serve on
+    for _ in range(2):
+        engine.step([alone])
+    assert made == [*choices, (0, 1), (1, 1)]
+    engine.close(alone)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
