@@ -280,6 +280,11 @@ class Decision(NamedTuple):
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
     is_timing: bool = False  # nor here: the clock measures plain cycles
 
+    def pausing(self, is_rest: bool) -> "Decision":
+        """The same numbers where nothing is drafted: in a rest, or as plain cycles are timed."""
+        plain = self._replace(num_tokens=0, expected_speedup=1.0, is_probe=False)
+        return plain._replace(is_rest=is_rest, is_timing=not is_rest)
+
     def as_dict(self) -> "Json":
         """A dict for JSON, with the sentence."""
         values = {

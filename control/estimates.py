@@ -92,18 +92,16 @@ class Acceptance:
     best tokens stand first, and each is counted whatever became of those before it.
     """
 
-    def __init__(
-        self, typical: "Acceptance | None" = None, like: "Acceptance | None" = None
-    ) -> None:
-        """`typical` is the record of all requests; that one may begin like another one."""
-        self.typical, first = typical, typical or like
+    def __init__(self, typical: "Acceptance | None" = None, is_copy: bool = False) -> None:
+        """`typical` is the record of all requests, which itself begins with what is likely."""
+        self.typical = typical
         # Of each position: that it is drafted and accepted.
-        self.chances = first.chances if first else [PRIOR ** (i + 1) for i in range(LONGEST)]
+        self.chances = typical.chances if typical else [PRIOR**i for i in range(1, LONGEST + 1)]
         self.cycles = 0  # in which it was asked
         self.since = 0  # cycles in which it was not
         self.num_read, self.unread = 0, 0  # tokens of the text that it knows, or has to read first
         self.steps = 1.0  # forwards of a model for each token behind the first: fewer in copies
-        self.calibration = typical.calibration if typical else Calibration()
+        self.calibration = typical.calibration if typical else Calibration(is_copy)
         # Records of proposals by their evidence (see DrafterPool.guess).
         self._by_evidence: dict[int, Acceptance] = {}
 
@@ -115,8 +113,9 @@ class Acceptance:
         if not evidence:
             return self
         if evidence not in self._by_evidence:
-            typical = self.typical and self.typical.with_evidence(evidence)
-            self._by_evidence[evidence] = Acceptance(typical, self)
+            record = Acceptance(self.typical and self.typical.with_evidence(evidence))
+            record.chances = (record.typical or self).chances
+            self._by_evidence[evidence] = record
         return self._by_evidence[evidence]
 
     def observe(

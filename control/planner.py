@@ -33,13 +33,13 @@ from drafters.pool import TREE, DrafterPool, Guess, Task
 from drafters.tree import longest
 from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
 
-from .estimates import READ_ALONG, Acceptance, Calibration, Call, Costs, Lengths
+from .estimates import READ_ALONG, Acceptance, Call, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE, _LOOK = 6.0, 1.5  # plain cycles: what may be lost in all, and after a rest
 _READING = 1.0  # plain cycles: models read no more while so much is unpaid
 _OUTLIER = 3.0  # times as long as usual: the machine did something else
-_RENEWED, _PLAIN = 256, 4  # cycles with drafts until so many plain ones are measured again
+_PLAIN, _RENEWED = 4, 64  # plain cycles at first; with drafts, until another plain one is timed
 _WARMER = 0.5  # temperatures that differ by so much are told apart
 _SURE, _FOLLOWED = 0.9, 4  # the chance of a prediction's next token, behind so many that came true
 _FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
@@ -100,7 +100,7 @@ class Choice:
 
         Models read text that they have missed only as long as that took less than `read_ms`.
         """
-        self.candidates, self._costs, self._batch = candidates, costs, batch
+        self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
         self.rate = batch / self.prices.plain_ms
         self.rows_ms = costs.rows_ms(batch, len(candidates), max(c.limit for c in candidates))
@@ -113,15 +113,15 @@ class Choice:
             if not costs.runs_model(name):
                 self._join({i: options[-1] for i, options in drafts.items()})
         models, asking = list(filter(costs.runs_model, names)), set(range(len(candidates)))
-        while models:  # the one that brings most; then another for requests that cannot have it
+        for _ in models:  # the one that brings most; then another for requests that cannot have it
             shares = {name: self._share(name, asking) for name in models}
             name = max(models, key=lambda name: shares[name][0])
             gain, ms, options = shares[name]
-            if gain > 0:
-                self.model_ms[name] = ms
-                self._join(options)
+            if gain <= 0:
+                break
+            self.model_ms[name] = ms
+            self._join(options)
             asking -= {i for i in asking if name in candidates[i].able}
-            models = [n for n in models if any(n in candidates[i].able for i in asking)]
         self.tokens = batch + sum(option.tokens for option in self.options)
         ms = sum(self.model_ms.values()) + sum(option.ms for option in self.options)
         self.speedup = self.tokens / (batch + self.rate * ms)
@@ -140,9 +140,10 @@ class Choice:
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
         token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.rows_ms]
         for i, candidate in enumerate(self.candidates):
-            record = candidate.able.get(name)
-            must_read = record and runs and record.unread > READ_ALONG
-            if not record or (must_read and left_ms <= 0):
+            if not (record := candidate.able.get(name)):
+                continue
+            must_read = runs and record.unread > READ_ALONG
+            if must_read and left_ms <= 0:
                 continue
             limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
             reading_ms = record.unread * price.read_ms
@@ -220,16 +221,14 @@ class Account:
     unpaid: float = 0.0  # for text that models have read
     usual: float = 1.0  # the time of a cycle with drafts
     was_slow: bool = False
-    drafted: int = _RENEWED  # cycles with drafts since plain ones were measured
-    left: int = 0  # plain cycles that are to be measured now
+    drafted: int = 0  # cycles with drafts since a plain one was timed
 
     def may_draft(self) -> bool:
         """Whether drafts may be chosen for the next cycle."""
-        if not self.left and self.drafted >= _RENEWED:
-            self.left, self.drafted = _PLAIN, 0
-        self.left -= (measures := self.left > 0)
+        if is_timed := len(self.plain) < _PLAIN or self.drafted >= _RENEWED:
+            self.drafted = 0
         self.is_resting &= self.balance < _LOOK
-        return not (measures or self.is_resting)
+        return not (is_timed or self.is_resting)
 
     def join(self) -> None:
         """A new text may be quite different: drafts are tried again, if nothing is owed.
@@ -245,8 +244,6 @@ class Account:
         Of this, models read text that they had missed for `read_ms`.
         """
         self.drafted += 1
-        if not self.plain:
-            return
         plain_ms = median_low(self.plain) * sqrt(batch)
         time, most = max(0.0, ms - read_ms) / plain_ms, _OUTLIER * max(1.0, self.usual)
         # Once it may have been an accident.
@@ -280,8 +277,8 @@ class Controller:
         """The arguments of Costs, and the names of drafters that are copies of the target."""
         self.costs, self._copies = Costs(num_target_weights, *others), copies
         self.lengths = Lengths()
-        # Of all requests so far, by drafter, rule and class of temperatures.
-        self._typical: dict[tuple[str, str, int], Acceptance] = {}
+        # Of all requests so far, by drafter and rule, and by class of temperatures.
+        self._typical: dict[tuple[str, str], dict[int, Acceptance]] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._accounts: dict[tuple[int, frozenset], Account] = {}  # by class of batches, drafters
 
@@ -303,14 +300,13 @@ class Controller:
         It begins with what requests of about this temperature brought; at first there are none,
         and the nearest ones say what to expect.
         """
-        heat = int(temperature / _WARMER)
-        if (name, rule, heat) not in self._typical:
-            known = [(abs(h - heat), h) for n, r, h in self._typical if (n, r) == (name, rule)]
-            like = self._typical[name, rule, min(known)[1]] if known else None
-            calibration = deepcopy(like.calibration) if like else Calibration(name in self._copies)
-            self._typical[name, rule, heat] = Acceptance(like=like)
-            self._typical[name, rule, heat].calibration = calibration
-        return Acceptance(self._typical[name, rule, heat])
+        heat, known = int(temperature / _WARMER), self._typical.setdefault((name, rule), {})
+        if not known:
+            known[heat] = Acceptance(is_copy=name in self._copies)
+        elif heat not in known:
+            known[heat] = deepcopy(known[min(known, key=lambda other: abs(other - heat))])
+            known[heat].cycles = 0  # it soon goes its own way
+        return Acceptance(known[heat])
 
     def account(self, batch: int, names: frozenset[str | None]) -> Account:
         """That of batches of about this size, whose requests ask for the drafters `names`."""
@@ -408,9 +404,7 @@ class Planner(FixedK):
             return fixed(s)
         if not (s.drafting.states and s.num_steps):
             return nothing(s)
-        said = s.drafting.task.decision or RESTING
-        said = said._replace(num_tokens=0, expected_speedup=1.0, is_probe=False)
-        return Task(decision=said._replace(is_rest=is_rest, is_timing=not is_rest))
+        return Task(decision=(s.drafting.task.decision or RESTING).pausing(is_rest))
 
     def _choose(self, plan: Plan, batch: list[TextSequence]) -> list[Decision]:
         """Choose for a batch. Returns the decisions on requests that have a choice."""
