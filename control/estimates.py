@@ -1,15 +1,13 @@
 """What the controller believes: what work costs here, how often drafts are accepted, and how long
 texts become.
 
-    αᵢ          the chance that the i-th token is accepted once those before it are
-    reach(i)    α₁ · … · αᵢ: that the first i are all drafted and accepted
-
-    a pass over r rows          the curve of this machine and model, corrected by what passes take
-    a draft of s steps          first_ms + (s − 1) · step_ms, which all requests that draft share
+    reach(i)              α₁ · … · αᵢ: that the first i tokens are all drafted and accepted
+    a pass over r rows    the curve of this machine and model, corrected by what passes take
+    a draft of s steps    first_ms + (s − 1) · step_ms, as the curve says, times what drafts take
+                          in that; all requests that draft share it
 
 A clock errs to one side: caches are cold, or the machine does something else. Nothing is ever
-measured too fast. So medians count, a few measurements are doubted if they are slow, and a fast one
-wipes out what was slow before.
+measured too fast. So medians count, and a few measurements are doubted if they are slow.
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,9 +22,9 @@ from messages import Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 LONGEST = 16  # positions of a draft
-# How far a cycle moves what is believed: of a request, of all; at first as one case beside three.
-_RATE, _TYPICAL_RATE, _WEIGHT = 0.1, 0.01, 3
-_PULL = 0.06  # and what is typical
+# How far a cycle moves what is believed of a request and of all: at least, and as one more case
+# beside what was seen and so many. What is typical moves it, too.
+_RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
 _TEXTS = 64  # whose lengths are known
 _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many are believed
 _DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
@@ -85,8 +83,8 @@ class Calibration:
 
 
 class Acceptance:
-    """One drafter's record in one request; it begins as is typical of the drafter, and is drawn
-    to that.
+    """One drafter's record in one request. It begins with what is typical of the drafter, and is
+    drawn to that.
 
     A drafter may stop before it has drafted what it was asked for. In a draft that branches the
     best tokens stand first, and each is counted whatever became of those before it.
@@ -230,6 +228,7 @@ class Costs:
         for name, each in curve.drafters.items():
             parts = each["call_ms"] + each["step_ms"], each["step_ms"], each["read_ms"]
             self._told[name] = DraftPrice(*(ms / plain_ms for ms in parts))
+        self.drafts.clear()  # something else was expected
         self._prices.clear()
 
     def runs_model(self, name: str) -> bool:
