@@ -221,12 +221,13 @@ class Account:
     unpaid: float = 0.0  # for text that models have read
     usual: float = 1.0  # the time of a cycle with drafts
     was_slow: bool = False
-    drafted: int = 0  # cycles with drafts since a plain one was timed
+    timed: int = 0  # cycles that were to be plain: a request with a fixed K drafts all the same
+    drafted: int = 0  # cycles with drafts since one of these
 
     def may_draft(self) -> bool:
         """Whether drafts may be chosen for the next cycle."""
-        if is_timed := len(self.plain) < _PLAIN or self.drafted >= _RENEWED:
-            self.drafted = 0
+        if is_timed := self.timed < _PLAIN or self.drafted >= _RENEWED:
+            self.timed, self.drafted = self.timed + 1, 0
         self.is_resting &= self.balance < _LOOK
         return not (is_timed or self.is_resting)
 
@@ -244,6 +245,8 @@ class Account:
         Of this, models read text that they had missed for `read_ms`.
         """
         self.drafted += 1
+        if not self.plain:
+            return
         plain_ms = median_low(self.plain) * sqrt(batch)
         time, most = max(0.0, ms - read_ms) / plain_ms, _OUTLIER * max(1.0, self.usual)
         # Once it may have been an accident.
@@ -457,14 +460,17 @@ class Planner(FixedK):
         Of those that did not draft, or not alone: of what they would have drafted, how much came
         true. Where nothing was chosen, only of a model that drafted.
         """
-        candidate, chosen = self.candidates[s], s.drafting.task.drafter
+        candidate, text = self.candidates[s], s.drafting
+        records, chosen = candidate.records, text.task.drafter
         if cycle.num_accepted < cycle.num_drafted:
             candidate.most = _FIRST
         elif cycle.num_drafted >= candidate.most:
             candidate.most *= 2
-        records = candidate.records
-        for name in {chosen, *s.drafting.drafts} & records.keys():
+        for name in text.drafts.keys() & records.keys():
             records[name].num_read = cycle.cached + 1  # it observes all at once
+        if TREE in records:
+            known = [records[name].num_read for name in self._pool.members(text, TREE)]
+            records[TREE].num_read = min(known, default=0)
         if plan.kind == CHOSEN:
             began = time.perf_counter()
             for name in records:

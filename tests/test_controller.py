@@ -531,7 +531,7 @@ def lived(account, cycles):
 
 def opened():
     """An account of requests that are alone, whose plain cycles take 10 ms."""
-    return Account(deque([10.0] * 8, maxlen=8))
+    return Account(deque([10.0] * 8, maxlen=8), timed=4)
 
 
 _SLOW = itertools.chain([(2, 15)] * 300, [(2, 30)] * 300, [(2, 15)] * 300)
@@ -626,6 +626,13 @@ def test_drafts_that_pay_are_never_paused_and_come_back_when_they_pay_again():
     assert account.is_resting
     won, _ = lived(account, [(2, 12)] * 1000)
     assert won > 400 and not account.is_resting
+
+
+def test_beside_a_request_with_a_fixed_k_nobody_waits_for_plain_cycles():
+    account = Account(deque(maxlen=8))
+    assert [account.may_draft() for _ in range(6)] == [False] * 4 + [True] * 2
+    account.see(1, 1, 30.0, 0.0)
+    assert account.balance == opened().balance
 
 
 def test_plain_cycles_are_measured_again_now_and_then():

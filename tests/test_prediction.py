@@ -93,7 +93,7 @@ def test_an_exact_prediction_is_drafted_at_full_length(demo_engine, prompts, pla
 
 def unclocked(engine):
     """Costs stay as they are expected before any is measured: no clock has a say."""
-    account = Account(deque([1.0] * 8))
+    account = Account(deque(), timed=4)
     engine.controller.costs.observe_pass = lambda *_: None
     account.see = account.see_plain = lambda *_: None
     engine.controller.account = lambda *_: account
