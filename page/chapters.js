@@ -73,8 +73,9 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
 function drawCosts(scene, data, at, handles, isShown = true) {
   const { rows } = handles.at(-1);
   const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`;
+  const chances = isShown && !(at.batch > 1) ? list(rows, (i) => at.alpha ** i) : [];
   scene.strip("", []);
-  scene.positions(rows, data.here, { parts });
+  scene.positions(rows, data.here, { parts, chances });
   scene.plot((box) => {
     const [left, right] = [element("div.half"), element("div.half")];
     box.replaceChildren(left, right);
@@ -102,8 +103,11 @@ function drawTokens(scene, share, lanes, most, unit = "tokens") {
 
 /** The same of racers in time, as far as they were at `ms`, and when each has ended. */
 function drawRace(scene, share, racers, ms) {
-  const lanes = racers.map(({ name, at, endMs, passes }) => ({ name, tokens: at(ms), words:
-    ms >= endMs ? `${milliseconds(endMs)}${isNarrow() ? "" : `, ${passes} passes`}` : "" }));
+  const lanes = racers.map(({ name, at, endMs, passes, alpha, c }) => {
+    const costs = alpha === null ? "" : `, α ${short(alpha)}, c ${short(c)}`;
+    const words = `${milliseconds(endMs)}${isNarrow() ? "" : `, ${passes} passes${costs}`}`;
+    return { name, tokens: at(ms), words: ms >= endMs ? words : "" };
+  });
   drawTokens(scene, share, lanes, Math.max(...racers.map(({ endMs }) => endMs)), "ms");
 }
 
@@ -177,8 +181,8 @@ export const CHAPTERS = {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "plain"],
     movers: (data) => cycleMover(data.cut),
     right: () => 1,
-    start: (data) => ["phase", data.cut.proposals.length + 1, PHASE_MS],
-    answered: (data) => ({ phase: phasesOf(data.cut).length - 1 }),
+    start: (data) => ["phase", data.cut.proposals.length, PHASE_MS],
+    answered: (data) => ({ phase: data.cut.proposals.length + 1 }),
     play: (data) => ["phase", phasesOf(data.cut).length, PHASE_MS],
     run: (data) => ({ ...data.request("first", data.drafter), at: data.cut.step }),
     draw: (scene, data, state) => drawCycle(scene, data, data.cut, state),
@@ -214,19 +218,23 @@ export const CHAPTERS = {
   },
   cache: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered"],
-    movers: () => [["phase", "when", [0, 2, 1], 0, ["before the pass", "after the pass", "after the cut"]]],
+    movers: (data) => [["phase", "when", [0, data.behind ? 3 : 2, 1], 0,
+      ["before the pass", "after the pass", "after the cut", "after the next pass"]]],
     right: () => 2,
     start: () => ["phase", 1, PHASE_MS],
-    play: () => ["phase", 2, PHASE_MS],
-    draw(scene, { cut, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
+    play: (data) => ["phase", data.behind ? 3 : 2, 2 * PHASE_MS],
+    draw(scene, { cut, behind, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
       scene.strip(prompt, cycles.slice(0, cut.step + (phase > 1)).flatMap(({ tokens }) => tokens));
       const [n, end] = [cut.proposals.length, phasesOf(cut).length];
-      scene.cycle(cut, cycles, [n, end - 1, end][phase], isPlayed);
+      scene.cycle(phase < 3 ? cut : behind, cycles, [n, end - 1, end][phase] ?? behind.proposals.length + 1,
+        isPlayed);
       const { before, cached: [verified, kept] } = cut;
-      scene.plot((box) => drawArray(box, cut, [before, verified, kept][phase], phase));
+      const length = [before, verified, kept][phase] ?? behind.cached[0];
+      scene.plot((box) => drawArray(box, cut, behind, length, phase));
       return [`Before the pass the cache holds ${counted(before, "token")}.`,
         `The pass has written ${verified - before} more: the pending token and all guesses.`,
-        "What lies after the length no longer counts."][phase];
+        "What lies behind the length no longer counts.",
+        `The next pass has written ${length - kept} more, over what was cut.`][phase];
     },
   },
   pays: {
@@ -238,10 +246,11 @@ export const CHAPTERS = {
       const isShown = chosen !== null || at.alpha !== QUESTION.alpha || at.k !== QUESTION.k;
       drawCosts(scene, data, at, [{ rows: at.k + 1, words: "K + 1" }], isShown);
       const [least, k] = [at.k ? breakEven(data.here.curve, at) : null, bestK(data.here.curve, at)];
+      const gives = isShown ? `${short(expectedTokens(at.alpha, at.k))} tokens a cycle, the sum above. ` : "";
       const pays = !at.k ? "This is plain decoding." : least === null
         ? "It cannot pay, however good the guesses are."
         : `With this K and c it pays from α = ${short(least)} on.`;
-      return `${pays} For this α and c, ${k ? `K = ${k} is best` : "no draft is best"}.`;
+      return `${gives}${pays} For this α and c, ${k ? `K = ${k} is best` : "no draft is best"}.`;
     },
   },
   loses: {
@@ -306,7 +315,7 @@ export const CHAPTERS = {
       const kinds = new Map(stop > 2 ? [] : steps); // of the first draw
       scene.strip("", drawn.over.tokens);
       scene.nothing();
-      drawBars(scene, 1, chanceRows(all, kinds, true), element("ol.draft", ...slots));
+      drawBars(scene, 1, chanceRows(all, kinds, true), element("ol.steps", ...slots));
       return [`The drafter guesses ${name}: q is ${short(guess.q)}.`,
         `u is ${short(u)}. The guess is kept if u is below p / q, which is ${ratio}.`,
         isKept ? `${name} is kept.` : `${name} is rejected; ${quoted(token)} is drawn from the shaded part.`,
@@ -339,16 +348,16 @@ export const CHAPTERS = {
   },
 };
 
-/** The cache as an array that has this length, at one of three times of a cycle. */
-function drawArray(box, { before, cached: [verified], fed, pending }, length, phase) {
-  const read = [pending, ...fed].map(({ text }) => text);
+/** The cache as an array that has this length, at one of four times of a cycle and the one behind it. */
+function drawArray(box, { before, cached: [verified, kept], fed, pending }, behind, length, phase) {
   const first = Math.max(0, before - 2);
-  const cells = list(verified + 1 - first, (j) => {
+  const written = [pending, ...fed].map(({ text }, i) => [text,
+    phase < 2 ? "pass" : before + i >= kept ? "rejected" : i ? "accepted" : pending.kind]);
+  const next = behind ? [behind.pending, ...behind.fed].map(({ text }) => [text, "pass"]) : [];
+  if (phase > 2) written.splice(kept - before, next.length, ...next);
+  const cells = list(Math.max(verified, behind?.cached[0] ?? 0) + 1 - first, (j) => {
     const i = first + j;
-    const isWritten = phase > 0 && i < verified;
-    const kind = i < before ? "old" : !isWritten ? "free" : phase < 2 ? "pass" : i >= length ? "rejected"
-      : i === before ? pending.kind : "accepted";
-    const text = i < before ? "…" : isWritten ? read[i - before] : "";
+    const [text, kind] = i < before ? ["…", "old"] : (phase && written[i - before]) || ["", "free"];
     const tag = i === length ? `li.${kind}.at-length` : `li.${kind}`;
     return element(tag, element("span", text), element("small", `${i}`));
   });

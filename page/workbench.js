@@ -221,12 +221,13 @@ function tellSettings() {
 function setMode(wanted) {
   mode = wanted;
   const [isIdle, isStepping] = [mode === "idle", mode === "stepping"];
-  enable("run", !isLoading && (isIdle || isStepping));
-  enable("step", !isLoading && mode !== "racing");
+  const isReady = !isLoading && !(isOpening && isRecorded); // a recording’s requests are still to come
+  enable("run", isReady && (isIdle || isStepping));
+  enable("step", isReady && mode !== "racing");
   enable("back", now.at > 0);
   enable("stop", !isIdle);
-  enable("race", !isLoading && isIdle);
-  chat.isBusy = isLoading || !isIdle;
+  enable("race", isReady && isIdle);
+  chat.isBusy = !isReady || !isIdle;
   write("run", isStepping ? "Run on" : "Run");
   byId("text").setAttribute("aria-busy", !isIdle);
   if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
@@ -365,6 +366,7 @@ async function load() {
     if (isOpening) followLink(); // later the address tells of a run that was made here
     if (isOpening && isRecorded && mode === "idle") begin("running"); // there is something to look at
     isOpening = false;
+    if (mode === "idle") setMode("idle");
   } catch (error) { showError(error); }
 }
 

@@ -253,13 +253,24 @@ def test_what_is_moved_moves_the_picture_and_the_numbers(open_page, told):
     show(page, "positions")
     for rows in (1, 7, 64):
         move(page, "rows", rows, f"{pass_ms(told, rows) / one:.2f}× the time of one")
-        assert page.locator("#scene-pass :is(.place, .position)").count() == rows
+        read = page.locator("#scene-pass :is(.draft .chip:not(.own), .position)")
+        assert read.count() == rows
+    show(page, "cache")
+    move(page, "phase", 0, "Before the pass")
+    cached = [cycle["cached"] for cycle in runs_of(told, "first")["draft_model"]]
+    held = int(re.search(r"\d+", page.text_content(SAYS))[0])
+    _, (_, kept), (end, _) = cached[[length for _, length in cached].index(held) :][:3]
+    move(page, "phase", 3, "over what was cut")
+    written = page.locator("#scene-plot .array .pass small").all_text_contents()
+    assert [int(place) for place in written] == [*range(kept, end)]
     show(page, "pays")
     for alpha, k, c in ((0.5, 2, 0.1), (0.9, 10, 0.02), (0.3, 5, 0.9)):
         for name, value in {"alpha": alpha, "k": k, "c": c}.items():
             move(page, name, value)
         label = page.get_attribute("#scene-plot .half:last-child svg", "aria-label")
         assert f"{speedup(told, k, alpha, c):.2f}×" in label
+        chances = map(float, page.locator("#scene-pass .position").all_text_contents())
+        assert sum(chances) == pytest.approx(sum(alpha**i for i in range(k + 1)), abs=0.1)
         even = [a / 1000 for a in range(1001) if speedup(told, k, a / 1000, c) >= 1]
         pays = re.search(r"pays from α = (\S+) on", page.text_content(SAYS))
         assert bool(pays) == bool(even) and (
@@ -270,7 +281,7 @@ def test_what_is_moved_moves_the_picture_and_the_numbers(open_page, told):
     show(page, "loses")
     for way in page.locator("[data-way]").all():
         way.click()
-        api.expect(page.locator(f"{SAYS}")).to_contain_text(way.text_content())
+        api.expect(page.locator(f"{SAYS}")).to_contain_text(way.inner_text())
     show(page, "who")
     for way, prompt in (("copy", "copy"), ("new", "new")):
         page.click(f"[data-way={way}]")
