@@ -6,6 +6,7 @@
 //   right      the place of the choice that is true; `choices`, where they are not words
 //   start      [name, last value, ms between two]: what moves by itself when the chapter is reached,
 //   play       and with the answer; `answered` is set then
+//   replays    the mover that goes from its beginning with each of the ways
 //   picks      the tokens to choose from behind some picks: the reader is the drafter
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
@@ -73,7 +74,7 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
 function drawCosts(scene, data, at, handles, isShown = true) {
   const { rows } = handles.at(-1);
   const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`;
-  const chances = isShown && !(at.batch > 1) ? list(rows, (i) => at.alpha ** i) : [];
+  const chances = at.batch > 1 ? [] : list(rows, (i) => (isShown ? at.alpha ** i : null));
   scene.strip("", []);
   scene.positions(rows, data.here, { parts, chances });
   scene.plot((box) => {
@@ -96,30 +97,33 @@ const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) 
 function drawTokens(scene, share, lanes, most, unit = "tokens") {
   const bars = (tokens) => tokens.map(({ kind, from, to }, i) => (
     bar(`fate.${kind}`, (from ?? i) / most, (to ?? i + 1) / most)));
-  const rows = lanes.map(({ name, tokens, words }) => row("", name, bars(tokens), words));
+  const rows = lanes.map(({ name, tokens, words, isTold = true }) => ( // what is not told keeps its room
+    row("", name, bars(tokens), element(isTold ? "span" : "span.later", words))));
   const told = lanes.map(({ name, tokens, words }) => `${name}: ${words || counted(tokens.length, "token")}`);
   drawBars(scene, share, [told.join("; "), ...rows, row(".scale", unit, scale(0, most))]);
 }
 
-/** The same of racers in time, as far as they were at `ms`, and when each has ended. */
+/** The same of racers, as far as they were at `ms`: in tokens while they run, and in time at the end. */
 function drawRace(scene, share, racers, ms) {
-  const lanes = racers.map(({ name, at, endMs, passes, alpha, c }) => {
-    const costs = alpha === null ? "" : `, α ${short(alpha)}, c ${short(c)}`;
-    const words = `${milliseconds(endMs)}${isNarrow() ? "" : `, ${passes} passes${costs}`}`;
-    return { name, tokens: at(ms), words: ms >= endMs ? words : "" };
-  });
-  drawTokens(scene, share, lanes, Math.max(...racers.map(({ endMs }) => endMs)), "ms");
+  const end = Math.max(...racers.map(({ endMs }) => endMs));
+  const lanes = racers.map(({ name, at, endMs, costs }) => ({ name,
+    tokens: at(ms).map(({ kind, from, to }) => (ms < end ? { kind } : { kind, from, to })),
+    words: `${milliseconds(endMs)}${isNarrow() ? "" : costs}`, isTold: ms >= endMs }));
+  const most = ms < end ? Math.max(...racers.map(({ numTokens }) => numTokens)) : end;
+  drawTokens(scene, share, lanes, most, ms < end ? "tokens" : "ms");
 }
 
 export const CHAPTERS = {
   start: {
-    kinds: ["plain", "accepted", "recovered", "bonus"],
+    kinds: ["plain"],
     movers: () => [["share", "time, in %", [0, 100, 1], 0]],
     right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
     start: () => ["share", 100, 40],
     play: () => ["share", 100, 60],
     draw(scene, data, { at: { share }, chosen }) {
-      const pair = data.racers("first").filter(({ name }) => ["plain", data.drafter].includes(name));
+      const names = { plain: "the model alone", [data.drafter]: "with a drafter" };
+      const pair = data.racers("first").filter(({ name }) => name in names).map((lane) => (
+        { ...lane, name: names[lane.name], costs: "", at: (now) => asPlain(lane.at(now)) }));
       const ms = (share / 100) * Math.max(...pair.map(({ endMs }) => endMs));
       scene.strip(data.told.prompt, []);
       const words = (lane) => (chosen !== null && ms >= lane.endMs ? `all in ${milliseconds(lane.endMs)}`
@@ -127,7 +131,7 @@ export const CHAPTERS = {
       scene.writings(pair.map((lane) => ({ name: lane.name, tokens: lane.at(ms), words: words(lane) })));
       if (chosen === null) scene.plot((box) => box.replaceChildren(), 0.3);
       else drawRace(scene, 0.3, pair, ms);
-      return `The model alone (plain), and the same model with a drafter (${data.drafter}), on one clock.`;
+      return "One model writes one text, alone and with a drafter, on one clock.";
     },
   },
   stream: {
@@ -152,12 +156,13 @@ export const CHAPTERS = {
     kinds: ["pass", "plain"],
     movers: () => [["rows", "positions in one pass", [1, MOST_POSITIONS, 1], 6]],
     right: (data) => [1.75, 4.5, Infinity].findIndex((edge) => data.factorOf(6) < edge),
+    answered: () => ({ rows: 6 }),
     draw(scene, data, { at: { rows }, chosen }) {
       scene.strip(data.told.prompt, asPlain(data.tokens.slice(0, 6)));
       const read = data.tokens.map(({ text }) => text);
       scene.positions(rows, data.here, { read, says: read.slice(1) });
       const isShown = chosen !== null || rows !== 6;
-      const guesses = isShown ? [] : [1, 3, 6];
+      const guesses = rows === 6 ? [1, 3, 6] : [];
       const handles = [{ rows, words: counted(rows, "position") }];
       scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown,
         moves: ["rows", (positions) => positions] }), 0.6);
@@ -213,7 +218,7 @@ export const CHAPTERS = {
       if (cycle) return `${says}Choose ${missing} for the next pass.`;
       const lead = you.length - theirs.length;
       return `${says}You have ${counted(you.length, "token")}, ${data.drafter} has ${theirs.length}: `
-        + `${lead > 0 ? "you were faster" : lead < 0 ? "it was faster" : "you were as fast"}.`;
+        + `${lead > 0 ? "you win" : lead < 0 ? "it wins" : "a draw"}.`;
     },
   },
   cache: {
@@ -246,11 +251,13 @@ export const CHAPTERS = {
       const isShown = chosen !== null || at.alpha !== QUESTION.alpha || at.k !== QUESTION.k;
       drawCosts(scene, data, at, [{ rows: at.k + 1, words: "K + 1" }], isShown);
       const [least, k] = [at.k ? breakEven(data.here.curve, at) : null, bestK(data.here.curve, at)];
-      const gives = isShown ? `${short(expectedTokens(at.alpha, at.k))} tokens a cycle, the sum above. ` : "";
+      const terms = list(at.k + 1, (i) => short(at.alpha ** i)).slice(1, 4).join(" + ");
+      const gives = isShown && at.k ? `A cycle gives 1 + ${terms}${at.k > 3 ? " + …" : ""} = `
+        + `${short(expectedTokens(at.alpha, at.k))} tokens. ` : "";
       const pays = !at.k ? "This is plain decoding." : least === null
         ? "It cannot pay, however good the guesses are."
         : `With this K and c it pays from α = ${short(least)} on.`;
-      return `${gives}${pays} For this α and c, ${k ? `K = ${k} is best` : "no draft is best"}.`;
+      return `${gives}${pays} For this α and c, ${k ? `K = ${k} is best` : "not to draft is best"}.`;
     },
   },
   loses: {
@@ -273,7 +280,7 @@ export const CHAPTERS = {
       const { ways, why } = texts.chapters.loses;
       const gives = `${short(expectedTokens(at.alpha, k))} tokens for ${short(draft + verify)} plain passes`;
       return `${ways[way]}: ${gives}, ${times(speedupOf(data.here.curve, at))}. `
-        + `${longest ? `K = ${longest}` : "No draft"} is best. ${why[way]}`;
+        + `${longest ? `K = ${longest}` : "Not to draft"} is best. ${why[way]}`;
     },
   },
   sampling: {
@@ -284,7 +291,8 @@ export const CHAPTERS = {
     draw(scene, { drawn }, { at: { noise }, chosen }) {
       if (!drawn) return UNDRAWN;
       scene.strip("", drawn.tokens);
-      scene.twins(chosen === null ? [] : [["with drafts", drawn.text], ["without", drawn.plain]]);
+      const without = drawn.text === drawn.plain ? "without: equal" : "without";
+      scene.twins([["with drafts", drawn.text], [without, drawn.plain]], chosen !== null);
       const entries = withNoise(drawn.entries, noise);
       const [own, guess] = [top(entries, "target"), top(entries, "draft")];
       const isSame = own.id === guess.id;
@@ -332,6 +340,7 @@ export const CHAPTERS = {
       return ends.indexOf(Math.min(...ends));
     },
     play: () => ["share", 100, 60],
+    replays: "share",
     draw(scene, data, { at: { text, share }, chosen }) {
       const racers = data.racers(text);
       const ms = (share / 100) * Math.max(...racers.map(({ endMs }) => endMs));
@@ -359,7 +368,7 @@ function drawArray(box, { before, cached: [verified, kept], fed, pending }, behi
     const i = first + j;
     const [text, kind] = i < before ? ["…", "old"] : (phase && written[i - before]) || ["", "free"];
     const tag = i === length ? `li.${kind}.at-length` : `li.${kind}`;
-    return element(tag, element("span", text), element("small", `${i}`));
+    return element(tag, element("span", text.trim() || text), element("small", `${i}`));
   });
   box.replaceChildren(element("ol.array", { "aria-label": `An array with the length ${length}` }, ...cells),
     element("p.array-says", "length = ", element("b", `${length}`)));

@@ -66,22 +66,22 @@ export function drawnByRejection(entries, count) {
 export function chanceRows(entries, kinds, hasResidual = false) {
   const [hasQ, isDrawn] = [entries[0].q !== null, "share" in entries[0]];
   const isNoisy = !isDrawn && "target" in entries[0];
-  const numbers = ({ p, q }, words = chance) => (hasQ ? `${words(p)} / ${words(q)}` : words(p));
+  const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
   const [low, high] = isNoisy ? rangeOf(entries) : [0, 1];
   const at = (value) => (Math.max(value, low) - low) / (high - low || 1);
   const marked = (kind, end, noise) => (!Number.isFinite(end) ? [] : [
     bar(`noise.${kind}`, at(Math.min(end, end - noise)), at(Math.max(end, end - noise))),
-    placed(element(`span.mark.${kind}`, MARKS[kind]), at(end))]);
+    placed(element(`span.mark.${kind}`, end < low ? "‹" : MARKS[kind]), at(end))]);
   const rows = entries.map((entry) => {
     const { id, text, p, q, target, draft, noise, share } = entry;
     const [kind, name] = [kinds.get(id), visible(text)];
     const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q),
       share > 0 && placed(element("span.drawn"), share)];
     const right = isNoisy ? element("span.marks", ...marked("p", target, noise), ...marked("q", draft, noise))
-      : isDrawn ? `${numbers(entry, short)} → ${short(share)}` : numbers(entry);
+      : isDrawn ? `${short(p)}, ${short(q)} → ${short(share)}` : numbers(entry);
     return row(kind ? `.${kind}` : "", kind ? `${MARKS[kind]} ${name}` : name, bars, right);
   });
-  const foot = isNoisy ? element("span.marks", ...scale(low, high)) : isDrawn ? "p / q → drawn" : "";
+  const foot = isNoisy ? element("span.marks", ...scale(low, high)) : isDrawn ? "p, q → drawn" : "";
   const says = (entry) => (isDrawn ? `p ${chance(entry.p)}, drawn ${chance(entry.share)}` : numbers(entry));
   return [`Chances: ${entries.map((entry) => `${visible(entry.text)} ${says(entry)}`).join("; ")}`,
     ...rows, row(".scale", "chance", scale(0, 1), foot)];

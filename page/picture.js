@@ -118,11 +118,11 @@ export class Picture {
     const target = place < accepted ? tokens[place] : place === end ? own : null;
     const kind = place === end && rejected ? "rejected" : target?.kind ?? "unjudged";
     const at = n + 2 + Math.min(place, accepted);
-    const [mark, word] = target ? [MARKS[kind], kind] : ["–", "not judged"];
+    const verdict = this.#later(at, `span.verdict.${target?.kind ?? kind}`,
+      target ? `${MARKS[target.kind]} ${target.kind}` : "– not judged");
     const says = this.#later(n + 1, "span.chip.own", target ? visible(target.text) : "…");
     if (target) this.#from(at, target.kind, says);
     const isCut = place === (own ? end : accepted) && place < n;
-    const verdict = this.#later(at, "span.verdict", `${mark} `, element("span.name", word));
     const cut = { role: "img", "aria-label": "cut here" };
     const parts = [label, guess, says, (guess || target) && verdict,
       isCut && this.#later(tokens.length + n + 2, "span.cut", cut, "✂")];

@@ -8,7 +8,7 @@ import { Picture, SAYS, slotOf, stage } from "./picture.js";
 import { bytes, counted, short, visible } from "./words.js";
 
 const SLOTS = 7; // of the pass; for as many positions and more there are cells
-const MOST_SHOWN = 24; // tokens of the text above the picture
+const [MOST_SHOWN, MOST_NARROW] = [24, 36]; // tokens of the text above the picture, and letters on a phone
 const [LANE, OVER] = [46, 28]; // px, the height of a lane of times at most, and of the words over it
 const oneLine = (text) => text.replaceAll("\n", "↵");
 /** Tokens by their fates; what ends a text is none of its words. */
@@ -23,10 +23,11 @@ export class Scene {
   /** What stands in the text: the end of a prompt, and tokens with their fates. */
   strip(prompt, tokens) {
     const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words where it can
-    const dots = end.length < prompt.trim().length ? "… " : "";
-    const before = tokens.length > MOST_SHOWN ? "… " : prompt && `${dots}${oneLine(end)} `;
-    this.#strip.replaceChildren(element("span", element("span.soft", before),
-      ...spans(tokens.slice(-MOST_SHOWN))));
+    const asked = prompt && !isNarrow() && `${end.length < prompt.trim().length ? "… " : ""}${oneLine(end)} `;
+    let [length, room] = [0, isNarrow() ? MOST_NARROW : Infinity]; // in letters
+    const shown = tokens.slice(-MOST_SHOWN).toReversed().filter(({ text }) => (length += text.length) < room);
+    const before = shown.length < tokens.length ? "… " : asked || "";
+    this.#strip.replaceChildren(element("span", element("span.soft", before), ...spans(shown.toReversed())));
   }
   /**
    * A pass over so many positions: `read` are the tokens there, `says` what the target says at each, and
@@ -40,7 +41,7 @@ export class Scene {
       i < count && element("span.chip", visible(read[i] ?? "…")),
       i ? element("span.chip.own.plain", visible(says[i - 1] ?? "…")) : element("span.label", SAYS)));
     const cells = Array.from({ length: count }, (_, i) => {
-      const cell = element("li.position", i in chances && short(chances[i]));
+      const cell = element("li.position", i in chances && (chances[i] === null ? "?" : short(chances[i])));
       cell.style.setProperty("--share", `${100 * (chances[i] ?? 0)}%`);
       return cell;
     });
@@ -61,11 +62,11 @@ export class Scene {
     this.#picture.draw(cycle, cycles);
     this.#picture.show(phase, isPlayed);
   }
-  /** Two texts, one below the other. */
-  twins(texts) {
-    const end = (text) => `… ${oneLine(text.slice(isNarrow() ? -40 : -100))}`;
+  /** Two texts, one below the other, or the room for them. */
+  twins(texts, isShown) {
+    const end = (text) => `… ${oneLine(text.slice(isNarrow() ? -40 : -100).replace(/^\S*\s/, ""))}`;
     this.#pass.replaceChildren(...texts.map(([words, text]) => (
-      element("p.twin", element("b", words), element("span", end(text))))));
+      element(isShown ? "p.twin" : "p.twin.later", element("b", words), element("span", end(text))))));
   }
   /** Let `draw(box)` fill the figure, which takes this share of what room there is. */
   plot(draw, share = 0.34) {

@@ -5,7 +5,7 @@
 import { atWay, CHAPTERS, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
 import { top, withNoise } from "./distribution.js";
-import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
+import { byId, element, isNarrow, mayMove, reveal, slider, write } from "./elements.js";
 import { Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
 import { figuresOf, numAccepted, readCycle, readCycles } from "./trace.js";
@@ -139,7 +139,7 @@ class Data {
       const guesses = cycles.flatMap(({ proposals }) => proposals).length;
       const c = cycles.reduce((sum, { ms: { draft = 0 } }) => sum + draft, 0) / guesses / this.plainMs;
       return { name, endMs, passes, numTokens, tokensPerPass: (numTokens - 1) / passes,
-        alpha: figuresOf(cycles).alpha, c,
+        costs: `, ${passes} passes${guesses ? `, α ${short(figuresOf(cycles).alpha)}, c ${short(c)}` : ""}`,
         at: (now) => timed.filter(({ ms }) => ms <= now) };
     };
     const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => (
@@ -253,6 +253,7 @@ export class Story {
       state.chosen = at;
       Object.assign(state.at, chapter.answered?.(this.#data));
       this.#enter(id, chapter.play ?? (() => []));
+      if (isNarrow()) reveal(says); // below the picture
     };
     const { facts } = this.#data;
     const choices = chapter.choices?.(this.#data) ?? words.choices.map((one) => filled(one, facts));
@@ -291,8 +292,9 @@ export class Story {
     const [name, ways] = chapter.ways?.() ?? [null, []];
     const choose = (value) => {
       at[name] = value;
-      this.#drawMovers(chapter);
-      this.#draw();
+      if (chapter.replays) at[chapter.replays] = 0;
+      if (chapter.replays) this.#enter(this.#id, chapter.play);
+      else [this.#drawMovers(chapter), this.#draw()];
       byId("scene-movers").querySelector(`[data-way=${value}]`).focus();
     };
     const labels = texts.chapters[this.#id].ways;
