@@ -7,7 +7,8 @@
 //   start      [name, last value, ms between two]: what moves by itself when the chapter is reached,
 //   play       and with the answer; `answered` is set then
 //   replays    the mover that goes from its beginning with each of the ways
-//   picks      the tokens to choose from behind some picks: the reader is the drafter
+//   picks      the tokens to choose from behind some picks: the reader is the drafter. None before a new
+//              pass begins, null at the end
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
@@ -42,6 +43,9 @@ export function atWay(data, way, k = QUESTION.k) {
   const { alpha, batch = 1, slow = data.c, factor } = WAYS[way];
   return { alpha, k, c: slow, batch, factor };
 }
+
+/** The K at most that this way's readers have positions for. */
+const mostK = (way, k) => Math.min(k, MOST_POSITIONS / (WAYS[way].batch ?? 1) - 1);
 
 const UNDRAWN = "No sampled run was recorded with this model.";
 const list = (length, make) => Array.from({ length }, (_, i) => make(i));
@@ -162,7 +166,7 @@ export const CHAPTERS = {
       const read = data.tokens.map(({ text }) => text);
       scene.positions(rows, data.here, { read, says: read.slice(1) });
       const isShown = chosen !== null || rows !== 6;
-      const guesses = rows === 6 ? [1, 3, 6] : [];
+      const guesses = [1, 3, 6];
       const handles = [{ rows, words: counted(rows, "position") }];
       scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown,
         moves: ["rows", (positions) => positions] }), 0.6);
@@ -195,11 +199,14 @@ export const CHAPTERS = {
   you: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "bonus"],
     movers: () => [],
-    picks: (data, picks) => data.game(picks).offered,
+    picks(data, { picks, isNext }) {
+      const { judged, cycle, offered } = data.game(picks);
+      return !cycle ? null : judged.length && !cycle.proposals.length && !isNext ? [] : offered;
+    },
     right: () => 1,
-    draw(scene, data, { at: { picks }, isPlayed }) {
+    draw(scene, data, { at: { picks, isNext }, isPlayed }) {
       const [{ cycles, prompt }, { judged, cycle, missing }] = [data.told, data.game(picks)];
-      const isOpen = !judged.length || cycle?.proposals.length > 0; // what was judged stays until a guess
+      const isOpen = !judged.length || isNext || cycle?.proposals.length > 0; // what was judged stays
       const shown = isOpen ? cycle : judged.at(-1);
       const { step } = judged[0] ?? cycle;
       const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + judged.length)];
@@ -215,7 +222,7 @@ export const CHAPTERS = {
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
       const says = `Right: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
         + `The pass gives ${counted(shown.tokens.length, "token")}. `;
-      if (cycle) return `${says}Choose ${missing} for the next pass.`;
+      if (cycle) return says;
       const lead = you.length - theirs.length;
       return `${says}You have ${counted(you.length, "token")}, ${data.drafter} has ${theirs.length}: `
         + `${lead > 0 ? "you win" : lead < 0 ? "it wins" : "a draw"}.`;
@@ -263,16 +270,18 @@ export const CHAPTERS = {
   loses: {
     kinds: ["drafting", "pass", "accepted", "plain"],
     ways: () => ["way", Object.keys(WAYS)],
-    gains: (data, way) => times(speedupOf(data.here.curve, atWay(data, way))),
+    gains: (data, way, k) => times(speedupOf(data.here.curve, atWay(data, way, mostK(way, k)))),
     movers: () => [["k", "K", [0, 15, 1], QUESTION.k]],
     right(data) {
       const [many, slow] = ["batch", "bad"].map((way) => speedupOf(data.here.curve, atWay(data, way)) < 1);
       return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
     answered: () => ({ way: "bad", k: QUESTION.k }),
-    draw(scene, data, { at: { way, k } }) {
+    draw(scene, data, { at: moved }) {
+      const { way } = moved;
+      const k = moved.k = mostK(way, moved.k);
       const [at, { batch = 1 }] = [atWay(data, way, k), WAYS[way]];
-      const rows = Math.min(MOST_POSITIONS, batch * (k + 1));
+      const rows = batch * (k + 1);
       const handles = [{ rows, words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
       if (batch > 1) handles.unshift({ rows: batch, words: "8, plain" });
       drawCosts(scene, data, at, handles);
@@ -285,7 +294,7 @@ export const CHAPTERS = {
   },
   sampling: {
     kinds: ["p", "q", "drafting", "accepted", "recovered"],
-    movers: () => [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]],
+    movers: () => [["noise", "noise, by its number; 0 was recorded", [0, 30, 1], 0]],
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
     draw(scene, { drawn }, { at: { noise }, chosen }) {
@@ -297,15 +306,17 @@ export const CHAPTERS = {
       const [own, guess] = [top(entries, "target"), top(entries, "draft")];
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
-      drawBars(scene, 0.62, chanceRows(likeliest(entries, [...kinds.keys()]), kinds), element("p.spread.note",
-        element("span", "chance of each token"), element("span", "log chance + noise: the largest wins")));
+      const shown = likeliest(entries, [...kinds.keys()], isNarrow() ? 6 : 8);
+      const heads = ["chance of each token", "log chance + noise: the largest wins (‹ below −8)"];
+      drawBars(scene, 0.62, chanceRows(shown, kinds),
+        element("p.spread.note", ...heads.map((words) => element("span", words))));
       return `At the right, noise (the line) moves the log of each chance. Largest: ● ${quoted(own)}, `
         + `◆ ${quoted(guess)}: ${isSame ? "accepted" : "rejected"}.`;
     },
   },
   rejection: {
     kinds: ["p", "q", "drafting", "accepted", "rejected", "recovered"],
-    movers: () => [["draws", "tokens drawn by this rule", [0, DRAWS.length - 1, 1], 0,
+    movers: () => [["draws", "a first draw step by step, then so many", [0, DRAWS.length - 1, 1], 0,
       ["the guess", "u", ...DRAWS.slice(2)]]],
     right: () => 1,
     start: () => ["draws", 2, PHASE_MS],
@@ -352,7 +363,8 @@ export const CHAPTERS = {
       if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
       const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
-      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes}.${loses}`;
+      return `In time, the shortest is first: ${first.name}, ${milliseconds(first.endMs)} for ${tokens} in `
+        + `${passes}.${loses}`;
     },
   },
 };

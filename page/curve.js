@@ -175,7 +175,10 @@ export function drawGain(box, curve, at, { isShown = true, points = [], moves } 
   }
   if (isShown) {
     const away = tokens.at(-1) > total.at(-1) ? -9 : 18; // from the areas
-    if (hasRoom) plot.text(plot.right - 4, plot.y(tokens.at(-1)) + away, "tokens it gives", "end.value");
+    const isClear = Math.abs(tokens.at(-1) - costs.at(-1).verify / 4) > most / 12;
+    if (hasRoom && isClear) {
+      plot.text(plot.right - 4, plot.y(tokens.at(-1)) + away, "tokens it gives", "end.value");
+    }
     plot.note(0, `${short(tokens[at.k])} tokens in ${short(total[at.k])} plain passes`);
     plot.note(1, `${times(speedup)} as fast`);
   }

@@ -15,7 +15,7 @@ import { chance, grammarWords, MARKS, quoted, short, visible } from "./words.js"
 
 const SHOWN = 8; // rows
 const SEED = 689; // of draws by rejection, of which the first is rejected
-const DEEPEST = 9; // below the best score with noise: lower ones are drawn there
+const [DEEPEST, HIGHEST] = [-8, 4]; // scores with noise that are drawn; lower ones are marked
 
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 /** The entry where this is largest. */
@@ -36,9 +36,9 @@ export const withNoise = (entries, seed = 0) => entries.map((entry) => {
 });
 
 /** The likeliest entries by p or by q, and those of the ids that must be seen. */
-export const likeliest = (entries, must = []) => [...entries]
+export const likeliest = (entries, must = [], most = SHOWN) => [...entries]
   .sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q))
-  .filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
+  .filter(({ id }, i) => i < most - 2 || must.includes(id)).slice(0, most);
 
 /** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */
 export function drawnByRejection(entries, count) {
@@ -206,10 +206,6 @@ function withTopP(weights, nucleus) {
   return kept.map((weight) => weight / sum(kept));
 }
 
-/** From where to where scores with noise are drawn; what is lower stands at the lower end. */
-function rangeOf(entries) {
-  const values = entries.flatMap(({ target: a, draft: b, noise }) => [a, b, a - noise, b - noise])
-    .filter(Number.isFinite);
-  const high = Math.max(...values);
-  return [Math.max(Math.min(...values), high - DEEPEST), high];
-}
+/** From where to where scores with noise are drawn: the same for all noises that are usual. */
+const rangeOf = (entries) => [DEEPEST, Math.max(HIGHEST, ...entries.flatMap(({ target, draft, noise }) => (
+  [target, draft, target - noise, draft - noise].filter(Number.isFinite))))];

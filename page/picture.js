@@ -51,8 +51,10 @@ export function stage(slots, beam, least = 0) {
   const empty = Array.from({ length: Math.max(0, least - slots.length) }, () => element("div.slot.empty"));
   const all = [...slots, ...empty];
   const label = { "aria-label": "The positions of a pass" };
-  return element(all.length > MANY ? "ol.draft.many" : "ol.draft", label,
+  const list = element(all.length > MANY ? "ol.draft.many" : "ol.draft", label,
     ...all.map((slot) => element("li", slot)), element("li.beam.pass", element("span", beam)));
+  list.style.setProperty("--behind", all.length > 1 ? 1 / all.length : 0); // where the pass is no more
+  return list;
 }
 
 const nothing = () => element("span");
@@ -67,8 +69,8 @@ export class Picture {
   #choose;
   #least; // slots
   #parts = []; // [element, class, phase from which it has the class]
-  /** `choose(i)` is called with the place in the draft whose slot was pressed. */
-  constructor(box, choose = () => {}, least = 0) {
+  /** `choose(i)` is called with the place in the draft whose slot was pressed; there are `least` slots. */
+  constructor(box, choose = null, least = 0) {
     [this.#box, this.#choose, this.#least] = [box, choose, least];
   }
   clear() { this.#box.replaceChildren(); }
@@ -128,7 +130,7 @@ export class Picture {
       isCut && this.#later(tokens.length + n + 2, "span.cut", cut, "✂")];
     const press = { type: "button", "data-place": place, "aria-pressed": "false",
       click: () => this.#choose(place) };
-    const slot = target ? slotOf(`button.slot.${kind}`, press, ...parts)
+    const slot = target && this.#choose ? slotOf(`button.slot.${kind}`, press, ...parts)
       : slotOf(`div.slot.${kind}`, {}, ...parts);
     return this.#from(n + 1, "read", this.#from(at, "judged", slot));
   }

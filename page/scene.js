@@ -19,7 +19,7 @@ export class Scene {
   #strip = byId("scene-text");
   #pass = byId("scene-pass");
   #plot = byId("scene-plot");
-  #picture = new Picture(byId("scene-pass"), () => {}, SLOTS);
+  #picture = new Picture(byId("scene-pass"), null, SLOTS);
   /** What stands in the text: the end of a prompt, and tokens with their fates. */
   strip(prompt, tokens) {
     const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words where it can

@@ -299,9 +299,9 @@ export class Story {
     };
     const labels = texts.chapters[this.#id].ways;
     const press = (way) => ({ type: "button", "data-way": way, click: () => choose(way) });
-    const gains = (way) => (!chapter.gains || isNarrow() ? null : element(
-      chosen === null ? "span.later" : "span.later.on", ` ${chapter.gains(this.#data, way)}`));
-    const buttons = ways.map((way) => element("button", press(way), labels[way], gains(way)));
+    const gains = () => (!chapter.gains || isNarrow() ? null
+      : element(chosen === null ? "span.later" : "span.later.on"));
+    const buttons = ways.map((way) => element("button", press(way), labels[way], gains()));
     const sliders = chapter.movers(this.#data).map(([mover, words, range]) => {
       const label = slider(`move-${mover}`, words, at[mover], range);
       label.addEventListener("input", ({ target }) => {
@@ -317,17 +317,22 @@ export class Story {
   /** Offer the tokens of the next place to choose from, or to begin anew. */
   #offer(chapter, at) {
     const take = (...picks) => {
-      at.picks = picks;
+      [at.picks, at.isNext] = [picks, false];
+      show();
+    };
+    const show = () => {
       this.#offer(chapter, at);
       this.#draw(true);
       byId("scene-movers").querySelector("button").focus();
     };
     const press = (token) => ({ "data-id": token.id, click: () => take(...at.picks ?? [], token) });
-    const options = chapter.picks(this.#data, at.picks)?.map((token) => (
+    const tokens = chapter.picks(this.#data, at);
+    const options = tokens?.map((token) => (
       element("button", { type: "button", ...press(token) }, visible(token.text))));
-    const again = element("button", { type: "button", click: () => take() }, "Begin anew");
+    const next = () => { at.isNext = true; show(); };
+    const go = { type: "button", click: tokens ? next : () => take() };
     byId("scene-movers").replaceChildren(element("div.buttons", { role: "group", "aria-label": "Your guess" },
-      ...options ?? [again]));
+      ...options?.length ? options : [element("button", go, tokens ? "Next pass" : "Begin anew")]));
   }
   #stop() { clearInterval(this.#timer); }
   /** Let a mover go to `last` by itself, from where it is. */
@@ -345,6 +350,9 @@ export class Story {
   }
   #draw(isPlayed = false) {
     const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
+    for (const gain of byId("scene-movers").querySelectorAll("[data-way] span")) { // before the figure
+      gain.textContent = ` ${chapter.gains(this.#data, gain.parentElement.dataset.way, state.at.k)}`;
+    }
     const draw = () => write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
     draw();
     const { scrollHeight, clientHeight } = byId("scene-plot");

@@ -15,7 +15,7 @@ import { phasesOf, Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
-import { getJson, isRecorded, isUnrecorded, recording, unrecorded } from "./stream.js";
+import { getJson, isRecorded, isUnrecorded, recordedAnswer, recording, unrecorded } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
@@ -106,7 +106,7 @@ const shown = {
   flush() {
     run.session.text.flush();
     run.session.asAnswer?.follow();
-    if (mode === "stepping" || performance.now() - drawnAt > PICTURE_MS) drawPictures();
+    if (mode === "stepping" || performance.now() - drawnAt > (isRecorded ? 0 : PICTURE_MS)) drawPictures();
   },
   ended({ state, error }) {
     const [{ session, ended }, isFinished] = [run, state === "finished"];
@@ -132,6 +132,10 @@ function showAnswer(session) {
   const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
   const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
   byId("notes").replaceChildren(...[...answer.warnings, ...more].map((words) => element("li", words)));
+  if (isRecorded) {
+    const { answer: raced, prompt } = recordedAnswer(request);
+    whatIf.add(fromRace(raced, prompt));
+  }
   if (!request.compare) return;
   race.finish(answer, (id) => nameOf(session, id));
   whatIf.add(fromRace(answer));
@@ -314,7 +318,9 @@ byId("request").addEventListener("change", ({ target }) => { // another temperat
   const isNew = isUnrecorded({ ...asked, temperature: Number(asked.temperature) });
   if (!target.matches("#demo-prompt, #drafter")) return;
   if (isNew) form.fill({ temperature: 0 });
-  if (isRecorded && mode === "idle") begin("running"); // it is there already
+  if (!isRecorded) return;
+  if (run) [run.ended] = [() => begin("running"), run.stream.stop()];
+  else begin("running"); // it is there already
 });
 addEventListener("hashchange", followLink);
 addEventListener("try", ({ detail }) => runAgain(detail));
@@ -350,7 +356,7 @@ async function learnCurve() {
   whatIf.learn(isRecorded ? null : health, curve);
   if (isRecorded) {
     const isFirst = ({ prompt, request }) => prompt === "first" && !request.temperature;
-    const points = ({ events }) => fromRace(events.at(-1), "recorded on “first”");
+    const points = ({ events }) => fromRace(events.at(-1), "first");
     whatIf.add((await recording).runs.filter(isFirst).flatMap(points));
   } else if (curve) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }

@@ -404,6 +404,8 @@ def test_the_reader_drafts_in_rounds_against_the_drafter(open_page, told):
     theirs, mine = 0, 0
     wrong = ([], [1], [0, 2], [3])
     for number, (places, gives) in enumerate(zip(wrong, (5, 2, 1, 4), strict=True), 1):
+        if number > 1:
+            act(page, ("click", "#scene-movers >> text=Next pass", {SAYS: "choose 4 more tokens"}))
         see(page, {"#scene-movers button": 3})
         play(page, said, mine, places)
         mine, theirs = mine + gives, theirs + len(cycles[number - 1]["tokens"])
@@ -453,6 +455,8 @@ def test_figure_legend_and_text_are_in_sight_and_axe_finds_nothing_wrong(open_pa
         show(page, chapter)
         page.click(f"[data-chapter={chapter}] .answer-button >> nth=0")
         for pick in range(16 if chapter == "you" else 0):  # with a bonus, and with a cut
+            if pick and pick % 4 == 0:
+                page.click("#scene-movers >> text=Next pass")
             page.locator("#scene-movers button").nth(pick % 3).click()
             assert page.evaluate(OUTSIDE, PARTS) + page.evaluate(CUT) == [], pick
         for slider in page.locator("#scene-movers input").all():
