@@ -117,8 +117,8 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
 
     At its end the cycle is shown that tells most, and Step goes on from there.
     """
-    at, no_run = "#cycle-count", {"#figures:visible": 0, "#statistics-number": "after a run"}
-    see(page, no_run | {at: exactly("")})
+    at = "#cycle-count"
+    see(page, {"#figures:visible": 0, "#statistics-number": "after a run", at: exactly("")})
     run(page, **SAMPLED, verification="coupled")
     answer = traced(server, SAMPLED)
     texts = {"#text .prompt": SAMPLED["prompt"], "#text .tokens": answer["text"]}
@@ -151,10 +151,6 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
         ("ArrowLeft", "#step", {at: "2 of"}),
         ("click", "#back", {at: "1 of", "#cycle-says": "Cycle 1:"}),
     )
-    page.emulate_media(reduced_motion="no-preference")
-    act(page, ("click", "#slow", {"#cycle-says": "Slowly:"}))
-    see(page, {"#cycle-says": "The drafter guesses"})
-    page.emulate_media(reduced_motion="reduce")
     accepted = [cycle["accepted_count"] for cycle in cycles[1:]]
     drafted = [len(cycle["proposals"]) for cycle in cycles[1:]]
     reached = sum(accepted) + sum(cycle["rejected"] is not None for cycle in cycles)
@@ -585,7 +581,9 @@ window.fetch = (url, options) => String(url).endsWith("generate")
 window.push = (text) => window.to.enqueue(new TextEncoder().encode(text));"""
 
 
-def test_both_lanes_of_a_race_move_while_it_runs_and_can_be_replayed_slowly(open_page, server):
+def test_both_lanes_of_a_race_move_while_it_runs_and_it_and_a_cycle_are_replayed_slowly(
+    open_page, server
+):
     """Speculative decoding is held back until plain decoding runs; no bars stand before the end."""
     page = open_page(reduced_motion="no-preference", is_ready=False)
     page.add_init_script(STREAMED)
@@ -618,6 +616,9 @@ def test_both_lanes_of_a_race_move_while_it_runs_and_can_be_replayed_slowly(open
     seen = [lanes(waits_ms=[waited_ms]) for waited_ms in (3400, 200, 3500)]
     assert seen == [["a", "a"], ["abc", "ab"], ["abc", "abc"]]
     see(page, {"#race-clock": exactly("20 ms"), "#chart-race:visible": 1})
+    act(page, ("click", "#slow", {"#cycle-says": "Slowly:"}))
+    page.clock.run_for(700)
+    see(page, {"#cycle-says": "The drafter guesses"})
 
 
 def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(open_page, chatting):
