@@ -61,17 +61,18 @@ def run(page, button="#run", **fields):
 def act(page, *steps):
     """Each is (what is done, where, what is seen then).
 
-    Done is "click", "hover", "focus", a key, or a slider's value; and fields are filled in before a
-    click.
+    Done is "click", "hover", "focus", a key, or a slider's value. Fields are filled in before a
+    click, if there is one.
     """
     for what, where, expected in steps:
         if isinstance(what, dict):
             fill(page, **what)
-            page.click(where)
-        elif not isinstance(what, str):
+        if isinstance(what, int | float):
             page.locator(where).evaluate(SLIDE, what)
-        elif what in ("click", "hover", "focus"):
+        elif what in ("hover", "focus"):
             getattr(page, what)(where)
+        elif isinstance(what, dict) or what == "click":
+            page.click(where)
         else:
             page.press(where, what)
         see(page, expected)

@@ -46,9 +46,8 @@ COLOURS = {"prompt": COLOUR_LIST, "drafter": "ngram", "max_tokens": 40}
 FEW = COLOURS | {"max_tokens": 12}
 ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_tokens": 1900}
 ENDLESS |= {"temperature": 0}
-TOKENS = "#text .tokens .token"
+TOKENS, COUNT, CYCLE = "#text .tokens .token", "#cycle-count", "#cycle-number"
 LANES = ("#lane-speculative .text", "#lane-plain .text")
-REJECTED = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
 WATCH = """document.addEventListener("securitypolicyviolation",
     (event) => console.error("policy: " + event.violatedDirective));"""
 
@@ -117,8 +116,7 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
 
     At its end the cycle is shown that tells most, and Step goes on from there.
     """
-    at = "#cycle-count"
-    see(page, {"#figures:visible": 0, "#statistics-number": "after a run", at: exactly("")})
+    see(page, {"#figures:visible": 0, "#statistics-number": "after a run", COUNT: exactly("")})
     run(page, **SAMPLED, verification="coupled")
     answer = traced(server, SAMPLED)
     texts = {"#text .prompt": SAMPLED["prompt"], "#text .tokens": answer["text"]}
@@ -138,19 +136,18 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
     last, kept = len(cycles) - 1, [c["accepted_count"] * bool(c["rejected"]) for c in cycles]
     step = kept.index(most := max(kept))
     shown = f"Cycle {step} of {last}, which tells most: {most} accepted, then a rejection."
-    see(page, {at: f"{step} of {last}", "#cycle-says": shown, f"{TOKENS}.current": most + 1})
-    marked = {f"{TOKENS}.current": cycles[1]["emitted_count"]}
-    act(
-        page,
-        ("click", "#step", {at: f"{step + 1} of {last}", "#cycle-says": f"Cycle {step + 1}: "}),
-        ("End", "#cycle-number", {at: f"{last} of {last}"}),
-        ("ArrowRight", "#step", {"#status": "This is the last cycle", at: f"{last} of {last}"}),
-        ("click", f"{TOKENS} >> nth=1", {at: "1 of"} | marked),
-        ("ArrowRight", "#cycle-number", {at: "2 of"}),
-        ("ArrowRight", "#step", {at: "3 of"}),
-        ("ArrowLeft", "#step", {at: "2 of"}),
-        ("click", "#back", {at: "1 of", "#cycle-says": "Cycle 1:"}),
-    )
+    see(page, {COUNT: f"{step} of {last}", "#cycle-says": shown, f"{TOKENS}.current": most + 1})
+    end = {COUNT: f"{last} of {last}"}
+    act(page,
+        ("click", "#step", {COUNT: f"{step + 1} of {last}", "#cycle-says": f"Cycle {step + 1}: "}),
+        ("End", CYCLE, end),
+        ("ArrowRight", "#step", {"#status": "This is the last cycle"} | end),
+        ("click", f"{TOKENS} >> nth=1", {
+            COUNT: "1 of", f"{TOKENS}.current": cycles[1]["emitted_count"]}),
+        ("ArrowRight", CYCLE, {COUNT: "2 of"}),
+        ("ArrowRight", "#step", {COUNT: "3 of"}),
+        ("ArrowLeft", "#step", {COUNT: "2 of"}),
+        ("click", "#back", {COUNT: "1 of", "#cycle-says": "Cycle 1:"}))  # fmt: skip
     accepted = [cycle["accepted_count"] for cycle in cycles[1:]]
     drafted = [len(cycle["proposals"]) for cycle in cycles[1:]]
     reached = sum(accepted) + sum(cycle["rejected"] is not None for cycle in cycles)
@@ -165,7 +162,7 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
         "#chart-accepted .x": f"cycle {last}",
         "#statistics-number": f"{metrics['tokens_per_pass']:.2f} tokens per pass",
     })  # fmt: skip
-    act(page, ("End", "#cycle-number", {}), ("click", "#step", {at: exactly("1 of 1")}))
+    act(page, ("End", CYCLE, end), ("click", "#step", {COUNT: exactly("1 of 1")}))
     page.click("#stop")
 
 
@@ -176,19 +173,17 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
         num_tokens += cycle["emitted_count"]
         verified, cached = cycle["cached"]
         act(page, ("click", "#step", {
-            "#cycle-count": f"{step} of {step}", TOKENS: num_tokens,
+            COUNT: f"{step} of {step}", TOKENS: num_tokens,
             "#picture .slot.accepted": cycle["accepted_count"],
             "#picture .slot.rejected": int(cycle["rejected"] is not None),
             "#picture .cell.tail": verified - cached,
         }))  # fmt: skip
         assert "Finished" not in page.text_content("#status")
-    act(
-        page,  # what has come stays, and can be gone through
-        ("click", "#back", {"#cycle-count": "4 of 5"}),
-        ("click", "#step", {"#cycle-count": "5 of 5", TOKENS: num_tokens, "#run": "Run on"}),
+    act(page,  # what has come stays, and can be gone through
+        ("click", "#back", {COUNT: "4 of 5"}),
+        ("click", "#step", {COUNT: "5 of 5", TOKENS: num_tokens, "#run": "Run on"}),
         ("click", "#run", DONE | {"#text .tokens": answer["text"]}),
-        (ENDLESS, "#run", {f"{TOKENS} >> nth=0": 1}),
-    )
+        (ENDLESS, "#run", {f"{TOKENS} >> nth=0": 1}))  # fmt: skip
     assert server.health()["num_requests_running"] == 1
     act(page, ("click", "#stop", {"#status": "Stopped"}))
     server.wait_until_idle()
@@ -196,34 +191,13 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
     run(page, **FEW)
 
 
-def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
-    """Parts of characters, special tokens, Hebrew; states go back beside a cache of 8,000."""
-    show(
-        page,
-        event(0, [("caf", "bonus")]),
-        event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
-        event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!"),  # with a name, no text
-    )
-    see(page, {TOKENS: 5, "#text .tokens": exactly("café!<|end|>")})
-    see(page, {"#picture .cache": 1, "#picture .states": 0})
-    act(page, ("hover", f"{TOKENS} >> nth=1", {"#popup": "a part of a character"}))
+def test_a_text_in_hebrew_goes_from_right_to_left_beside_a_cache_of_8000(page):
     fill(page, prompt="עברית")
     show(page, event(0, [("שלום", "bonus")], cached=[8000] * 2), event(1, [(" x", "bonus")], 8000))
     see(page, {"#picture .cache": "7996 more …", "#cycle-says": "Cycle 1"})
     act(page, ("click", f"{TOKENS} >> nth=0", {"#cycle-says": "gave \u2068“שלום”\u2069"}))
     left = "one => one.getBoundingClientRect().left"
     assert page.locator("#text .prompt").evaluate(left) > page.locator(TOKENS).first.evaluate(left)
-    states = {"layers": 6, "from": 5, "to": 5, "stepped": 0}
-    drafted = {"proposals": [0, 7, 8], "cached": [9, 7], "rejected": REJECTED}
-    drafted |= {"recurrent": states | {"from": 9, "to": 7, "stepped": 2}}
-    drafted |= {"texts": {"0": " b", "1": " c", "7": " x", "8": " y"}}
-    cut = event(1, [(" b", "accepted"), (" c", "recovered")], 5, **drafted)
-    show(page, FIRST | {"recurrent": states}, cut)
-    see(page, {
-        "#picture .states": "of 6 layers, 2 tokens stepped again",
-        "#picture .states .cell": [exactly("after ␣y"), exactly("after ␣b")],
-        "#picture .states .tail": [exactly("after ␣y")],
-    })  # fmt: skip
 
 
 def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, server):
@@ -232,7 +206,7 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
     run(page, **SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0})
     labels = []
     for step in range(1, 9):
-        act(page, (step, "#cycle-number", {"#cycle-count": f"{step} of"}))
+        act(page, (step, CYCLE, {COUNT: f"{step} of"}))
         lengths = re.findall(r"\d+", page.text_content("#picture .more.length"))
         before, verified, kept = map(int, (*lengths, lengths[-1])[:3])
         cells = {".cell.new": verified - before, ".cell.tail": verified - kept}
@@ -245,7 +219,7 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
 def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
     run(page, **SAMPLED | {"seed": ""})
     page.click(f"{TOKENS} >> nth=9")
-    shown = ("#text .tokens", "#cycle-count")
+    shown = ("#text .tokens", COUNT)
     again = open_page(address=page.evaluate("location.hash"))
     see(again, DONE | {name: exactly(page.text_content(name)) for name in shown})
     assert again.input_value("#drafter") == SAMPLED["drafter"]
@@ -270,52 +244,112 @@ def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
         count = "forces this token" if is_forced else f"allows {place['allowed']} of 4,096 tokens"
         best = ", which the model liked best." if is_overruled else ")."
         text = texts[str(place["forbidden"][0]["id"])].replace(" ", "␣").replace("\n", "↵")
-        words, token = (
-            (f"The grammar {count}", f"It forbade “{text}” (p ", best),
-            f"{TOKENS} >> nth={at}",
-        )
-        act(page, ("hover", token, {"#popup": words}), ("click", token, {"#grammar": words}))
+        words = (f"The grammar {count}", f"It forbade “{text}” (p ", best)
+        for way, box in (("hover", "#popup"), ("click", "#grammar")):
+            act(page, (way, f"{TOKENS} >> nth={at}", {box: words}))
     sent = posted(page)
     run(page, **FEW, json_schema="")
     assert "json_schema" not in sent[-1]
     act(page, ("click", f"{TOKENS} >> nth=1", {"#grammar:visible": 0, "#verdict": "target"}))
 
 
-# ---------------------------------------------------------------- what decided about each token
+# ------------------------------------------------- views of a run: what is done, what is seen then
 
-
-def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_changes_it(page):
-    """Of a prefill, a draft that was accepted, and one that was not."""
-    chances = enumerate([(0.3, 0.6), (0.4, 0.2), (0.2, 0.1), (0.1, 0.1)])
-    bars = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in chances]
-    accepted = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[bars, bars])
-    accepted["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
-    draft = {
-        "proposals": [7],
-        "cached": [9, 8],
-        "rejected": REJECTED,
-        "texts": {"0": "r", "7": " x"},
-    }
-    show(page, FIRST, accepted, event(2, [("r", "recovered")], 7, **draft))
-    single, told = "#text .tokens [tabindex='0']", "#popup:visible"  # there is one tab stop
-    as_it_was = {"#verdict": (".200 < p / q = .300 / .600", "accepted")}
-    drawn = {"p": 4, "q": 4, "recovered": 2}  # and a scale below them
-    act(
-        page,
-        ("hover", f"{TOKENS}.accepted", {told: ("accepted", "< p/q")}),
-        ("Escape", "body", {told: 0}),
-        ("focus", single, {told: "first token, after the prefill"}),
-        ("ArrowRight", single, {f"{single}[data-index='1'][aria-describedby=popup]:focus": 1}),
-        ("End", single, {f"{single}[data-index='3']:focus": 1}),
-        ("hover", f"{TOKENS}.recovered", {told: ("“␣x” was drafted", "max(0, p − q)", "≥ p/q")}),
-        ("click", f"{TOKENS}.accepted", as_it_was),
+GREEDY = COLOURS | {"temperature": 0, "verification": "rejection", "seed": 1}
+ACCEPTED, RECOVERED, PLAIN = (f"{TOKENS}.{k} >> nth=-1" for k in ("accepted", "recovered", "plain"))
+POPUP, TAB_STOP = "#popup:visible", "#text .tokens [tabindex='0']"  # there is one stop
+NO_Q = {"#distribution :is(input, .bar.q)": 0}
+DRAWN = {"#distribution input >> nth=0": 1, "#distribution .bar.q >> nth=0": 1}
+RESTS = "K=0 for a while: cycles with drafts were no faster than plain ones"
+REJECTED = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
+STATES = {"layers": 6, "from": 5, "to": 5, "stepped": 0}
+CHANCES = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in enumerate(
+    [(0.3, 0.6), (0.4, 0.2), (0.2, 0.1), (0.1, 0.1)])]  # fmt: skip
+JUDGED = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[CHANCES, CHANCES])
+JUDGED["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
+FOUR = [("b", "accepted"), ("c", "accepted"), ("d", "accepted"), ("e", "bonus")]
+# By name: the fields of a run, or its cycles, and the steps behind it.
+VIEWS = {
+    "greedy": (GREEDY | {"drafter": "draft_model"},
+        ("click", ACCEPTED, NO_Q | {
+            "#verdict": re.compile("target’s best is the draft, “.*”: accepted")}),
+        ("click", RECOVERED, NO_Q | {
+            "#verdict": "rejected", "#distribution .note": "nothing is drawn"})),
+    "auto": (GREEDY | {"drafter": "auto"},
+        ("click", ACCEPTED, NO_Q | {
+            "#cycle-says": re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")})),
+    "plain decoding": (GREEDY | {"drafter": "none"},
+        ("click", PLAIN, NO_Q | {
+            "#verdict": "Nothing was drafted.", "#cycle:has-text('bonus')": 0})),
+    "coupled noise, and a drafter without": (
+        GREEDY | {"drafter": "suffix", "temperature": 0.5, "verification": "coupled"},
+        ("click", ACCEPTED, DRAWN | {
+            "#verdict": "The drafter names", "#distribution .note": "draws nothing"})),
+    "coupled noise": (SAMPLED | {"verification": "coupled"},
+        ("click", ACCEPTED, DRAWN | {"#verdict": re.compile("both land on.*accepted")}),
+        ("click", RECOVERED, DRAWN | {
+            "#verdict": re.compile("the drafter lands on “.*”, the target on “.*”: rej"),
+            "#verdict:has-text('p / q')": 0}),
+        (3, "#needle", {
+            "#verdict": "Noise made here", "#distribution .legend": "in nats",
+            "#distribution .marks .tick >> nth=1": 1})),  # an axis of noise
+    "rejection, all of q on the draft": (GREEDY | {"temperature": 0.5},
+        ("click", ACCEPTED, DRAWN | {
+            "#verdict": "/ 1 =", "#distribution .note": "This drafter draws nothing"})),
+    "rejection, by pointer, keyboard and needle": (
+        [FIRST, JUDGED, event(2, [("r", "recovered")], 7, proposals=[7], cached=[9, 8],
+                              rejected=REJECTED, texts={"0": "r", "7": " x"})],
+        ("hover", ACCEPTED, {POPUP: ("accepted", "< p/q")}),
+        ("Escape", "body", {POPUP: 0}),
+        ("focus", TAB_STOP, {POPUP: "first token, after the prefill"}),
+        ("ArrowRight", TAB_STOP, {f"{TAB_STOP}[data-index='1'][aria-describedby=popup]:focus": 1}),
+        ("End", TAB_STOP, {f"{TAB_STOP}[data-index='3']:focus": 1}),
+        ("hover", RECOVERED, {POPUP: ("“␣x” was drafted", "max(0, p − q)", "≥ p/q")}),
+        ("click", ACCEPTED, {"#verdict": (".200 < p / q = .300 / .600", "accepted")}),
         (0.55, "#needle", {"#verdict": ("rejected", "The run had u = .200")}),
         (0.4, "#needle", {"#verdict": "accepted"}),  # above p alone
-        ("End", "#needle", {"#verdict": "rejected"}),
-    )
-    see(page, {f"#distribution .bar.{name}": count for name, count in drawn.items()})
-    scale = page.locator("#distribution .bars .tick").all_inner_texts()
-    assert scale == ["0", ".2", ".4", ".6", ".8", "1"]
+        ("End", "#needle", {
+            "#verdict": "rejected",
+            "#distribution .bar.p": 4, "#distribution .bar.q": 4, "#distribution .bar.recovered": 2,
+            "#distribution .bars .tick": [*map(exactly, ("0", ".2", ".4", ".6", ".8", "1"))]})),
+    "parts of characters, and a token that has but a name": (
+        [event(0, [("caf", "bonus")]),
+         event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
+         event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!")],
+        ("hover", f"{TOKENS} >> nth=1", {
+            "#popup": "a part of a character", "#text .tokens": exactly("café!<|end|>"),
+            TOKENS: 5, "#picture .cache": 1, "#picture .states": 0})),
+    "a hybrid, whose states go back": (
+        [FIRST | {"recurrent": STATES},
+         event(1, [(" b", "accepted"), (" c", "recovered")], 5, proposals=[0, 7, 8], cached=[9, 7],
+               rejected=REJECTED, texts={"0": " b", "1": " c", "7": " x", "8": " y"},
+               recurrent=STATES | {"from": 9, "to": 7, "stepped": 2})],
+        ("focus", CYCLE, {
+            "#picture .states": "of 6 layers, 2 tokens stepped again",
+            "#picture .states .cell": [exactly("after ␣y"), exactly("after ␣b")],
+            "#picture .states .tail": [exactly("after ␣y")]})),
+    "past outputs, and a form with other settings": (
+        FEW | {"drafter": "suffix", "num_speculative_tokens": 5, "temperature": 0},
+        ("End", CYCLE, {"#notes": "looks in past outputs", "#cycle-settings": exactly("")}),
+        ({"temperature": 0.5}, "#cycle-settings", {
+            "#cycle-settings": "other settings than the form has now: suffix, K = 5, greedy"}),
+        ({"temperature": 0}, "#cycle-says", {"#cycle-settings": exactly("")})),
+    "drafts that end early, and a rest": (
+        [FIRST, event(1, FOUR, 5, proposals=[0, 1, 2], cached=[9, 9], drafter="suffix"),
+         event(2, [("f", "bonus")], 9, controller=RESTS)],
+        ("focus", CYCLE, {"#cycle-says": (
+            "Cycle 1 of 2, which tells most: 3 accepted, the most of all. ",
+            "3 of at most 5: a draft ends early")}),
+        ("ArrowRight", CYCLE, {
+            "#cycle-says": (RESTS, "keeps an account by the clock"), "#controller-says": RESTS})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_decided_and_what_is_odd_is_told(view, page):
+    given, *steps = VIEWS[view]
+    run(page, **given) if isinstance(given, dict) else show(page, *given)
+    act(page, *steps)
 
 
 def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
@@ -332,37 +366,6 @@ def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
     assert sum(width > 1 for width in widths(nucleus=0.05)) == 1
     assert widths(heat=0.8, nucleus=1) == as_sent
     see(page, {"#distribution .note": "as the run had them"})
-
-
-RULES = [  # what is asked for, and what is said where of a token of each kind
-    ({"drafter": "draft_model"},
-     {"accepted": {"#verdict": re.compile("target’s best is the draft, “.*”: accepted")},
-      "recovered": {"#verdict": "rejected", "#distribution .note": "nothing is drawn"}}),
-    ({"drafter": "auto"}, {"accepted": {
-        "#cycle-says": re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")}}),
-    ({"drafter": "none"}, {"plain": {"#verdict": "Nothing was drafted."}}),
-    ({"drafter": "suffix", "temperature": 0.5, "verification": "coupled"},
-     {"accepted": {"#verdict": "The drafter names", "#distribution .note": "draws nothing"}}),
-    ({"temperature": 0.5},  # all of its q is on the draft
-     {"accepted": {"#distribution .note": "This drafter draws nothing", "#verdict": "/ 1 ="}}),
-    (SAMPLED | {"verification": "coupled"},
-     {"accepted": {"#verdict": re.compile("both land on.*accepted")},
-      "recovered": {"#verdict": re.compile("the drafter lands on “.*”, the target on “.*”: rej")}}),
-]  # fmt: skip
-
-
-def test_who_drafted_and_what_decided_is_said_of_every_rule(page):
-    for fields, told in RULES:
-        run(page, **COLOURS | {"temperature": 0, "seed": 1, "verification": "rejection"} | fields)
-        for kind, words in told.items():
-            act(page, ("click", f"{TOKENS}.{kind} >> nth=-1", words))
-            drawn = page.locator("#distribution :is(input, .bar.q)").count()
-            assert bool(drawn) == (fields.get("temperature", 0) > 0)
-        shown = page.text_content("#cycle-says") + page.text_content("#picture")
-        assert fields.get("drafter") != "none" or "bonus" not in shown
-    assert "p / q" not in page.text_content("#verdict")
-    act(page, (3, "#needle", {"#verdict": "Noise made here", "#distribution .legend": "in nats"}))
-    assert page.locator("#distribution .marks .tick").count() > 1  # an axis of noise
 
 
 def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
@@ -392,12 +395,8 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(
         see(page, READY | {"#server": "llama", "#run[aria-disabled=false]": 1})
         expect_failed_load(complaints, "503")
         gate.shut()
-        act(
-            page,
-            ("click", "#show-chat", {}),
-            ({"message": "Go on"}, "#send", {".turn .token": 1}),
-            ("click", "#stop", {".turn .note": "it does not count as a turn"}),
-        )
+        act(page, ("click", "#show-chat", {}), ({"message": "Go on"}, "#send", {".turn .token": 1}))
+        act(page, ("click", "#stop", {".turn .note": "it does not count as a turn"}))
         gate.open()
         server.wait_until_idle()
         gate.shut()
@@ -406,25 +405,6 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(
     act(page, ("click", "#run", {"#error": "The server cannot be reached"}))
     page.close()  # its console has no more to say
     expect_failed_load(complaints, "ERR_")
-
-
-RESTS = "K=0 for a while: cycles with drafts were no faster than plain ones"
-
-
-def test_what_seems_to_contradict_is_explained_where_it_happens(page):
-    run(page, **FEW | {"drafter": "suffix", "num_speculative_tokens": 5, "temperature": 0})
-    act(page, ("End", "#cycle-number", {"#notes": "looks in past outputs", "#cycle-settings": ""}))
-    fill(page, temperature=0.5)
-    see(page, {"#cycle-settings": "other settings than the form has now: suffix, K = 5, greedy"})
-    fill(page, temperature=0)
-    see(page, {"#cycle-settings": exactly("")})
-    draft = {"proposals": [0, 1, 2], "cached": [9, 9], "drafter": "suffix"}
-    three = event(1, [*((text, "accepted") for text in "bcd"), ("e", "bonus")], 5, **draft)
-    show(page, FIRST, three, event(2, [("f", "bonus")], 9, controller=RESTS))
-    see(page, {"#cycle-says": ("Cycle 1 of 2, which tells most: 3 accepted, the most of all. ",
-                               "3 of at most 5: a draft ends early")})  # fmt: skip
-    told = {"#cycle-says": (RESTS, "keeps an account by the clock"), "#controller-says": RESTS}
-    act(page, ("ArrowRight", "#cycle-number", told))
 
 
 def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_are(
@@ -436,7 +416,7 @@ def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_
         run(page, drafter="fails", **asked)
         see(page, {"#notes": "drafter fails failed (on purpose)", f"{TOKENS}.plain": 6})
         see(page, {"#server": "times fails failed", "#drafters": "A drafter of your own."})
-        act(page, ("Home", "#cycle-number", {"#cycle-says": "the prompt (1 token)"}))
+        act(page, ("Home", CYCLE, {"#cycle-says": "the prompt (1 token)"}))
         health = server.health() | {"drafters": [], "drafter": "none"}
         page = open_page(server, is_ready=False)
         page.route("**/health", lambda route: route.fulfill(json=health))
@@ -468,7 +448,7 @@ COVERED = """(token) => {
 }"""
 SEEN = {  # what each button changes
     "#run": ["#status", "#text", "#cycle-says"],
-    "#back": ["#cycle-count", "#cycle-says", "#picture"],
+    "#back": [COUNT, "#cycle-says", "#picture"],
     "#race": ["#status", *LANES],
 }
 
@@ -548,30 +528,30 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
         "#chart-race .row:not(.scale)": 2,
         "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race"),
     })  # fmt: skip
-    run(page, "#race", **FEW | {"drafter": "none"})
     no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
-    see(page, {"#race-says": no_race, "#chart-race:visible": 0})
-    run(page, "#race", **SAMPLED | {"max_tokens": 12, "verification": "rejection"})
-    see(page, {"#race-says": "not compared"})
-    told = server.generate(**FEW, compare=True)[1]["compare"]
-    told |= {"costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}}
-    told |= {"disturbed": True, "spread": [0.6, 1.4]}
-    told |= {"measured_speedup": 0.9, "predicted_speedup": 1.1}
+    rejected = SAMPLED | {"max_tokens": 12, "verification": "rejection"}
+    act(page,
+        (FEW | {"drafter": "none"}, "#race", DONE | {
+            "#race-says": no_race, "#chart-race:visible": 0}),
+        (rejected, "#race", DONE | {"#race-says": "not compared"}))  # fmt: skip
+    told = server.generate(**FEW, compare=True)[1]["compare"] | {
+        "costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}, "disturbed": True,
+        "spread": [0.6, 1.4], "measured_speedup": 0.9, "predicted_speedup": 1.1,
+    }  # fmt: skip
     show(page, FIRST, button="#race", compare=told)
-    said = (
-        "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× (disturbed: "
-        "the machine was busy, 3 runs gave 0.60× to 1.40×), predicted 1.10×",
-        "t_verify 2.50).",
-    )
-    see(page, {"#race-says": said, "#measured": "the last race, disturbed: "})
     taken = {"#whatif-alpha-value": ".62", "#whatif-c-value": "4.20"}
-    see(page, {"#whatif-number": re.compile("as fast at α .62, K = \\d, c 4.20$")} | taken)
-    act(
-        page,
+    see(page, taken | {
+        "#race-says": (
+            "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× "
+            "(disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×), predicted 1.10×",
+            "t_verify 2.50)."),
+        "#measured": "the last race, disturbed: ",
+        "#whatif-number": re.compile(r"as fast at α .62, K = \d, c 4.20$"),
+    })  # fmt: skip
+    act(page,
         ("click", "#whatif > summary", {}),
         (0.1, "#whatif-alpha", {"#whatif-alpha-value": ".10", "#measured": "α .62"}),
-        ("click", "text=Take it", taken),
-    )
+        ("click", "text=Take it", taken))  # fmt: skip
 
 
 STREAMED = """const real = window.fetch;
@@ -608,11 +588,10 @@ def test_both_lanes_of_a_race_move_while_it_runs_and_it_and_a_cycle_are_replayed
     see(page, {"#race-clock": exactly("10 ms"), "#chart-race:visible": 0})
     assert lanes(slow[2], answer) == ["abc", "abc"]
     until(lambda: page.clock.run_for(20) or page.locator("#race-again").is_visible())
-    plain = page.locator("#lane-plain .token").first.get_attribute("class")
-    assert plain == "token plain"
-    see(page, {"#lane-speculative .accepted": 1, "#chart-race:visible": 1})
-    page.click("#race-again")
-    see(page, {"#race-pace": "350 times slower", "#chart-race:visible": 0})  # 20 ms in 7 seconds
+    drawn = {"#lane-plain .token[class='token plain']": 3, "#lane-speculative .accepted": 1}
+    see(page, drawn | {"#chart-race:visible": 1})
+    slowly = {"#race-pace": "350 times slower", "#chart-race:visible": 0}  # 20 ms in 7 seconds
+    act(page, ("click", "#race-again", slowly))
     seen = [lanes(waits_ms=[waited_ms]) for waited_ms in (3400, 200, 3500)]
     assert seen == [["a", "a"], ["abc", "ab"], ["abc", "abc"]]
     see(page, {"#race-clock": exactly("20 ms"), "#chart-race:visible": 1})
@@ -666,7 +645,7 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
     assert second[2]["content"] in answers.first.locator("[role=listbox]").text_content()
     read = answers.last.locator("pre").text_content()
     assert all(turn["content"] in read for turn in second[:2])
-    shown = {"#cycle-count": re.compile("^0 of"), "#turns:visible": 1}
+    shown = {COUNT: re.compile("^0 of"), "#turns:visible": 1}
     act(page, ("click", ".turn.assistant .token >> nth=0", shown), ("click", "#show-text", {}))
     for is_chat in (True, False):
         page.set_checked("#chat", is_chat)
@@ -715,21 +694,20 @@ def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, compl
     for events, words in (([FIRST, FAILED], "out of memory"), ([FIRST], "broke off")):
         mock(page, lines(*events))
         act(page, ("click", "#run", {"#error": words, "#text .tokens": exactly("a")}))
-    see(page, {"#cycle-count": "0 of 0"})
+    see(page, {COUNT: "0 of 0"})
     both = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
     told = {"controller": ATTACK, "distributions": [both, both]}
     guessed = event(1, [(ATTACK, "accepted"), (ATTACK, "bonus")], 5, **told)
     fill(page, prompt=ATTACK)
     show(page, event(0, [(ATTACK, "bonus")]), guessed, warnings=[ATTACK])
-    act(
-        page,
+    act(page,
         ("click", "#picture button.slot >> nth=0", {"#text .prompt": ATTACK}),
         ("hover", f"{TOKENS} >> nth=1", {"#text .tokens": ATTACK * 3}),
-        ("click", "#picture button.slot >> nth=1", {"#notes": ATTACK, "#controller-says": ATTACK}),
-    )
+        ("click", "#picture button.slot >> nth=1", {
+            "#notes": ATTACK, "#controller-says": ATTACK}))  # fmt: skip
     for status, message, headers, words in REFUSALS:
         mock(page, json.dumps({"error": {"message": message}}), status=status, headers=headers)
-        gone = {"#cycle-count": exactly(""), "#cycle-number:disabled": 1}  # the old run
+        gone = {COUNT: exactly(""), "#cycle-number:disabled": 1}  # the old run
         act(page, ("click", "#run", {"#error": re.compile(words)} | gone))
         expect_failed_load(complaints, str(status))
     assert page.evaluate("window.hacked") is None
