@@ -58,8 +58,7 @@ server = module_server("--fixed-k")  # what is drafted and kept does not depend 
 @pytest.fixture(scope="module")
 def chatting(browser, chat_folder):
     """Of one with a chat template, a K of its own and a controller."""
-    arguments = ("--model", str(chat_folder("llama")), "--num-speculative-tokens", "3")
-    with serving(*arguments) as server:
+    with serving("--model", str(chat_folder("llama")), "--num-speculative-tokens", "3") as server:
         yield server
 
 
@@ -209,9 +208,8 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
         act(page, (step, CYCLE, {COUNT: f"{step} of"}))
         lengths = re.findall(r"\d+", page.text_content("#picture .more.length"))
         before, verified, kept = map(int, (*lengths, lengths[-1])[:3])
-        cells = {".cell.new": verified - before, ".cell.tail": verified - kept}
-        slots = {".slot.accepted": kept - before - 1}
-        see(page, {f"#picture {part}": count for part, count in (cells | slots).items()})
+        see(page, {"#picture .cell.new": verified - before, "#picture .cell.tail": verified - kept})
+        see(page, {"#picture .slot.accepted": kept - before - 1})
         labels += page.locator("#picture .slot .label").all_inner_texts()
     assert any(" or " in label for label in labels)
 
@@ -462,13 +460,11 @@ def test_all_is_in_sight_nothing_overflows_at_any_k_and_axe_finds_nothing_wrong(
     page = open_page(viewport=size)
     fill(page, **SAMPLED | {"max_tokens": 24})
     page.click("#more summary")
-    folded = {"#workbench details:not([open])": 4}  # the settings, the numbers, What if?, the model
-    see(page, folded)
     for button, changed in SEEN.items():
         page.evaluate("scrollTo(0, 500)")
         act(page, ("click", button, DONE))
         assert page.evaluate(OUTSIDE, changed) == [], button
-    see(page, folded)
+    see(page, {"#workbench details:not([open])": 4})  # the settings, numbers, What if?, the model
     unfold(page)
     for k in (1, 16):
         run(page, num_speculative_tokens=k)
@@ -513,7 +509,7 @@ def test_the_model_has_its_card_and_words_and_colours_are_explained(page, server
     act(page, ("Escape", word, {"#popup:visible": 0}), ("hover", word, {"#popup:visible": 1}))
 
 
-# ------------------------------------------------------------------------------ race and what if
+# --------------------------------------------------------------------------- races and drafters
 
 
 def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
@@ -611,22 +607,17 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
         run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
         see(page, {"#controller-says": re.compile(words)})
     assert [body.get("fixed_k", False) for body in sent] == [True, False, True]
-    see(page, {"#measured": "all runs of ngram so far"})  # What if? knows what it has timed
-    see(page, {"#drafters": "for each guess, c = "})
+    see(page, {"#measured": "all runs of ngram so far", "#drafters": "for each guess, c = "})
     until(lambda: b'"measured"' in chatting.call("GET", "/curve")[2])
     page.reload()
     timed = ("measured in idle time", "The controller believes that six positions take")
-    told = {"#scene-source": "measured by this server", "#whatif-source": timed}
-    see(page, DONE | told)  # both figures have this server's curve then
+    see(page, DONE | {"#scene-source": "measured by this server", "#whatif-source": timed})
     passes = json.loads(chatting.call("GET", "/curve")[2])["pass_ms"]
     ratio = f"{passes['8'] / passes['1']:.2f}×"
     page.locator("[data-chapter=positions]").evaluate("node => node.scrollIntoView()")
-    see(page, {"#scene[data-at=positions]": 1})
+    see(page, {"#scene[data-at=positions]": 1})  # both figures have this server's curve
     act(page, (8, "#move-rows", {"#scene-says": ratio}))
     act(page, (7, "#whatif-k", {"#whatif-times": f"K + 1: {ratio}"}))
-
-
-# ------------------------------------------------------------------------------------------ chat
 
 
 def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatting):
@@ -655,7 +646,7 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
     assert violations(page) == []
 
 
-# ------------------------------------------------------------------------- mistakes and refusals
+# ------------------------------------------------------------ mistakes, refusals, another engine
 
 WRONG = [("temperature", "abc", "“abc” is not a number"), ("seed", "9" * 20, "53 bits"),
          ("num_speculative_tokens", "0x", "“0x” is not a number"),
@@ -712,9 +703,6 @@ def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, compl
         expect_failed_load(complaints, str(status))
     assert page.evaluate("window.hacked") is None
     see(page, {"img": 0, "body script": 0})
-
-
-# ------------------------------------------------------------------------- another engine
 
 
 def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and_not_drawn(
