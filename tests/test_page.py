@@ -225,8 +225,8 @@ def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
     see(wrong, {"#error": "“hot” is not a number"})
 
 
-SCHEMA = '{"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},' \
-    ' "required": ["colour"], "additionalProperties": false}'  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
+SCHEMA = json.dumps(SCHEMA | {"required": ["colour"], "additionalProperties": False})
 
 
 def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
