@@ -329,7 +329,7 @@ VIEWS = {
     "past outputs, and a form with other settings": (
         FEW | {"drafter": "suffix", "num_speculative_tokens": 5, "temperature": 0},
         ("End", CYCLE, {"#notes": "looks in past outputs", "#cycle-settings": exactly("")}),
-        ({"temperature": 0.5}, "#cycle-settings", {
+        ({"temperature": 0.5}, "#cycle-says", {
             "#cycle-settings": "other settings than the form has now: suffix, K = 5, greedy"}),
         ({"temperature": 0}, "#cycle-says", {"#cycle-settings": exactly("")})),
     "drafts that end early, and a rest": (
