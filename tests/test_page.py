@@ -547,7 +547,7 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
     act(page,
         ("click", "#whatif > summary", {}),
         (0.1, "#whatif-alpha", {"#whatif-alpha-value": ".10", "#measured": "α .62"}),
-        ("click", "text=Take it", taken))  # fmt: skip
+        ("click", "text=Set the sliders to it", taken))  # fmt: skip
 
 
 STREAMED = """const real = window.fetch;

@@ -314,7 +314,7 @@ def test_a_figure_s_handle_is_dragged(open_page):
     show(page, "loses")
     page.click("[data-way=batch]")
     drag(page, page.locator("#scene-plot .half:first-child svg"), 5, 3, 3)
-    drag(page, page.locator("#scene-plot .half:last-child svg"), 3, 15, 15)
+    drag(page, page.locator("#scene-plot .half:last-child svg"), 3, 7, 15)  # 64 positions
 
 
 def test_the_opening_writes_both_texts_on_one_clock(open_page, told):
