@@ -6,7 +6,9 @@
 //   right      the place of the choice that is true; `choices`, where they are not words
 //   start      [name, last value, ms between two]: what moves by itself when the chapter is reached,
 //   play       and with the answer; `answered` is set then
-//   picks      the tokens to choose from behind some picks: the reader is the drafter
+//   replays    the mover that goes from its beginning with each of the ways
+//   picks      the tokens to choose from behind some picks: the reader is the drafter. None before a new
+//              pass begins, null at the end
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
@@ -42,6 +44,9 @@ export function atWay(data, way, k = QUESTION.k) {
   return { alpha, k, c: slow, batch, factor };
 }
 
+/** The K at most that this way's readers have positions for. */
+const mostK = (way, k) => Math.min(k, MOST_POSITIONS / (WAYS[way].batch ?? 1) - 1);
+
 const UNDRAWN = "No sampled run was recorded with this model.";
 const list = (length, make) => Array.from({ length }, (_, i) => make(i));
 const asPlain = (tokens) => tokens.map((token) => ({ ...token, kind: "plain" }));
@@ -73,8 +78,9 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
 function drawCosts(scene, data, at, handles, isShown = true) {
   const { rows } = handles.at(-1);
   const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`;
+  const chances = at.batch > 1 ? [] : list(rows, (i) => (isShown ? at.alpha ** i : null));
   scene.strip("", []);
-  scene.positions(rows, data.here, { parts });
+  scene.positions(rows, data.here, { parts, chances });
   scene.plot((box) => {
     const [left, right] = [element("div.half"), element("div.half")];
     box.replaceChildren(left, right);
@@ -95,27 +101,33 @@ const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) 
 function drawTokens(scene, share, lanes, most, unit = "tokens") {
   const bars = (tokens) => tokens.map(({ kind, from, to }, i) => (
     bar(`fate.${kind}`, (from ?? i) / most, (to ?? i + 1) / most)));
-  const rows = lanes.map(({ name, tokens, words }) => row("", name, bars(tokens), words));
+  const rows = lanes.map(({ name, tokens, words, isTold = true }) => ( // what is not told keeps its room
+    row("", name, bars(tokens), element(isTold ? "span" : "span.later", words))));
   const told = lanes.map(({ name, tokens, words }) => `${name}: ${words || counted(tokens.length, "token")}`);
   drawBars(scene, share, [told.join("; "), ...rows, row(".scale", unit, scale(0, most))]);
 }
 
-/** The same of racers in time, as far as they were at `ms`, and when each has ended. */
+/** The same of racers, as far as they were at `ms`: in tokens while they run, and in time at the end. */
 function drawRace(scene, share, racers, ms) {
-  const lanes = racers.map(({ name, at, endMs, passes }) => ({ name, tokens: at(ms), words:
-    ms >= endMs ? `${milliseconds(endMs)}${isNarrow() ? "" : `, ${passes} passes`}` : "" }));
-  drawTokens(scene, share, lanes, Math.max(...racers.map(({ endMs }) => endMs)), "ms");
+  const end = Math.max(...racers.map(({ endMs }) => endMs));
+  const lanes = racers.map(({ name, at, endMs, costs }) => ({ name,
+    tokens: at(ms).map(({ kind, from, to }) => (ms < end ? { kind } : { kind, from, to })),
+    words: `${milliseconds(endMs)}${isNarrow() ? "" : costs}`, isTold: ms >= endMs }));
+  const most = ms < end ? Math.max(...racers.map(({ numTokens }) => numTokens)) : end;
+  drawTokens(scene, share, lanes, most, ms < end ? "tokens" : "ms");
 }
 
 export const CHAPTERS = {
   start: {
-    kinds: ["plain", "accepted", "recovered", "bonus"],
+    kinds: ["plain"],
     movers: () => [["share", "time, in %", [0, 100, 1], 0]],
     right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
     start: () => ["share", 100, 40],
     play: () => ["share", 100, 60],
     draw(scene, data, { at: { share }, chosen }) {
-      const pair = data.racers("first").filter(({ name }) => ["plain", data.drafter].includes(name));
+      const names = { plain: "the model alone", [data.drafter]: "with a drafter" };
+      const pair = data.racers("first").filter(({ name }) => name in names).map((lane) => (
+        { ...lane, name: names[lane.name], costs: "", at: (now) => asPlain(lane.at(now)) }));
       const ms = (share / 100) * Math.max(...pair.map(({ endMs }) => endMs));
       scene.strip(data.told.prompt, []);
       const words = (lane) => (chosen !== null && ms >= lane.endMs ? `all in ${milliseconds(lane.endMs)}`
@@ -123,7 +135,7 @@ export const CHAPTERS = {
       scene.writings(pair.map((lane) => ({ name: lane.name, tokens: lane.at(ms), words: words(lane) })));
       if (chosen === null) scene.plot((box) => box.replaceChildren(), 0.3);
       else drawRace(scene, 0.3, pair, ms);
-      return `The model alone (plain), and the same model with a drafter (${data.drafter}), on one clock.`;
+      return "One model writes one text, alone and with a drafter, on one clock.";
     },
   },
   stream: {
@@ -148,12 +160,13 @@ export const CHAPTERS = {
     kinds: ["pass", "plain"],
     movers: () => [["rows", "positions in one pass", [1, MOST_POSITIONS, 1], 6]],
     right: (data) => [1.75, 4.5, Infinity].findIndex((edge) => data.factorOf(6) < edge),
+    answered: () => ({ rows: 6 }),
     draw(scene, data, { at: { rows }, chosen }) {
       scene.strip(data.told.prompt, asPlain(data.tokens.slice(0, 6)));
       const read = data.tokens.map(({ text }) => text);
       scene.positions(rows, data.here, { read, says: read.slice(1) });
       const isShown = chosen !== null || rows !== 6;
-      const guesses = isShown ? [] : [1, 3, 6];
+      const guesses = [1, 3, 6];
       const handles = [{ rows, words: counted(rows, "position") }];
       scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown,
         moves: ["rows", (positions) => positions] }), 0.6);
@@ -177,8 +190,8 @@ export const CHAPTERS = {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "plain"],
     movers: (data) => cycleMover(data.cut),
     right: () => 1,
-    start: (data) => ["phase", data.cut.proposals.length + 1, PHASE_MS],
-    answered: (data) => ({ phase: phasesOf(data.cut).length - 1 }),
+    start: (data) => ["phase", data.cut.proposals.length, PHASE_MS],
+    answered: (data) => ({ phase: data.cut.proposals.length + 1 }),
     play: (data) => ["phase", phasesOf(data.cut).length, PHASE_MS],
     run: (data) => ({ ...data.request("first", data.drafter), at: data.cut.step }),
     draw: (scene, data, state) => drawCycle(scene, data, data.cut, state),
@@ -186,11 +199,14 @@ export const CHAPTERS = {
   you: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "bonus"],
     movers: () => [],
-    picks: (data, picks) => data.game(picks).offered,
+    picks(data, { picks, isNext }) {
+      const { judged, cycle, offered } = data.game(picks);
+      return !cycle ? null : judged.length && !cycle.proposals.length && !isNext ? [] : offered;
+    },
     right: () => 1,
-    draw(scene, data, { at: { picks }, isPlayed }) {
+    draw(scene, data, { at: { picks, isNext }, isPlayed }) {
       const [{ cycles, prompt }, { judged, cycle, missing }] = [data.told, data.game(picks)];
-      const isOpen = !judged.length || cycle?.proposals.length > 0; // what was judged stays until a guess
+      const isOpen = !judged.length || isNext || cycle?.proposals.length > 0; // what was judged stays
       const shown = isOpen ? cycle : judged.at(-1);
       const { step } = judged[0] ?? cycle;
       const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + judged.length)];
@@ -206,27 +222,31 @@ export const CHAPTERS = {
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
       const says = `Right: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
         + `The pass gives ${counted(shown.tokens.length, "token")}. `;
-      if (cycle) return `${says}Choose ${missing} for the next pass.`;
+      if (cycle) return says;
       const lead = you.length - theirs.length;
       return `${says}You have ${counted(you.length, "token")}, ${data.drafter} has ${theirs.length}: `
-        + `${lead > 0 ? "you were faster" : lead < 0 ? "it was faster" : "you were as fast"}.`;
+        + `${lead > 0 ? "you win" : lead < 0 ? "it wins" : "a draw"}.`;
     },
   },
   cache: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered"],
-    movers: () => [["phase", "when", [0, 2, 1], 0, ["before the pass", "after the pass", "after the cut"]]],
+    movers: (data) => [["phase", "when", [0, data.behind ? 3 : 2, 1], 0,
+      ["before the pass", "after the pass", "after the cut", "after the next pass"]]],
     right: () => 2,
     start: () => ["phase", 1, PHASE_MS],
-    play: () => ["phase", 2, PHASE_MS],
-    draw(scene, { cut, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
+    play: (data) => ["phase", data.behind ? 3 : 2, 2 * PHASE_MS],
+    draw(scene, { cut, behind, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
       scene.strip(prompt, cycles.slice(0, cut.step + (phase > 1)).flatMap(({ tokens }) => tokens));
       const [n, end] = [cut.proposals.length, phasesOf(cut).length];
-      scene.cycle(cut, cycles, [n, end - 1, end][phase], isPlayed);
+      scene.cycle(phase < 3 ? cut : behind, cycles, [n, end - 1, end][phase] ?? behind.proposals.length + 1,
+        isPlayed);
       const { before, cached: [verified, kept] } = cut;
-      scene.plot((box) => drawArray(box, cut, [before, verified, kept][phase], phase));
+      const length = [before, verified, kept][phase] ?? behind.cached[0];
+      scene.plot((box) => drawArray(box, cut, behind, length, phase));
       return [`Before the pass the cache holds ${counted(before, "token")}.`,
         `The pass has written ${verified - before} more: the pending token and all guesses.`,
-        "What lies after the length no longer counts."][phase];
+        "What lies behind the length no longer counts.",
+        `The next pass has written ${length - kept} more, over what was cut.`][phase];
     },
   },
   pays: {
@@ -238,25 +258,30 @@ export const CHAPTERS = {
       const isShown = chosen !== null || at.alpha !== QUESTION.alpha || at.k !== QUESTION.k;
       drawCosts(scene, data, at, [{ rows: at.k + 1, words: "K + 1" }], isShown);
       const [least, k] = [at.k ? breakEven(data.here.curve, at) : null, bestK(data.here.curve, at)];
+      const terms = list(at.k + 1, (i) => short(at.alpha ** i)).slice(1, 4).join(" + ");
+      const gives = isShown && at.k ? `A cycle gives 1 + ${terms}${at.k > 3 ? " + …" : ""} = `
+        + `${short(expectedTokens(at.alpha, at.k))} tokens. ` : "";
       const pays = !at.k ? "This is plain decoding." : least === null
         ? "It cannot pay, however good the guesses are."
         : `With this K and c it pays from α = ${short(least)} on.`;
-      return `${pays} For this α and c, ${k ? `K = ${k} is best` : "no draft is best"}.`;
+      return `${gives}${pays} For this α and c, ${k ? `K = ${k} is best` : "not to draft is best"}.`;
     },
   },
   loses: {
     kinds: ["drafting", "pass", "accepted", "plain"],
     ways: () => ["way", Object.keys(WAYS)],
-    gains: (data, way) => times(speedupOf(data.here.curve, atWay(data, way))),
+    gains: (data, way, k) => times(speedupOf(data.here.curve, atWay(data, way, mostK(way, k)))),
     movers: () => [["k", "K", [0, 15, 1], QUESTION.k]],
     right(data) {
       const [many, slow] = ["batch", "bad"].map((way) => speedupOf(data.here.curve, atWay(data, way)) < 1);
       return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
     answered: () => ({ way: "bad", k: QUESTION.k }),
-    draw(scene, data, { at: { way, k } }) {
+    draw(scene, data, { at: moved }) {
+      const { way } = moved;
+      const k = moved.k = mostK(way, moved.k);
       const [at, { batch = 1 }] = [atWay(data, way, k), WAYS[way]];
-      const rows = Math.min(MOST_POSITIONS, batch * (k + 1));
+      const rows = batch * (k + 1);
       const handles = [{ rows, words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
       if (batch > 1) handles.unshift({ rows: batch, words: "8, plain" });
       drawCosts(scene, data, at, handles);
@@ -264,31 +289,34 @@ export const CHAPTERS = {
       const { ways, why } = texts.chapters.loses;
       const gives = `${short(expectedTokens(at.alpha, k))} tokens for ${short(draft + verify)} plain passes`;
       return `${ways[way]}: ${gives}, ${times(speedupOf(data.here.curve, at))}. `
-        + `${longest ? `K = ${longest}` : "No draft"} is best. ${why[way]}`;
+        + `${longest ? `K = ${longest}` : "Not to draft"} is best. ${why[way]}`;
     },
   },
   sampling: {
     kinds: ["p", "q", "drafting", "accepted", "recovered"],
-    movers: () => [["noise", "another noise; 0 is the recorded one", [0, 30, 1], 0]],
+    movers: () => [["noise", "noise, by its number; 0 was recorded", [0, 30, 1], 0]],
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
     draw(scene, { drawn }, { at: { noise }, chosen }) {
       if (!drawn) return UNDRAWN;
       scene.strip("", drawn.tokens);
-      scene.twins(chosen === null ? [] : [["with drafts", drawn.text], ["without", drawn.plain]]);
+      const without = drawn.text === drawn.plain ? "without: equal" : "without";
+      scene.twins([["with drafts", drawn.text], [without, drawn.plain]], chosen !== null);
       const entries = withNoise(drawn.entries, noise);
       const [own, guess] = [top(entries, "target"), top(entries, "draft")];
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
-      drawBars(scene, 0.62, chanceRows(likeliest(entries, [...kinds.keys()]), kinds), element("p.spread.note",
-        element("span", "chance of each token"), element("span", "log chance + noise: the largest wins")));
+      const shown = likeliest(entries, [...kinds.keys()], isNarrow() ? 6 : 8);
+      const heads = ["chance of each token", "log chance + noise: the largest wins (‹ below −8)"];
+      drawBars(scene, 0.62, chanceRows(shown, kinds),
+        element("p.spread.note", ...heads.map((words) => element("span", words))));
       return `At the right, noise (the line) moves the log of each chance. Largest: ● ${quoted(own)}, `
         + `◆ ${quoted(guess)}: ${isSame ? "accepted" : "rejected"}.`;
     },
   },
   rejection: {
     kinds: ["p", "q", "drafting", "accepted", "rejected", "recovered"],
-    movers: () => [["draws", "tokens drawn by this rule", [0, DRAWS.length - 1, 1], 0,
+    movers: () => [["draws", "a first draw step by step, then so many", [0, DRAWS.length - 1, 1], 0,
       ["the guess", "u", ...DRAWS.slice(2)]]],
     right: () => 1,
     start: () => ["draws", 2, PHASE_MS],
@@ -306,7 +334,7 @@ export const CHAPTERS = {
       const kinds = new Map(stop > 2 ? [] : steps); // of the first draw
       scene.strip("", drawn.over.tokens);
       scene.nothing();
-      drawBars(scene, 1, chanceRows(all, kinds, true), element("ol.draft", ...slots));
+      drawBars(scene, 1, chanceRows(all, kinds, true), element("ol.steps", ...slots));
       return [`The drafter guesses ${name}: q is ${short(guess.q)}.`,
         `u is ${short(u)}. The guess is kept if u is below p / q, which is ${ratio}.`,
         isKept ? `${name} is kept.` : `${name} is rejected; ${quoted(token)} is drawn from the shaded part.`,
@@ -323,6 +351,7 @@ export const CHAPTERS = {
       return ends.indexOf(Math.min(...ends));
     },
     play: () => ["share", 100, 60],
+    replays: "share",
     draw(scene, data, { at: { text, share }, chosen }) {
       const racers = data.racers(text);
       const ms = (share / 100) * Math.max(...racers.map(({ endMs }) => endMs));
@@ -334,23 +363,24 @@ export const CHAPTERS = {
       if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
       const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
-      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes}.${loses}`;
+      return `In time, the shortest is first: ${first.name}, ${milliseconds(first.endMs)} for ${tokens} in `
+        + `${passes}.${loses}`;
     },
   },
 };
 
-/** The cache as an array that has this length, at one of three times of a cycle. */
-function drawArray(box, { before, cached: [verified], fed, pending }, length, phase) {
-  const read = [pending, ...fed].map(({ text }) => text);
+/** The cache as an array that has this length, at one of four times of a cycle and the one behind it. */
+function drawArray(box, { before, cached: [verified, kept], fed, pending }, behind, length, phase) {
   const first = Math.max(0, before - 2);
-  const cells = list(verified + 1 - first, (j) => {
+  const written = [pending, ...fed].map(({ text }, i) => [text,
+    phase < 2 ? "pass" : before + i >= kept ? "rejected" : i ? "accepted" : pending.kind]);
+  const next = behind ? [behind.pending, ...behind.fed].map(({ text }) => [text, "pass"]) : [];
+  if (phase > 2) written.splice(kept - before, next.length, ...next);
+  const cells = list(Math.max(verified, behind?.cached[0] ?? 0) + 1 - first, (j) => {
     const i = first + j;
-    const isWritten = phase > 0 && i < verified;
-    const kind = i < before ? "old" : !isWritten ? "free" : phase < 2 ? "pass" : i >= length ? "rejected"
-      : i === before ? pending.kind : "accepted";
-    const text = i < before ? "…" : isWritten ? read[i - before] : "";
+    const [text, kind] = i < before ? ["…", "old"] : (phase && written[i - before]) || ["", "free"];
     const tag = i === length ? `li.${kind}.at-length` : `li.${kind}`;
-    return element(tag, element("span", text), element("small", `${i}`));
+    return element(tag, element("span", text.trim() || text), element("small", `${i}`));
   });
   box.replaceChildren(element("ol.array", { "aria-label": `An array with the length ${length}` }, ...cells),
     element("p.array-says", "length = ", element("b", `${length}`)));

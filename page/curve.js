@@ -116,7 +116,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   const one = passMs(curve, 1) * factor(1);
   const at = (rows) => passMs(curve, rows) * factor(rows);
   const all = Array.from({ length: MOST_POSITIONS }, (_, i) => [i + 1, at(i + 1)]);
-  const most = 1.1 * (isShown ? Math.max(at(MOST_POSITIONS), 3 * one) : 7 * one);
+  const most = 1.1 * Math.max(at(MOST_POSITIONS), (guesses.length ? 6.4 : 3) * one);
   const words = handles.map(({ rows, words: what }) => `${what}: ${times(at(rows) / one)}`).join(", ");
   const label = `Milliseconds of a pass against the positions in it, 1 to 64. ${words}`;
   const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64],
@@ -147,7 +147,8 @@ export function drawGain(box, curve, at, { isShown = true, points = [], moves } 
   const costs = ks.map((k) => cycleCost(curve, { ...at, k }));
   const tokens = ks.map((k) => expectedTokens(at.alpha, k));
   const total = costs.map(({ draft, verify }) => draft + verify);
-  const most = 1.1 * Math.max(4, ...tokens, ...total, ...points.map((point) => point.tokens));
+  const needed = 1.1 * Math.max(...tokens, ...total, ...points.map((point) => point.tokens));
+  const most = [4, 8, 16].find((end) => end >= needed) ?? needed; // seldom another axis
   const speedup = tokens[at.k] / total[at.k];
   const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
     + `${short(total[at.k])} plain passes, ${times(speedup)}`;
@@ -169,9 +170,15 @@ export function drawGain(box, curve, at, { isShown = true, points = [], moves } 
   if (points.length) box.firstChild.setAttribute("role", "group"); // in which one can go from mark to mark
   const hasRoom = !points.length && !isNarrow();
   if (hasRoom) plot.text(plot.right - 4, plot.y(costs.at(-1).verify / 4), "time of the pass", "end.value");
+  if (hasRoom && costs.at(-1).draft > most / 12) {
+    plot.text(plot.right - 4, plot.y(total.at(-1) - costs.at(-1).draft / 2) + 5, "of guessing", "end.value");
+  }
   if (isShown) {
     const away = tokens.at(-1) > total.at(-1) ? -9 : 18; // from the areas
-    if (hasRoom) plot.text(plot.right - 4, plot.y(tokens.at(-1)) + away, "tokens it gives", "end.value");
+    const isClear = Math.abs(tokens.at(-1) - costs.at(-1).verify / 4) > most / 12;
+    if (hasRoom && isClear) {
+      plot.text(plot.right - 4, plot.y(tokens.at(-1)) + away, "tokens it gives", "end.value");
+    }
     plot.note(0, `${short(tokens[at.k])} tokens in ${short(total[at.k])} plain passes`);
     plot.note(1, `${times(speedup)} as fast`);
   }

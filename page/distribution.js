@@ -15,7 +15,7 @@ import { chance, grammarWords, MARKS, quoted, short, visible } from "./words.js"
 
 const SHOWN = 8; // rows
 const SEED = 689; // of draws by rejection, of which the first is rejected
-const DEEPEST = 9; // below the best score with noise: lower ones are drawn there
+const [DEEPEST, HIGHEST] = [-8, 4]; // scores with noise that are drawn; lower ones are marked
 
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 /** The entry where this is largest. */
@@ -36,9 +36,9 @@ export const withNoise = (entries, seed = 0) => entries.map((entry) => {
 });
 
 /** The likeliest entries by p or by q, and those of the ids that must be seen. */
-export const likeliest = (entries, must = []) => [...entries]
+export const likeliest = (entries, must = [], most = SHOWN) => [...entries]
   .sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q))
-  .filter(({ id }, i) => i < SHOWN - 2 || must.includes(id)).slice(0, SHOWN);
+  .filter(({ id }, i) => i < most - 2 || must.includes(id)).slice(0, most);
 
 /** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */
 export function drawnByRejection(entries, count) {
@@ -66,22 +66,22 @@ export function drawnByRejection(entries, count) {
 export function chanceRows(entries, kinds, hasResidual = false) {
   const [hasQ, isDrawn] = [entries[0].q !== null, "share" in entries[0]];
   const isNoisy = !isDrawn && "target" in entries[0];
-  const numbers = ({ p, q }, words = chance) => (hasQ ? `${words(p)} / ${words(q)}` : words(p));
+  const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
   const [low, high] = isNoisy ? rangeOf(entries) : [0, 1];
   const at = (value) => (Math.max(value, low) - low) / (high - low || 1);
   const marked = (kind, end, noise) => (!Number.isFinite(end) ? [] : [
     bar(`noise.${kind}`, at(Math.min(end, end - noise)), at(Math.max(end, end - noise))),
-    placed(element(`span.mark.${kind}`, MARKS[kind]), at(end))]);
+    placed(element(`span.mark.${kind}`, end < low ? "‹" : MARKS[kind]), at(end))]);
   const rows = entries.map((entry) => {
     const { id, text, p, q, target, draft, noise, share } = entry;
     const [kind, name] = [kinds.get(id), visible(text)];
     const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q),
       share > 0 && placed(element("span.drawn"), share)];
     const right = isNoisy ? element("span.marks", ...marked("p", target, noise), ...marked("q", draft, noise))
-      : isDrawn ? `${numbers(entry, short)} → ${short(share)}` : numbers(entry);
+      : isDrawn ? `${short(p)}, ${short(q)} → ${short(share)}` : numbers(entry);
     return row(kind ? `.${kind}` : "", kind ? `${MARKS[kind]} ${name}` : name, bars, right);
   });
-  const foot = isNoisy ? element("span.marks", ...scale(low, high)) : isDrawn ? "p / q → drawn" : "";
+  const foot = isNoisy ? element("span.marks", ...scale(low, high)) : isDrawn ? "p, q → drawn" : "";
   const says = (entry) => (isDrawn ? `p ${chance(entry.p)}, drawn ${chance(entry.share)}` : numbers(entry));
   return [`Chances: ${entries.map((entry) => `${visible(entry.text)} ${says(entry)}`).join("; ")}`,
     ...rows, row(".scale", "chance", scale(0, 1), foot)];
@@ -206,10 +206,6 @@ function withTopP(weights, nucleus) {
   return kept.map((weight) => weight / sum(kept));
 }
 
-/** From where to where scores with noise are drawn; what is lower stands at the lower end. */
-function rangeOf(entries) {
-  const values = entries.flatMap(({ target: a, draft: b, noise }) => [a, b, a - noise, b - noise])
-    .filter(Number.isFinite);
-  const high = Math.max(...values);
-  return [Math.max(Math.min(...values), high - DEEPEST), high];
-}
+/** From where to where scores with noise are drawn: the same for all noises that are usual. */
+const rangeOf = (entries) => [DEEPEST, Math.max(HIGHEST, ...entries.flatMap(({ target, draft, noise }) => (
+  [target, draft, target - noise, draft - noise].filter(Number.isFinite))))];

@@ -3,6 +3,7 @@
 
 import { byId, element, write } from "./elements.js";
 import { ServerError } from "./stream.js";
+import texts from "./texts.json" with { type: "json" };
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
 const CHOICES = ["drafter", "verification"];
@@ -26,7 +27,8 @@ export class RequestForm {
   offerPrompts(prompts) {
     this.#prompts = prompts;
     const names = Object.keys(prompts);
-    const options = names.map((name) => element("option", { value: name }, name.replaceAll("_", " ")));
+    const options = names.map((name) => (
+      element("option", { value: name }, texts.prompts[name] ?? name.replaceAll("_", " "))));
     this.#demo.replaceChildren(this.#demo.options[0], ...options);
     if (this.#prompt.value || document.activeElement === this.#prompt) return; // somebody was faster
     const isChat = names[0]?.startsWith("chat"); // a chat model's are those of that kind

@@ -13,7 +13,7 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
   write("model-number", `${model}, ${parameters} parameters, ${counted(drafters.length, "drafter")}`);
   const vocabulary = `vocabulary ${target.vocabulary}, context ${target.context}`;
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
-    + "by the rule of rejection only the distribution is";
+    + "by the rule of rejection only the distribution is the same";
   const costs = health.controller?.costs_by_batch?.["1"];
   const pass = costs ? costs.pass_ms : null;
   byId("model-card").replaceChildren(

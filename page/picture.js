@@ -3,11 +3,11 @@
 // has come: parts that come later are unseen. So a story plays it and a step shows its end.
 
 import { element, explained } from "./elements.js";
-import { numAccepted, numJudged, ownToken, placesOf } from "./trace.js";
+import { numAccepted, ownToken, placesOf } from "./trace.js";
 import { counted, MARKS, quoted, visible } from "./words.js";
 
 const WINDOW = 4; // cells of what was cached before; what lies further back is a number
-const MANY = 7; // guesses; where there are more their verdicts are marks alone
+const MANY = 9; // slots side by side, at most
 
 /** The phases of a cycle, in order: [{stage, says}]. */
 export function phasesOf(cycle) {
@@ -43,24 +43,44 @@ function ownWords({ proposals, rejected }, own) {
   return `All were accepted. The pass also says what comes next: ${quoted(own)}, a bonus.`;
 }
 
+/**
+ * The positions of a pass side by side, or one below the other where there is little room: `slots`, and the
+ * pass, which crosses them all. What the target says at a position stands in the slot behind it.
+ */
+export function stage(slots, beam, least = 0) {
+  const empty = Array.from({ length: Math.max(0, least - slots.length) }, () => element("div.slot.empty"));
+  const all = [...slots, ...empty];
+  const label = { "aria-label": "The positions of a pass" };
+  const list = element(all.length > MANY ? "ol.draft.many" : "ol.draft", label,
+    ...all.map((slot) => element("li", slot)), element("li.beam.pass", element("span", beam)));
+  list.style.setProperty("--behind", all.length > 1 ? 1 / all.length : 0); // where the pass is no more
+  return list;
+}
+
+const nothing = () => element("span");
+/** A slot: its label, what the pass reads there, where the pass is, what the target says, and a verdict. */
+export const slotOf = (tag, attributes, label, reads, says, verdict, more = null) => element(tag, attributes,
+  label || nothing(), reads || nothing(), element("span.gap"), says || nothing(), verdict || nothing(), more);
+/** What the first slot has in the place of what the target says. */
+export const SAYS = "it says";
+
 export class Picture {
   #box;
   #choose;
+  #least; // slots
   #parts = []; // [element, class, phase from which it has the class]
-  /** `choose(i)` is called with the place in the draft whose slot was pressed. */
-  constructor(box, choose = () => {}) { [this.#box, this.#choose] = [box, choose]; }
+  /** `choose(i)` is called with the place in the draft whose slot was pressed; there are `least` slots. */
+  constructor(box, choose = null, least = 0) {
+    [this.#box, this.#choose, this.#least] = [box, choose, least];
+  }
   clear() { this.#box.replaceChildren(); }
   /** Draw one of `cycles`, as it is at its end. */
   draw(cycle, cycles) {
     this.#parts = [];
-    const n = cycle.proposals.length;
-    const read = cycle.pending ? `over ${counted(cycle.fed.length + 1, "position")}`
-      : "over the prompt";
-    const label = { "aria-label": "The draft and the target’s verdicts" };
-    this.#box.replaceChildren(
-      element(n > MANY ? "ol.draft.many" : "ol.draft", label, ...this.#slots(cycle)),
-      this.#from(n + 1, "lit", element("p.beam.pass", `${MARKS.pass} one pass ${read}`)),
-      this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens)),
+    const read = cycle.pending ? `over ${counted(cycle.fed.length + 1, "position")}` : "over the prompt";
+    const draft = stage(this.#slots(cycle), `${MARKS.pass} one pass ${read}`, this.#least);
+    this.#from(cycle.proposals.length + 1, "lit", draft.lastChild);
+    this.#box.replaceChildren(draft, this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens)),
       cycle.recurrent ? this.#states(cycle) : "");
     this.show(Infinity);
   }
@@ -79,38 +99,39 @@ export class Picture {
   #from(phase, name, part) { this.#parts.push([part, name, phase]); return part; }
   #later(phase, tag, ...children) { return this.#from(phase, "on", element(`${tag}.later`, ...children)); }
   #slots(cycle) {
-    const { fed, proposals, pending, rejected, tokens } = cycle;
+    const { fed, proposals, pending } = cycle;
     const [n, places] = [proposals.length, placesOf(cycle)];
-    const [accepted, own] = [numAccepted(cycle), ownToken(cycle)];
-    const first = pending && element("div.slot.pending", explained("pending", "pending"),
-      element("span.chip", visible(pending.text)));
-    const read = first && this.#from(n + 1, "read", this.#from(n + 2, "judged", first));
-    const guesses = proposals.flatMap((token, i) => {
-      const isCut = i === numJudged(cycle) || (rejected && i === accepted);
-      const cut = isCut && this.#later(tokens.length + n + 2, "li.cut", { "aria-label": "cut here" }, "✂");
-      const guess = this.#later(i + 1, "span.chip.drafting", visible(token.text));
-      const [kind, target] = i < accepted ? ["accepted", tokens[i]]
-        : i === accepted && rejected ? ["rejected", own] : ["unjudged", null];
+    const first = pending && slotOf("div.slot.pending", {}, explained("pending", "pending"),
+      element("span.chip", visible(pending.text)), this.#later(n + 1, "span.label", SAYS));
+    const guesses = proposals.map((token, i) => {
       const rivals = fed.filter(({ parent }, j) => parent === fed[places[i]].parent && j !== places[i]);
-      const label = [`d${i + 1}`, ...rivals.map(quoted)].join(" or ");
-      return [cut, element("li", this.#slot(cycle, i, label, guess, kind, target))];
+      return this.#slot(cycle, i, element("span.label", [`d${i + 1}`, ...rivals.map(quoted)].join(" or ")),
+        this.#later(i + 1, "span.chip.drafting", visible(token.text)));
     });
-    const last = own && own.kind !== "recovered" && this.#later(n + 2 + accepted, "li",
-      this.#slot(cycle, n, n ? `after d${n}` : "next", null, own.kind, own));
-    return [first && element("li", read), ...guesses, last].map((slot) => slot || null);
+    const last = this.#slot(cycle, n, element("span.label", n ? `after d${n}` : "next"), null);
+    return [first && this.#from(n + 1, "read", this.#from(n + 2, "judged", first)), ...guesses, last]
+      .filter(Boolean);
   }
-  /** A place's slot: what was guessed, and later the verdict and the target's token. */
-  #slot(cycle, place, label, guess, kind, target) {
-    const n = cycle.proposals.length;
-    const at = n + 2 + Math.min(place, numAccepted(cycle));
-    const [mark, word] = kind === "unjudged" ? ["–", "not judged"] : [MARKS[kind], kind];
-    const parts = [element("span.label", label), guess,
-      this.#later(at, "span.verdict", `${mark} `, element("span.name", word))];
-    if (target) parts.push(this.#later(at, `span.chip.own.${target.kind}`, visible(target.text)));
+  /** A place's slot: what was guessed, and later what the target says there, and the verdict. */
+  #slot(cycle, place, label, guess) {
+    const { proposals: { length: n }, rejected, tokens } = cycle;
+    const [accepted, own] = [numAccepted(cycle), ownToken(cycle)];
+    const end = own && (rejected ? accepted : n); // where the target’s own token stands
+    const target = place < accepted ? tokens[place] : place === end ? own : null;
+    const kind = place === end && rejected ? "rejected" : target?.kind ?? "unjudged";
+    const at = n + 2 + Math.min(place, accepted);
+    const verdict = this.#later(at, `span.verdict.${target?.kind ?? kind}`,
+      target ? `${MARKS[target.kind]} ${target.kind}` : "– not judged");
+    const says = this.#later(n + 1, "span.chip.own", target ? visible(target.text) : "…");
+    if (target) this.#from(at, target.kind, says);
+    const isCut = place === (own ? end : accepted) && place < n;
+    const cut = { role: "img", "aria-label": "cut here" };
+    const parts = [label, guess, says, (guess || target) && verdict,
+      isCut && this.#later(tokens.length + n + 2, "span.cut", cut, "✂")];
     const press = { type: "button", "data-place": place, "aria-pressed": "false",
       click: () => this.#choose(place) };
-    const slot = target ? element(`button.slot.${kind}`, press, ...parts)
-      : element(`div.slot.${kind}`, ...parts);
+    const slot = target && this.#choose ? slotOf(`button.slot.${kind}`, press, ...parts)
+      : slotOf(`div.slot.${kind}`, {}, ...parts);
     return this.#from(n + 1, "read", this.#from(at, "judged", slot));
   }
   /** The cells of the KV cache, each a token; `output` is all that the text has. */

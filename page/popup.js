@@ -1,6 +1,6 @@
-// A short text on what is pointed at or focused: the reason for a token, or what a word means. It stands
-// beside the column of what it explains, and where there is no room at the window's edge. It lets the
-// mouse through, and closes with Escape.
+// A short text on what is pointed at or focused: the reason for a token, or what a word means. The meaning
+// of a word stands above it, a token's reason beside its column, and where there is no room at the window's
+// edge. It lets the mouse through, and closes with Escape.
 
 import { byId, element } from "./elements.js";
 import texts from "./texts.json" with { type: "json" };
@@ -36,7 +36,7 @@ function show(event) {
   place();
 }
 
-/** Beside the anchor's column, at its height; without columns at the lower edge, or the upper one. */
+/** Above a word, or below; for a token beside its column, and without columns at the window's edge. */
 function place() {
   if (!anchor) return;
   const at = anchor.getClientRects()[0] ?? anchor.getBoundingClientRect();
@@ -44,7 +44,10 @@ function place() {
   const { width, height } = box.getBoundingClientRect();
   const [right, lowest] = [document.documentElement.clientWidth, innerHeight - height - GAP];
   const isFree = at.bottom + GAP < lowest;
-  const [left, top] = !column ? [(right - width) / 2, isFree ? lowest : GAP]
+  const above = at.top - height - GAP;
+  const [left, top] = anchor.dataset.word ? [Math.max(GAP, Math.min(at.left, right - width - GAP)),
+    above < GAP ? at.bottom + GAP : above]
+    : !column ? [(right - width) / 2, isFree ? lowest : GAP]
     : [column.left > width + 2 * GAP ? column.left - width - GAP : column.right + GAP, at.top];
   [box.style.left, box.style.top] = [left, Math.max(GAP, Math.min(top, lowest))].map((px) => `${px}px`);
 }

@@ -4,6 +4,7 @@
 
 import { bar, drawRows, row, scale } from "./charts.js";
 import { byId, explained, mayMove, onPress, write } from "./elements.js";
+import { isRecorded } from "./stream.js";
 import { tokensOf } from "./tokens.js";
 import { counted, milliseconds, times, visible } from "./words.js";
 
@@ -51,7 +52,8 @@ export class Race {
   begin(about, isRace) {
     if (!isRace && about === this.#about) return;
     byId("track").hidden = !isRace;
-    this.say(isRace ? "The request is decoded both ways, three times each …" : this.#first);
+    this.say(isRace ? `The request ${isRecorded ? "was" : "is"} decoded both ways, three times each …`
+      : this.#first);
     if (!isRace) return;
     this.#about = about;
     cancelAnimationFrame(this.#frame);

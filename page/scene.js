@@ -4,11 +4,11 @@
 import { ticks } from "./charts.js";
 import { axes } from "./curve.js";
 import { byId, element, isNarrow } from "./elements.js";
-import { Picture } from "./picture.js";
-import { bytes, counted, visible } from "./words.js";
+import { Picture, SAYS, slotOf, stage } from "./picture.js";
+import { bytes, counted, short, visible } from "./words.js";
 
-const FEW = 8; // positions that are drawn with their tokens; more are cells
-const MOST_SHOWN = 24; // tokens of the text above the picture
+const SLOTS = 7; // of the pass; for as many positions and more there are cells
+const [MOST_SHOWN, MOST_NARROW] = [24, 36]; // tokens of the text above the picture, and letters on a phone
 const [LANE, OVER] = [46, 28]; // px, the height of a lane of times at most, and of the words over it
 const oneLine = (text) => text.replaceAll("\n", "↵");
 /** Tokens by their fates; what ends a text is none of its words. */
@@ -19,25 +19,36 @@ export class Scene {
   #strip = byId("scene-text");
   #pass = byId("scene-pass");
   #plot = byId("scene-plot");
-  #picture = new Picture(byId("scene-pass"));
+  #picture = new Picture(byId("scene-pass"), null, SLOTS);
   /** What stands in the text: the end of a prompt, and tokens with their fates. */
   strip(prompt, tokens) {
     const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words where it can
-    const dots = end.length < prompt.trim().length ? "… " : "";
-    const before = tokens.length > MOST_SHOWN ? "… " : prompt && `${dots}${oneLine(end)} `;
-    this.#strip.replaceChildren(element("span", element("span.soft", before),
-      ...spans(tokens.slice(-MOST_SHOWN))));
+    const asked = prompt && !isNarrow() && `${end.length < prompt.trim().length ? "… " : ""}${oneLine(end)} `;
+    let [length, room] = [0, isNarrow() ? MOST_NARROW : Infinity]; // in letters
+    const shown = tokens.slice(-MOST_SHOWN).toReversed().filter(({ text }) => (length += text.length) < room);
+    const before = shown.length < tokens.length ? "… " : asked || "";
+    this.#strip.replaceChildren(element("span", element("span.soft", before), ...spans(shown.toReversed())));
   }
-  /** A pass over so many positions: `read` are the tokens there, `says` what the target writes after each. */
-  positions(count, { weights }, { read = [], says = [], parts } = {}) {
-    const isFew = count <= (isNarrow() ? 1 : FEW) && read.length;
-    const whole = bytes(weights) + (isNarrow() ? "" : " of weights");
-    const slots = Array.from({ length: count }, (_, i) => (!isFew ? element("li.position")
-      : element("li.place", element("span.label", count === 1 ? "it reads" : `position ${i + 1}`),
-        element("span.chip", visible(read[i] ?? "")), element("span.label", "and says"),
-        element("span.chip.own.plain", says[i] ? visible(says[i]) : "\u00a0"))));
-    this.#pass.replaceChildren(element(isFew ? "ol.draft" : "ol.draft.cells", ...slots),
-      element("p.beam.lit", element("span", `${parts || whole} stream past ${counted(count, "position")}`)));
+  /**
+   * A pass over so many positions: `read` are the tokens there, `says` what the target says at each, and
+   * `chances` how likely that is to be kept.
+   */
+  positions(count, { weights }, { read = [], says = [], parts, chances = [] } = {}) {
+    const past = isNarrow() ? "" : ` stream past ${counted(count, "position")}`;
+    const words = (parts || `${bytes(weights)} of weights`) + past;
+    const slots = Array.from({ length: count + 1 }, (_, i) => slotOf("div.slot", {},
+      i < count && element("span.label", `position ${i + 1}`),
+      i < count && element("span.chip", visible(read[i] ?? "…")),
+      i ? element("span.chip.own.plain", visible(says[i - 1] ?? "…")) : element("span.label", SAYS)));
+    const cells = Array.from({ length: count }, (_, i) => {
+      const cell = element("li.position", i in chances && (chances[i] === null ? "?" : short(chances[i])));
+      cell.style.setProperty("--share", `${100 * (chances[i] ?? 0)}%`);
+      return cell;
+    });
+    const shown = read.length && count < SLOTS ? stage(slots, words, SLOTS)
+      : element("ol.cells", ...cells, element("li.beam.pass", element("span", words)));
+    shown.lastChild.classList.add("lit");
+    this.#pass.replaceChildren(shown);
   }
   nothing() { this.#pass.replaceChildren(); }
   /** Texts that grow side by side: [{name, tokens, words}]. */
@@ -51,11 +62,11 @@ export class Scene {
     this.#picture.draw(cycle, cycles);
     this.#picture.show(phase, isPlayed);
   }
-  /** Two texts, one below the other. */
-  twins(texts) {
-    const end = (text) => `… ${oneLine(text.slice(isNarrow() ? -40 : -100))}`;
+  /** Two texts, one below the other, or the room for them. */
+  twins(texts, isShown) {
+    const end = (text) => `… ${oneLine(text.slice(isNarrow() ? -40 : -100).replace(/^\S*\s/, ""))}`;
     this.#pass.replaceChildren(...texts.map(([words, text]) => (
-      element("p.twin", element("b", words), element("span", end(text))))));
+      element(isShown ? "p.twin" : "p.twin.later", element("b", words), element("span", end(text))))));
   }
   /** Let `draw(box)` fill the figure, which takes this share of what room there is. */
   plot(draw, share = 0.34) {

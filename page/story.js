@@ -5,10 +5,10 @@
 import { atWay, CHAPTERS, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
 import { top, withNoise } from "./distribution.js";
-import { byId, element, isNarrow, mayMove, slider, write } from "./elements.js";
+import { byId, element, isNarrow, mayMove, reveal, slider, write } from "./elements.js";
 import { Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
-import { numAccepted, readCycle, readCycles } from "./trace.js";
+import { figuresOf, numAccepted, readCycle, readCycles } from "./trace.js";
 import { bytes, chance, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
@@ -49,6 +49,7 @@ class Data {
     const able = drafted.length ? drafted : this.told.cycles.slice(-2);
     this.whole = able.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(able);
     this.cut = mostTelling(able.filter((cycle) => cycle !== this.whole || able.length === 1));
+    this.behind = this.told.cycles[this.cut.step + 1];
     this.tokens = this.told.cycles.flatMap(({ tokens }) => tokens);
     const sampled = runs.find(({ request }) => request.temperature > 0 && request.verification === "coupled");
     this.drawn = sampled ? this.#drawnOf(sampled) : null;
@@ -135,11 +136,15 @@ class Data {
         return tokens.map((token, i) => ({ ...token, ms: endMs, from: at(i), to: at(i + 1) }));
       });
       const [numTokens, passes] = [timed.length, cycles.length - 1];
+      const guesses = cycles.flatMap(({ proposals }) => proposals).length;
+      const c = cycles.reduce((sum, { ms: { draft = 0 } }) => sum + draft, 0) / guesses / this.plainMs;
       return { name, endMs, passes, numTokens, tokensPerPass: (numTokens - 1) / passes,
+        costs: `, ${passes} passes${guesses ? `, α ${short(figuresOf(cycles).alpha)}, c ${short(c)}` : ""}`,
         at: (now) => timed.filter(({ ms }) => ms <= now) };
     };
     const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => (
-      { ...one, tokens: one.tokens.map((token) => ({ ...token, kind: "plain", text: one.text })) }));
+      { ...one, proposals: [],
+        tokens: one.tokens.map((token) => ({ ...token, kind: "plain", text: one.text })) }));
     const drafted = runs.map(({ request: { drafter } }) => racer(drafter, this.#cycles(prompt, drafter)));
     return [racer("plain", plain), ...drafted];
   }
@@ -248,13 +253,16 @@ export class Story {
       state.chosen = at;
       Object.assign(state.at, chapter.answered?.(this.#data));
       this.#enter(id, chapter.play ?? (() => []));
+      if (isNarrow()) reveal(says); // below the picture
     };
     const { facts } = this.#data;
     const choices = chapter.choices?.(this.#data) ?? words.choices.map((one) => filled(one, facts));
     const press = (i) => ({ type: "button", click: () => choose(i), "aria-pressed": "false" });
     buttons.append(...choices.map((choice, i) => element("button.answer-button", press(i), choice)));
     const skip = () => byId("scene-movers").querySelector("button, input").focus();
-    article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, says),
+    const room = element("p.answer-room", { "aria-hidden": "true" }, `Not so. ${filled(words.tell, facts)}`);
+    const answer = element("div.verdict-place", says, room);
+    article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, answer),
       element("button.skip", { type: "button", click: skip }, "Move the picture"));
     article.addEventListener("focusin", ({ target }) => target.matches(":focus-visible") && this.#enter(id));
     const request = chapter.run?.(this.#data);
@@ -284,15 +292,16 @@ export class Story {
     const [name, ways] = chapter.ways?.() ?? [null, []];
     const choose = (value) => {
       at[name] = value;
-      this.#drawMovers(chapter);
-      this.#draw();
+      if (chapter.replays) at[chapter.replays] = 0;
+      if (chapter.replays) this.#enter(this.#id, chapter.play);
+      else [this.#drawMovers(chapter), this.#draw()];
       byId("scene-movers").querySelector(`[data-way=${value}]`).focus();
     };
     const labels = texts.chapters[this.#id].ways;
     const press = (way) => ({ type: "button", "data-way": way, click: () => choose(way) });
-    const isTold = chosen !== null && !isNarrow() && chapter.gains;
-    const gains = (way) => (isTold ? ` ${chapter.gains(this.#data, way)}` : "");
-    const buttons = ways.map((way) => element("button", press(way), labels[way] + gains(way)));
+    const gains = () => (!chapter.gains || isNarrow() ? null
+      : element(chosen === null ? "span.later" : "span.later.on"));
+    const buttons = ways.map((way) => element("button", press(way), labels[way], gains()));
     const sliders = chapter.movers(this.#data).map(([mover, words, range]) => {
       const label = slider(`move-${mover}`, words, at[mover], range);
       label.addEventListener("input", ({ target }) => {
@@ -308,17 +317,22 @@ export class Story {
   /** Offer the tokens of the next place to choose from, or to begin anew. */
   #offer(chapter, at) {
     const take = (...picks) => {
-      at.picks = picks;
+      [at.picks, at.isNext] = [picks, false];
+      show();
+    };
+    const show = () => {
       this.#offer(chapter, at);
       this.#draw(true);
       byId("scene-movers").querySelector("button").focus();
     };
     const press = (token) => ({ "data-id": token.id, click: () => take(...at.picks ?? [], token) });
-    const options = chapter.picks(this.#data, at.picks)?.map((token) => (
+    const tokens = chapter.picks(this.#data, at);
+    const options = tokens?.map((token) => (
       element("button", { type: "button", ...press(token) }, visible(token.text))));
-    const again = element("button", { type: "button", click: () => take() }, "Begin anew");
+    const next = () => { at.isNext = true; show(); };
+    const go = { type: "button", click: tokens ? next : () => take() };
     byId("scene-movers").replaceChildren(element("div.buttons", { role: "group", "aria-label": "Your guess" },
-      ...options ?? [again]));
+      ...options?.length ? options : [element("button", go, tokens ? "Next pass" : "Begin anew")]));
   }
   #stop() { clearInterval(this.#timer); }
   /** Let a mover go to `last` by itself, from where it is. */
@@ -336,7 +350,13 @@ export class Story {
   }
   #draw(isPlayed = false) {
     const [chapter, state] = [CHAPTERS[this.#id], this.#state(this.#id)];
-    write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
+    for (const gain of byId("scene-movers").querySelectorAll("[data-way] span")) { // before the figure
+      gain.textContent = ` ${chapter.gains(this.#data, gain.parentElement.dataset.way, state.at.k)}`;
+    }
+    const draw = () => write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
+    draw();
+    const { scrollHeight, clientHeight } = byId("scene-plot");
+    if (scrollHeight > clientHeight) draw(); // its words take more lines now
     for (const [name, , [, , step], , values] of chapter.movers(this.#data)) {
       const value = state.at[name];
       byId(`move-${name}`).value = value;

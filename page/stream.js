@@ -9,6 +9,7 @@ const page = document.documentElement.dataset;
 const GONE = "The server cannot be reached. Is it still running? "
   + "Start it with: python 08_speculative_decoding.py --port 5000";
 const CUT = "The connection to the server broke off before the answer was complete.";
+const SLOWER = 4; // times, so that one can follow a recorded run
 
 /** What went wrong, in words; `param` is the field, `status` HTTP's; with isGone nobody answers. */
 export class ServerError extends Error {
@@ -64,6 +65,10 @@ export async function* generate(request, key, signal) {
   throw new ServerError(CUT, { isGone: true });
 }
 
+/** What such a request gave when it was recorded, raced, and its prompt's name. */
+export const recordedAnswer = (request) => (
+  { answer: recordedRun(request).events.at(-1), prompt: recordedRun(request).prompt });
+
 /** The recorded run of such a request. */
 const recordedRun = ({ prompt: text, drafter, temperature = 0, verification, json_schema: schema }) => (
   recorded.runs.find(({ prompt, request }) => (
@@ -76,14 +81,15 @@ export const isUnrecorded = (request) => isRecorded && recorded !== null && !rec
 /** That it has none, as an error. */
 export const unrecorded = () => new ServerError(recordedWords(recorded));
 
-/** The events of the recorded run of such a request, in their own time where pictures may move. */
+/** The events of its recorded run where pictures may move: slowed, but for a race in their own time. */
 async function* replay(request, signal) {
   const run = await recording && recordedRun(request);
   if (!run) throw unrecorded();
   for (const { compare, ...event } of run.events) {
     if ("plain" in event && !request.compare) continue;
     const { draft = 0, verify = 0, other = 0 } = (event.plain ?? event).ms ?? {};
-    if (mayMove()) await new Promise((resolve) => setTimeout(resolve, draft + verify + other));
+    const ms = (draft + verify + other) * (request.compare ? 1 : SLOWER);
+    if (mayMove()) await new Promise((resolve) => setTimeout(resolve, ms));
     signal?.throwIfAborted();
     if (compare) event.warnings = [...event.warnings, ...differences(request, run.request)];
     yield compare && request.compare ? { ...event, compare } : event;

@@ -65,7 +65,8 @@ export class WhatIf {
       input.max = Math.max(input.max, point[name]);
       input.value = point[name];
     }
-    const take = element("button.quiet", { type: "button", click: () => this.#touch(false) }, "Take it");
+    const press = { type: "button", click: () => this.#touch(false) };
+    const take = element("button.quiet", press, "Set the sliders to it");
     if (point) byId("measured").replaceChildren(measuredWords(point), take);
     this.draw();
   }
@@ -108,12 +109,13 @@ function measuredWords({ name, alpha, k, c, speedup, source, disturbed }) {
 const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_passes;
 
 /** From an answer with a comparison; none where nothing was drafted. */
-export function fromRace({ compare, metrics: { speculative_decoding: told } }, source = "the last race") {
+export function fromRace({ compare, metrics: { speculative_decoding: told } }, recordedOn = "") {
   const { costs: { alpha, c }, measured_speedup: speedup, disturbed } = compare;
   if (alpha === null || c === null || speedup === null) return [];
   const [name, tokens] = [told.drafter, told.tokens_per_pass];
   const k = draftedPerCycle(told);
-  return [{ name, alpha, k, c, speedup, tokens, disturbed, source, rank: 1 }];
+  const source = recordedOn ? `recorded on “${recordedOn}”` : "the last race";
+  return [{ name, alpha, k, c, speedup, tokens, disturbed, source, rank: recordedOn ? 1 : 2 }];
 }
 
 /** From each drafter's life so far, against the controller's idea of a plain pass. */

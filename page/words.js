@@ -59,7 +59,7 @@ export function originOf({ kind }, { step }) {
 
 /** What a run gave, in figures that add up: the prefill gives the first token. */
 export const pace = ({ tokens, passes, tokensPerPass }) => (
-  `${counted(tokens, "token")}, ${tokens - 1} after the first in ${counted(passes, "pass", "passes")}: `
+  `${counted(tokens, "token")}, ${tokens - 1} of them in ${counted(passes, "pass", "passes")}: `
     + `${short(tokensPerPass)} tokens per pass`);
 
 /** What another engine tells of its run, in words. */

@@ -15,7 +15,7 @@ import { phasesOf, Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
-import { getJson, isRecorded, isUnrecorded, recording, unrecorded } from "./stream.js";
+import { getJson, isRecorded, isUnrecorded, recordedAnswer, recording, unrecorded } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
@@ -25,7 +25,8 @@ import { MARKS, pace, summary, toldWords } from "./words.js";
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SLOW_MS = 700; // of a phase that is shown slowly
-const NOT_RECORDED = ["num_speculative_tokens", "top_p", "max_tokens", "seed", "json_schema", "chat"];
+const NOT_RECORDED = ["num_speculative_tokens", "temperature", "top_p", "verification", "max_tokens", "seed",
+  "json_schema", "chat"];
 const LOADING = "The model is being loaded.";
 
 const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
@@ -58,7 +59,7 @@ function begin(wanted, messages = null, answer = null, ended = () => {}) {
   } catch (error) { showError(error); return false; }
   const { request } = session;
   if (answer) [answer.session, session.text] = [session, answer.text];
-  else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
+  else text.clear(request.prompt + (request.chat || (isRecorded && health.chat_template) ? "\n" : ""));
   showTalk(Boolean(answer));
   look(session);
   race.begin(`${request.drafter}, ${settingsWords(request)}: ${request.prompt}`, request.compare);
@@ -77,6 +78,7 @@ function look(session) {
   Object.assign(byId("cycle-number"), { disabled: true, max: 0, value: 0 });
   for (const id of ["cycle-count", "cycle-settings", "whole-text", "notes"]) write(id, "");
   if (!health?.engine) write("cycle-says", texts.says.cycle);
+  byId("cycle").style.minHeight = `${byId("cycle").offsetHeight}px`; // until a cycle is there again
   picture.clear();
   distribution.clear();
   drawStatistics(session);
@@ -104,7 +106,7 @@ const shown = {
   flush() {
     run.session.text.flush();
     run.session.asAnswer?.follow();
-    if (mode === "stepping" || performance.now() - drawnAt > PICTURE_MS) drawPictures();
+    if (mode === "stepping" || performance.now() - drawnAt > (isRecorded ? 0 : PICTURE_MS)) drawPictures();
   },
   ended({ state, error }) {
     const [{ session, ended }, isFinished] = [run, state === "finished"];
@@ -130,6 +132,10 @@ function showAnswer(session) {
   const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
   const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
   byId("notes").replaceChildren(...[...answer.warnings, ...more].map((words) => element("li", words)));
+  if (isRecorded) {
+    const { answer: raced, prompt } = recordedAnswer(request);
+    whatIf.add(fromRace(raced, prompt));
+  }
   if (!request.compare) return;
   race.finish(answer, (id) => nameOf(session, id));
   whatIf.add(fromRace(answer));
@@ -160,6 +166,7 @@ function showCycle(step, place = null, isAsked = false, isTelling = false) {
   picture.draw(cycle, now.cycles);
   now.text.mark(cycle.first, cycle.tokens.length, isAsked || isTelling || mode !== "running");
   showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1), isAsked);
+  byId("cycle").style.minHeight = "";
   enable("back", step > 0);
   if (!isAsked) return;
   if (run) run.follows = step === last;
@@ -181,7 +188,11 @@ function playSlowly(phase = 0) {
   clearTimeout(slowly);
   picture.show(phase, true);
   write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
-  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), (phase ? 3 : 1) * SLOW_MS);
+  if (phase < phases.length) {
+    picture.mark(-1);
+    distribution.clear(); // it would tell the end
+    slowly = setTimeout(() => playSlowly(phase + 1), (phase ? 3 : 1) * SLOW_MS);
+  } else showPlace(now.place);
 }
 
 const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
@@ -221,12 +232,13 @@ function tellSettings() {
 function setMode(wanted) {
   mode = wanted;
   const [isIdle, isStepping] = [mode === "idle", mode === "stepping"];
-  enable("run", !isLoading && (isIdle || isStepping));
-  enable("step", !isLoading && mode !== "racing");
+  const isReady = !isLoading && !(isOpening && isRecorded); // a recording’s requests are still to come
+  enable("run", isReady && (isIdle || isStepping));
+  enable("step", isReady && mode !== "racing");
   enable("back", now.at > 0);
   enable("stop", !isIdle);
-  enable("race", !isLoading && isIdle);
-  chat.isBusy = isLoading || !isIdle;
+  enable("race", isReady && isIdle);
+  chat.isBusy = !isReady || !isIdle;
   write("run", isStepping ? "Run on" : "Run");
   byId("text").setAttribute("aria-busy", !isIdle);
   if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
@@ -304,7 +316,11 @@ byId("request").addEventListener("change", ({ target }) => { // another temperat
   const names = ["prompt", "drafter", "temperature", "verification"];
   const asked = Object.fromEntries(names.map((name) => [name, byId(name).value]));
   const isNew = isUnrecorded({ ...asked, temperature: Number(asked.temperature) });
-  if (target.matches("#demo-prompt, #drafter") && isNew) form.fill({ temperature: 0 });
+  if (!target.matches("#demo-prompt, #drafter")) return;
+  if (isNew) form.fill({ temperature: 0 });
+  if (!isRecorded) return;
+  if (run) [run.ended] = [() => begin("running"), run.stream.stop()];
+  else begin("running"); // it is there already
 });
 addEventListener("hashchange", followLink);
 addEventListener("try", ({ detail }) => runAgain(detail));
@@ -325,7 +341,7 @@ async function askHealth() {
   const warnings = [health.status !== "ok" && `the server is ${health.status}`, ...health.warnings ?? []];
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
-  if (isRecorded) offerRecorded(await recording);
+  if (isRecorded) health = { ...health, drafters: offerRecorded(await recording) };
   else form.offer(health, [...drafters, "none"], health);
   byId("views").hidden = !health.chat_template || isRecorded;
   if (!health.engine) learnCurve(); // another engine has none
@@ -340,7 +356,7 @@ async function learnCurve() {
   whatIf.learn(isRecorded ? null : health, curve);
   if (isRecorded) {
     const isFirst = ({ prompt, request }) => prompt === "first" && !request.temperature;
-    const points = ({ events }) => fromRace(events.at(-1), "recorded on “first”");
+    const points = ({ events }) => fromRace(events.at(-1), "first");
     whatIf.add((await recording).runs.filter(isFirst).flatMap(points));
   } else if (curve) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
@@ -349,10 +365,13 @@ async function learnCurve() {
 function offerRecorded({ runs, model, recorded_at: day, machine }) {
   const requests = runs.map(({ request }) => request);
   const first = requests.find(({ drafter }) => drafter === "draft_model") ?? requests[0];
-  form.offer(health, [...new Set(requests.map(({ drafter }) => drafter))], first);
-  for (const id of NOT_RECORDED) byId(id).closest("label").hidden = true;
+  const drafters = [...new Set(requests.map(({ drafter }) => drafter))];
+  form.offer(health, drafters, first);
+  for (const id of NOT_RECORDED) byId(id).closest("label, span").hidden = true;
+  byId("recorded-settings").hidden = false;
   byId("prompt").readOnly = true;
   write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
+  return drafters;
 }
 
 async function load() {
@@ -361,10 +380,11 @@ async function load() {
     if (!await askHealth()) return;
     if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
-    if (isRecorded) byId("demo-prompt").options[0].hidden = true; // one's own text
+    if (isRecorded) byId("demo-prompt").options[0].disabled = true; // one's own text
     if (isOpening) followLink(); // later the address tells of a run that was made here
     if (isOpening && isRecorded && mode === "idle") begin("running"); // there is something to look at
     isOpening = false;
+    if (mode === "idle") setMode("idle");
   } catch (error) { showError(error); }
 }
 

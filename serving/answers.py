@@ -1,6 +1,6 @@
 """The bodies that the server sends: the answer to a request, its stream's events, and /health.
 
-They read the core's sequences and engine, handed in; docs/api.md has examples of all three.
+They read the core's sequences and engine, handed in; docs/api.md says what their fields mean.
 """
 
 import json

@@ -1,13 +1,12 @@
 """A browser with the page in it: what is done there, what is seen, answers of our own making.
 
-Where NEEDS_AXE is set, the absence of axe-core or chromium is a failure. A page must not leave an
-error on the browser's console, nor a violation of its policy.
+Where NEEDS_AXE is set, the absence of axe-core or chromium is a failure.
 """
 
 import json
 import os
+import re
 import shutil
-from contextlib import contextmanager
 
 import pytest
 from server import ROOT
@@ -17,8 +16,12 @@ api.expect.set_options(timeout=20_000)
 
 AXE = ROOT / ".ci" / "axe.min.js"
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
-WATCH = """document.addEventListener("securitypolicyviolation",
-    (event) => console.error("policy: " + event.violatedDirective));"""
+SLIDE = """(slider, value) => {
+    slider.value = value;
+    slider.dispatchEvent(new Event("input", {bubbles: true}));
+}"""
+READY = {"#demo-prompt option >> nth=1": 1}  # the server's prompts are there
+DONE = {"#status": "Finished"}
 
 
 def module_browser():
@@ -38,73 +41,38 @@ def module_browser():
     return browser
 
 
-@contextmanager
-def pages(browser, server, complaints):
-    """Opens the page of a server; at the end nothing must have gone wrong."""
-    contexts = []
-
-    def open_one(at=server, is_ready=True, address="", **options):
-        options = {"viewport": WIDE, "reduced_motion": "reduce"} | options
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda said: said.type == "error" and complaints.append(said.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.add_init_script(WATCH)
-        page.goto(f"http://127.0.0.1:{at.port}/page/{address}")
-        if is_ready:
-            wait_until_ready(page)
-        return page
-
-    yield open_one
-    for context in contexts:
-        context.close()
-    assert complaints == []
-
-
-def wait_until_ready(page):
-    page.locator("#demo-prompt option").nth(1).wait_for(state="attached")
-
-
-def expect_failed_load(complaints, status):
-    """Take out what the browser says of an answer that the test asked for."""
-    wanted = [text for text in complaints if "Failed to load resource" in text]
-    assert wanted and all(status in text for text in wanted)
-    complaints[:] = [text for text in complaints if text not in wanted]
-
-
 # ------------------------------------------------------------------ what is done, and what is seen
 
 
 def fill(page, **fields):
-    if not page.locator("#seed").is_visible():
-        page.click("#more summary")
+    """Fill in a part of the form, which shows its settings for that."""
     for name, value in fields.items():
-        if name in ("drafter", "verification"):
-            page.select_option(f"#{name}", value)
-        else:
-            page.fill(f"#{name}", str(value))
+        if not page.locator(f"#{name}").is_visible():
+            page.click("#more summary")
+        put = page.select_option if name in ("drafter", "verification") else page.fill
+        put(f"#{name}", str(value))
 
 
 def run(page, button="#run", **fields):
     """Fill the form in, press, and wait for the end."""
-    fill(page, **fields)
-    act(page, ("click", button, {"#status": "Finished"}))
-
-
-SLIDE = """(slider, value) => {
-    slider.value = value;
-    slider.dispatchEvent(new Event("input", {bubbles: true}));
-}"""
+    act(page, (fields, button, DONE))
 
 
 def act(page, *steps):
-    """Each is (what is done, where, what is seen then): a verb, a key, or a slider's value."""
+    """Each is (what is done, where, what is seen then).
+
+    Done is "click", "hover", "focus", a key, or a slider's value. Fields are filled in before a
+    click, if there is one.
+    """
     for what, where, expected in steps:
-        if not isinstance(what, str):
+        if isinstance(what, dict):
+            fill(page, **what)
+        if isinstance(what, int | float):
             page.locator(where).evaluate(SLIDE, what)
-        elif what in ("click", "hover", "focus"):
+        elif what in ("hover", "focus"):
             getattr(page, what)(where)
+        elif isinstance(what, dict) or what == "click":
+            page.click(where)
         else:
             page.press(where, what)
         see(page, expected)
@@ -121,19 +89,15 @@ def see(page, expected):
                 seen.to_contain_text(words)
 
 
-def unfold(page):
-    """Open whatever is folded in the workbench."""
-    page.evaluate("for (const one of document.querySelectorAll('#workbench details')) one.open = 1")
+def exactly(text):
+    """For `see`: the whole text, with each space of it."""
+    return re.compile(f"^{re.escape(text)}$")
 
 
-def open_cycle(page, step):
-    act(page, (step, "#cycle-number", {"#cycle-count": f"{step} of"}))
-
-
-def say(page, message, expected):
-    """Send a message of a conversation."""
-    page.fill("#message", message)
-    act(page, ("click", "#send", expected))
+def unfold(page, is_open=True):
+    """Open, or close, whatever can be folded in the workbench."""
+    folds = "for (const one of document.querySelectorAll('#workbench details'))"
+    page.evaluate(f"{folds} one.open = {int(is_open)}")
 
 
 def posted(page):
@@ -162,44 +126,45 @@ def violations(page, within="#workbench", **options):
 def event(step, tokens, before=0, **more):
     """One cycle's event as the server would send it; `tokens` are (text, kind)."""
     drafted = [i for i, (_, kind) in enumerate(tokens) if kind == "accepted"]
+    judged = [
+        {"id": i, "kind": kind, "p": 0.5, "q": None if kind == "bonus" else 0.4, "u": 0.25}
+        for i, (_, kind) in enumerate(tokens)
+    ]
     return {
-        "step": step,
-        "proposals": drafted,
-        "tokens": [
-            {"id": i, "kind": kind, "p": 0.5, "q": None if kind == "bonus" else 0.4, "u": 0.25}
-            for i, (_, kind) in enumerate(tokens)
-        ],
-        "rejected": None,
-        "cached": [before + 1 + len(drafted) if step else 5] * 2,
+        "step": step, "proposals": drafted, "tokens": judged, "rejected": None,
         "texts": {str(i): text for i, (text, _) in enumerate(tokens)},
-        "ms": {"draft": 1.0, "verify": 8.0, "other": 1.0},
         "text": "".join(text for text, _ in tokens),
-    } | more
+        "cached": [before + 1 + len(drafted) if step else 5] * 2,
+        "ms": {"draft": 1.0, "verify": 8.0, "other": 1.0},
+    } | more  # fmt: skip
 
 
 FIRST = event(0, [("a", "bonus")])  # a prefill's
 
 
+def lines(*events):
+    """Events as the server writes them into a stream, which ends behind an answer."""
+    is_whole = "finish_reason" in (events or [{}])[-1]
+    end = "data: [DONE]\n\n" if is_whole else ""
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + end
+
+
 def answer_of(cycles, **more):
-    figures = {"drafter": "draft_model", "num_draft_tokens": 1, "target_passes": 1}
-    figures["tokens_per_pass"] = 2.0
+    """The last event of a stream with these cycles."""
+    told = {"drafter": "draft_model", "num_draft_tokens": 1, "target_passes": 1}
     return {
         "text": "".join(cycle["text"] for cycle in cycles),
-        "finish_reason": "length",
-        "seed": 1,
-        "warnings": [],
-        "metrics": {"speculative_decoding": figures},
-    } | more
+        "finish_reason": "length", "seed": 1, "warnings": [],
+        "metrics": {"speculative_decoding": told | {"tokens_per_pass": 2.0}},
+    } | more  # fmt: skip
 
 
-def stream_of(cycles, end=None):
-    """An answer with these events, and then with `end` (default: the last event and [DONE])."""
-    end = [answer_of(cycles)] if end is None else end
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in [*cycles, *end])
-    body += "data: [DONE]\n\n" if end else ""
-    return {"body": body, "content_type": "text/event-stream"}
-
-
-def mock(page, answer):
+def mock(page, body, **answer):
     """/generate answers so from now on."""
-    page.route("**/generate", lambda route: route.fulfill(**answer))
+    page.route("**/generate", lambda route: route.fulfill(body=body, **answer))
+
+
+def show(page, *cycles, button="#run", **answer):
+    """Let a run give these cycles, and an answer with these fields."""
+    mock(page, lines(*cycles, answer_of(cycles, **answer)))
+    run(page, button)

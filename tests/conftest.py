@@ -211,6 +211,19 @@ def gate(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> Gate:
 
 
 @pytest.fixture
+def failing_drafter(tmp_path: Path) -> tuple[str, str]:
+    """The command line's words for a drafter of one's own, `fails`, that raises in each draft."""
+    (tmp_path / "own.py").write_text("""
+from drafters import Drafter
+class Fails(Drafter):
+    name = "fails"
+    def propose(self, state, max_tokens):
+        raise ValueError("on purpose")
+""")
+    return "--drafter", f"{tmp_path / 'own.py'}:Fails"
+
+
+@pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """Set the number of threads for one test."""
     before = torch.get_num_threads()

@@ -9,30 +9,29 @@ fault that axe-core finds. What the page's files alone can tell is in test_opera
 
 import json
 import re
-from urllib.parse import urlencode
+from contextlib import ExitStack
 
 import pytest
 from browsing import (
+    DONE,
     FIRST,
     NARROW,
+    READY,
     WIDE,
     act,
     answer_of,
     event,
-    expect_failed_load,
+    exactly,
     fill,
+    lines,
     mock,
     module_browser,
-    open_cycle,
-    pages,
     posted,
     run,
-    say,
     see,
-    stream_of,
+    show,
     unfold,
     violations,
-    wait_until_ready,
 )
 from engine import replaying
 from server import COLOURS as COLOUR_LIST
@@ -47,10 +46,10 @@ COLOURS = {"prompt": COLOUR_LIST, "drafter": "ngram", "max_tokens": 40}
 FEW = COLOURS | {"max_tokens": 12}
 ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_tokens": 1900}
 ENDLESS |= {"temperature": 0}
-KINDS = ("accepted", "recovered", "bonus", "plain")
-NOTHING = re.compile("^$")
-TOKENS = "#text .tokens .token"
+TOKENS, COUNT, CYCLE = "#text .tokens .token", "#cycle-count", "#cycle-number"
 LANES = ("#lane-speculative .text", "#lane-plain .text")
+WATCH = """document.addEventListener("securitypolicyviolation",
+    (event) => console.error("policy: " + event.violatedDirective));"""
 
 browser = module_browser()
 server = module_server("--fixed-k")  # what is drafted and kept does not depend on the clock
@@ -59,26 +58,46 @@ server = module_server("--fixed-k")  # what is drafted and kept does not depend 
 @pytest.fixture(scope="module")
 def chatting(browser, chat_folder):
     """Of one with a chat template, a K of its own and a controller."""
-    arguments = ("--model", str(chat_folder("llama")), "--num-speculative-tokens", "3")
-    with serving(*arguments) as server:
+    with serving("--model", str(chat_folder("llama")), "--num-speculative-tokens", "3") as server:
         yield server
 
 
 @pytest.fixture
 def complaints():
-    """What the browser's console says in anger; a test that provokes some takes them out."""
+    """The errors on the browser's console; a test that provokes some takes them out."""
     return []
 
 
 @pytest.fixture
 def open_page(browser, server, complaints):
-    with pages(browser, server, complaints) as open_one:
+    """Opens the page of a server; at the end nothing must have gone wrong."""
+
+    def open_one(at=server, is_ready=True, address="", **options):
+        options = {"viewport": WIDE, "reduced_motion": "reduce"} | options
+        page = contexts.enter_context(browser.new_context(**options)).new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda said: said.type == "error" and complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.add_init_script(WATCH)
+        page.goto(f"http://127.0.0.1:{at.port}/page/{address}")
+        see(page, READY if is_ready else {})
+        return page
+
+    with ExitStack() as contexts:
         yield open_one
+    assert complaints == []
 
 
 @pytest.fixture
 def page(open_page):
     return open_page()
+
+
+def expect_failed_load(complaints, status):
+    """Take out what the browser says of an answer that the test asked for."""
+    assert complaints
+    assert all("Failed to load resource" in text and status in text for text in complaints)
+    complaints.clear()
 
 
 def traced(server, fields):
@@ -88,17 +107,19 @@ def traced(server, fields):
 
 # ------------------------------------------------------------------------------- runs and cycles
 
+STYLES = {"accepted": "solid", "recovered": "dashed", "bonus": "double", "plain": "dotted"}
+
 
 def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, server):
     """By tokens, the slider, buttons and arrow keys. Its figures are drawn; before, none are.
 
     At its end the cycle is shown that tells most, and Step goes on from there.
     """
-    see(page, {"#figures:visible": 0, "#statistics-number": "after a run", "#cycle-count": NOTHING})
+    see(page, {"#figures:visible": 0, "#statistics-number": "after a run", COUNT: exactly("")})
     run(page, **SAMPLED, verification="coupled")
     answer = traced(server, SAMPLED)
-    assert page.text_content("#text .prompt") == SAMPLED["prompt"]
-    assert page.text_content("#text .tokens") == answer["text"]
+    texts = {"#text .prompt": SAMPLED["prompt"], "#text .tokens": answer["text"]}
+    see(page, {part: exactly(text) for part, text in texts.items()})
     metrics, cycles = answer["metrics"]["speculative_decoding"], answer["trace"]
     tokens = [  # what follows no draft is plain, which the metrics call a bonus, too
         token | ({} if cycle["proposals"] or token["kind"] != "bonus" else {"kind": "plain"})
@@ -106,38 +127,33 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
         for token in cycle["tokens"]
     ]
     line = "token => getComputedStyle(token).borderBottomStyle"  # without colour they differ, too
-    for kind, style in zip(KINDS, ("solid", "dashed", "double", "dotted"), strict=True):
-        own = [token for token in tokens if token["kind"] == kind]
-        see(page, {f"{TOKENS}.{kind}": len(own)})
-        assert page.locator(f"{TOKENS}.{kind}").first.evaluate(line) == style
+    for kind, style in STYLES.items():
+        own, one = [token for token in tokens if token["kind"] == kind], f"{TOKENS}.{kind} >> nth=0"
+        assert page.locator(one).evaluate(line) == style
         total = f"= {own[0]['total']:z.2f}".replace("-", "−")
-        act(page, ("hover", f"{TOKENS}.{kind} >> nth=0", {"#popup": total}))
-    at, last = "#cycle-count", len(cycles) - 1
-    marked = {f"{TOKENS}.current": cycles[1]["emitted_count"]}
-    kept = [cycle["accepted_count"] if cycle["rejected"] else 0 for cycle in cycles]
-    most, step = max(kept), kept.index(max(kept))
+        act(page, ("hover", one, {"#popup": total, f"{TOKENS}.{kind}": len(own)}))
+    last, kept = len(cycles) - 1, [c["accepted_count"] * bool(c["rejected"]) for c in cycles]
+    step = kept.index(most := max(kept))
     shown = f"Cycle {step} of {last}, which tells most: {most} accepted, then a rejection."
-    see(page, {at: f"{step} of {last}", "#cycle-says": shown, f"{TOKENS}.current": most + 1})
-    act(
-        page,
-        ("click", "#step", {at: f"{step + 1} of {last}", "#cycle-says": f"Cycle {step + 1}: "}),
-        ("End", "#cycle-number", {at: f"{last} of {last}"}),
-        ("ArrowRight", "#step", {"#status": "This is the last cycle", at: f"{last} of {last}"}),
-        ("click", f"{TOKENS} >> nth=1", {at: "1 of"} | marked),
-        ("ArrowRight", "#cycle-number", {at: "2 of"}),
-        ("ArrowRight", "#step", {at: "3 of"}),
-        ("ArrowLeft", "#step", {at: "2 of"}),
-        ("click", "#back", {at: "1 of", "#cycle-says": "Cycle 1:"}),
-    )
-    page.emulate_media(reduced_motion="no-preference")
-    act(page, ("click", "#slow", {"#cycle-says": "Slowly:"}))
-    see(page, {"#cycle-says": "The drafter guesses"})
-    page.emulate_media(reduced_motion="reduce")
+    see(page, {COUNT: f"{step} of {last}", "#cycle-says": shown, f"{TOKENS}.current": most + 1})
+    end = {COUNT: f"{last} of {last}"}
+    act(page,
+        ("click", "#step", {COUNT: f"{step + 1} of {last}", "#cycle-says": f"Cycle {step + 1}: "}),
+        ("End", CYCLE, end),
+        ("ArrowRight", "#step", {"#status": "This is the last cycle"} | end),
+        ("click", f"{TOKENS} >> nth=1", {
+            COUNT: "1 of", f"{TOKENS}.current": cycles[1]["emitted_count"]}),
+        ("ArrowRight", CYCLE, {COUNT: "2 of"}),
+        ("ArrowRight", "#step", {COUNT: "3 of"}),
+        ("ArrowLeft", "#step", {COUNT: "2 of"}),
+        ("click", "#back", {COUNT: "1 of", "#cycle-says": "Cycle 1:"}))  # fmt: skip
     accepted = [cycle["accepted_count"] for cycle in cycles[1:]]
     drafted = [len(cycle["proposals"]) for cycle in cycles[1:]]
+    reached = sum(accepted) + sum(cycle["rejected"] is not None for cycle in cycles)
     see(page, {
-        "[data-figure='target passes']": re.compile(f"^{metrics['target_passes']}$"),
-        "[data-figure='tokens per pass']": re.compile(f"^{metrics['tokens_per_pass']:.2f}$"),
+        "[data-figure='target passes']": exactly(f"{metrics['target_passes']}"),
+        "[data-figure='tokens per pass']": exactly(f"{metrics['tokens_per_pass']:.2f}"),
+        "[data-figure='α']": f"{sum(accepted) / reached:.2f}".lstrip("0"),
         "#chart-positions .row:not(.scale)": max(drafted),
         "#chart-time": re.compile("(ms.*){3}"),
         "#chart-accepted .kept:not([style*=' 0%'])": sum(map(bool, accepted)),
@@ -145,9 +161,7 @@ def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, serv
         "#chart-accepted .x": f"cycle {last}",
         "#statistics-number": f"{metrics['tokens_per_pass']:.2f} tokens per pass",
     })  # fmt: skip
-    reached = sum(accepted) + sum(cycle["rejected"] is not None for cycle in cycles)
-    see(page, {"[data-figure='α']": f"{sum(accepted) / reached:.2f}".lstrip("0")})
-    act(page, ("End", "#cycle-number", {}), ("click", "#step", {at: re.compile("^1 of 1$")}))
+    act(page, ("End", CYCLE, end), ("click", "#step", {COUNT: exactly("1 of 1")}))
     page.click("#stop")
 
 
@@ -157,20 +171,18 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
     for step, cycle in enumerate(answer["trace"][:6]):
         num_tokens += cycle["emitted_count"]
         verified, cached = cycle["cached"]
-        judged = (cycle["accepted_count"], int(cycle["rejected"] is not None), verified - cached)
-        slots = (f"#picture {slot}" for slot in (".slot.accepted", ".slot.rejected", ".cell.tail"))
-        came = {"#cycle-count": f"{step} of {step}", TOKENS: num_tokens}
-        act(page, ("click", "#step", came | dict(zip(slots, judged, strict=True))))
+        act(page, ("click", "#step", {
+            COUNT: f"{step} of {step}", TOKENS: num_tokens,
+            "#picture .slot.accepted": cycle["accepted_count"],
+            "#picture .slot.rejected": int(cycle["rejected"] is not None),
+            "#picture .cell.tail": verified - cached,
+        }))  # fmt: skip
         assert "Finished" not in page.text_content("#status")
-    act(
-        page,  # what has come stays, and can be gone through
-        ("click", "#back", {"#cycle-count": "4 of 5"}),
-        ("click", "#step", {"#cycle-count": "5 of 5", TOKENS: num_tokens, "#run": "Run on"}),
-        ("click", "#run", {"#status": "Finished", "#text .tokens": answer["text"]}),
-    )
-    fill(page, **ENDLESS)
-    page.click("#run")
-    page.locator(TOKENS).first.wait_for()
+    act(page,  # what has come stays, and can be gone through
+        ("click", "#back", {COUNT: "4 of 5"}),
+        ("click", "#step", {COUNT: "5 of 5", TOKENS: num_tokens, "#run": "Run on"}),
+        ("click", "#run", DONE | {"#text .tokens": answer["text"]}),
+        (ENDLESS, "#run", {f"{TOKENS} >> nth=0": 1}))  # fmt: skip
     assert server.health()["num_requests_running"] == 1
     act(page, ("click", "#stop", {"#status": "Stopped"}))
     server.wait_until_idle()
@@ -178,40 +190,13 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
     run(page, **FEW)
 
 
-def test_a_text_is_shown_whole_and_a_cycle_with_the_states_of_a_hybrid(page):
-    """Parts of characters, special tokens, Hebrew; states go back beside a cache of 8,000."""
-    cycles = [
-        event(0, [("caf", "bonus")]),
-        event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
-        event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!"),
-    ]
-    mock(page, stream_of(cycles))
-    run(page)
-    see(page, {TOKENS: 5, "#picture .cache": 1, "#picture .states": 0})
-    assert page.text_content("#text .tokens") == "café!<|end|>"  # which has no text but its name
-    act(page, ("hover", f"{TOKENS} >> nth=1", {"#popup": "a part of a character"}))
-    cycles = [event(0, [("שלום", "bonus")], cached=[8000] * 2), event(1, [(" x", "bonus")], 8000)]
-    mock(page, stream_of(cycles))
-    run(page, prompt="עברית")
+def test_a_text_in_hebrew_goes_from_right_to_left_beside_a_cache_of_8000(page):
+    fill(page, prompt="עברית")
+    show(page, event(0, [("שלום", "bonus")], cached=[8000] * 2), event(1, [(" x", "bonus")], 8000))
     see(page, {"#picture .cache": "7996 more …", "#cycle-says": "Cycle 1"})
     act(page, ("click", f"{TOKENS} >> nth=0", {"#cycle-says": "gave \u2068“שלום”\u2069"}))
     left = "one => one.getBoundingClientRect().left"
     assert page.locator("#text .prompt").evaluate(left) > page.locator(TOKENS).first.evaluate(left)
-
-    def states(begin, end, stepped):
-        return {"recurrent": {"layers": 6, "from": begin, "to": end, "stepped": stepped}}
-
-    rejected = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
-    drafted = {"proposals": [0, 7, 8], "cached": [9, 7], "rejected": rejected} | states(9, 7, 2)
-    drafted["texts"] = {"0": " b", "1": " c", "7": " x", "8": " y"}
-    cycles = [FIRST | states(5, 5, 0)]
-    cycles.append(event(1, [(" b", "accepted"), (" c", "recovered")], 5, **drafted))
-    mock(page, stream_of(cycles))
-    run(page)
-    row = page.locator("#picture .states")
-    see(page, {"#picture .states": "of 6 layers, 2 tokens stepped again"})
-    assert row.locator(".cell").all_text_contents() == ["after ␣y", "after ␣b"]
-    assert row.locator(".tail").all_text_contents() == ["after ␣y"]
 
 
 def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, server):
@@ -220,14 +205,11 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
     run(page, **SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0})
     labels = []
     for step in range(1, 9):
-        open_cycle(page, step)
+        act(page, (step, CYCLE, {COUNT: f"{step} of"}))
         lengths = re.findall(r"\d+", page.text_content("#picture .more.length"))
         before, verified, kept = map(int, (*lengths, lengths[-1])[:3])
-        see(page, {
-            "#picture .slot.accepted": kept - before - 1,
-            "#picture .cell.new": verified - before,
-            "#picture .cell.tail": verified - kept,
-        })  # fmt: skip
+        see(page, {"#picture .cell.new": verified - before, "#picture .cell.tail": verified - kept})
+        see(page, {"#picture .slot.accepted": kept - before - 1})
         labels += page.locator("#picture .slot .label").all_inner_texts()
     assert any(" or " in label for label in labels)
 
@@ -235,90 +217,137 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
 def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
     run(page, **SAMPLED | {"seed": ""})
     page.click(f"{TOKENS} >> nth=9")
+    shown = ("#text .tokens", COUNT)
     again = open_page(address=page.evaluate("location.hash"))
-    see(again, {"#status": "Finished"})
-    for selector in ("#text .tokens", "#cycle-count"):
-        assert again.text_content(selector) == page.text_content(selector)
+    see(again, DONE | {name: exactly(page.text_content(name)) for name in shown})
     assert again.input_value("#drafter") == SAMPLED["drafter"]
-    again.goto("about:blank")
-    wrong = urlencode({"prompt": "x", "temperature": "hot"})
-    again.goto(f"{page.url.partition('#')[0]}#{wrong}")
-    see(again, {"#error": "“hot” is not a number"})
+    wrong = open_page(address="#prompt=x&temperature=hot")
+    see(wrong, {"#error": "“hot” is not a number"})
 
 
-SCHEMA = """{"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},
-    "required": ["colour"], "additionalProperties": false}"""
+SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
+SCHEMA = json.dumps(SCHEMA | {"required": ["colour"], "additionalProperties": False})
 
 
 def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
-    fields = FEW | {"json_schema": SCHEMA.replace("\n", "")}
-    run(page, **fields)
-    answer = traced(server, fields)
-    assert page.text_content("#text .tokens") == answer["text"]
+    run(page, **FEW, json_schema=SCHEMA)
+    answer = traced(server, FEW | {"json_schema": SCHEMA})
+    see(page, {"#text .tokens": exactly(answer["text"])})
     told = [place for cycle in answer["trace"] for place in cycle["grammar"]]
     texts = {i: text for cycle in answer["trace"] for i, text in cycle["texts"].items()}
     kinds = [(place["forced"], place["overruled"]) for place in told]
     assert {forced for forced, _ in kinds} == {over for _, over in kinds} == {False, True}
-    for kind in set(kinds):
-        at = kinds.index(kind)
-        place, (first, *_) = told[at], told[at]["forbidden"]
-        count = "forces this token" if kind[0] else f"allows {place['allowed']} of 4,096 tokens"
-        best = ", which the model liked best." if kind[1] else ")."
-        text = texts[str(first["id"])].replace(" ", "␣").replace("\n", "↵")
-        words, token = (
-            (f"The grammar {count}", f"It forbade “{text}” (p ", best),
-            f"{TOKENS} >> nth={at}",
-        )
-        act(page, ("hover", token, {"#popup": words}), ("click", token, {"#grammar": words}))
+    for is_forced, is_overruled in set(kinds):
+        place = told[at := kinds.index((is_forced, is_overruled))]
+        count = "forces this token" if is_forced else f"allows {place['allowed']} of 4,096 tokens"
+        best = ", which the model liked best." if is_overruled else ")."
+        text = texts[str(place["forbidden"][0]["id"])].replace(" ", "␣").replace("\n", "↵")
+        words = (f"The grammar {count}", f"It forbade “{text}” (p ", best)
+        for way, box in (("hover", "#popup"), ("click", "#grammar")):
+            act(page, (way, f"{TOKENS} >> nth={at}", {box: words}))
     sent = posted(page)
     run(page, **FEW, json_schema="")
     assert "json_schema" not in sent[-1]
     act(page, ("click", f"{TOKENS} >> nth=1", {"#grammar:visible": 0, "#verdict": "target"}))
 
 
-# ---------------------------------------------------------------- what decided about each token
+# ------------------------------------------------- views of a run: what is done, what is seen then
 
-
-def rejecting():
-    """A prefill, a draft that was accepted, and one that was not."""
-    chances = enumerate([(0.3, 0.6), (0.4, 0.2), (0.2, 0.1), (0.1, 0.1)])
-    bars = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in chances]
-    accepted = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[bars, bars])
-    accepted["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
-    rejected = event(2, [("r", "recovered")], 7, proposals=[7], cached=[9, 8])
-    rejected["rejected"] = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
-    rejected["texts"] = {"0": "r", "7": " x"}
-    return [FIRST, accepted, rejected]
-
-
-def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_changes_it(page):
-    mock(page, stream_of(rejecting()))
-    run(page)
-    single, told = "#text .tokens [tabindex='0']", "#popup:visible"  # there is one tab stop
-    as_it_was = {"#verdict": (".200 < p / q = .300 / .600", "accepted")}
-    act(
-        page,
-        ("hover", f"{TOKENS}.accepted", {told: ("accepted", "< p/q")}),
-        ("Escape", "body", {told: 0}),
-        ("focus", single, {told: "first token, after the prefill"}),
-        ("ArrowRight", single, {f"{single}[data-index='1'][aria-describedby=popup]:focus": 1}),
-        ("End", single, {f"{single}[data-index='3']:focus": 1}),
-        ("hover", f"{TOKENS}.recovered", {told: ("“␣x” was drafted", "max(0, p − q)", "≥ p/q")}),
-        ("click", f"{TOKENS}.accepted", as_it_was),
+GREEDY = COLOURS | {"temperature": 0, "verification": "rejection", "seed": 1}
+ACCEPTED, RECOVERED, PLAIN = (f"{TOKENS}.{k} >> nth=-1" for k in ("accepted", "recovered", "plain"))
+POPUP, TAB_STOP = "#popup:visible", "#text .tokens [tabindex='0']"  # there is one stop
+NO_Q = {"#distribution :is(input, .bar.q)": 0}
+DRAWN = {"#distribution input >> nth=0": 1, "#distribution .bar.q >> nth=0": 1}
+RESTS = "K=0 for a while: cycles with drafts were no faster than plain ones"
+REJECTED = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
+STATES = {"layers": 6, "from": 5, "to": 5, "stepped": 0}
+CHANCES = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in enumerate(
+    [(0.3, 0.6), (0.4, 0.2), (0.2, 0.1), (0.1, 0.1)])]  # fmt: skip
+JUDGED = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[CHANCES, CHANCES])
+JUDGED["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
+FOUR = [("b", "accepted"), ("c", "accepted"), ("d", "accepted"), ("e", "bonus")]
+# By name: the fields of a run, or its cycles, and the steps behind it.
+VIEWS = {
+    "greedy": (GREEDY | {"drafter": "draft_model"},
+        ("click", ACCEPTED, NO_Q | {
+            "#verdict": re.compile("target’s best is the draft, “.*”: accepted")}),
+        ("click", RECOVERED, NO_Q | {
+            "#verdict": "rejected", "#distribution .note": "nothing is drawn"})),
+    "auto": (GREEDY | {"drafter": "auto"},
+        ("click", ACCEPTED, NO_Q | {
+            "#cycle-says": re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")})),
+    "plain decoding": (GREEDY | {"drafter": "none"},
+        ("click", PLAIN, NO_Q | {
+            "#verdict": "Nothing was drafted.", "#cycle:has-text('bonus')": 0})),
+    "coupled noise, and a drafter without": (
+        GREEDY | {"drafter": "suffix", "temperature": 0.5, "verification": "coupled"},
+        ("click", ACCEPTED, DRAWN | {
+            "#verdict": "The drafter names", "#distribution .note": "draws nothing"})),
+    "coupled noise": (SAMPLED | {"verification": "coupled"},
+        ("click", ACCEPTED, DRAWN | {"#verdict": re.compile("both land on.*accepted")}),
+        ("click", RECOVERED, DRAWN | {
+            "#verdict": re.compile("the drafter lands on “.*”, the target on “.*”: rej"),
+            "#verdict:has-text('p / q')": 0}),
+        (3, "#needle", {
+            "#verdict": "Noise made here", "#distribution .legend": "in nats",
+            "#distribution .marks .tick >> nth=1": 1})),  # an axis of noise
+    "rejection, all of q on the draft": (GREEDY | {"temperature": 0.5},
+        ("click", ACCEPTED, DRAWN | {
+            "#verdict": "/ 1 =", "#distribution .note": "This drafter draws nothing"})),
+    "rejection, by pointer, keyboard and needle": (
+        [FIRST, JUDGED, event(2, [("r", "recovered")], 7, proposals=[7], cached=[9, 8],
+                              rejected=REJECTED, texts={"0": "r", "7": " x"})],
+        ("hover", ACCEPTED, {POPUP: ("accepted", "< p/q")}),
+        ("Escape", "body", {POPUP: 0}),
+        ("focus", TAB_STOP, {POPUP: "first token, after the prefill"}),
+        ("ArrowRight", TAB_STOP, {f"{TAB_STOP}[data-index='1'][aria-describedby=popup]:focus": 1}),
+        ("End", TAB_STOP, {f"{TAB_STOP}[data-index='3']:focus": 1}),
+        ("hover", RECOVERED, {POPUP: ("“␣x” was drafted", "max(0, p − q)", "≥ p/q")}),
+        ("click", ACCEPTED, {"#verdict": (".200 < p / q = .300 / .600", "accepted")}),
         (0.55, "#needle", {"#verdict": ("rejected", "The run had u = .200")}),
         (0.4, "#needle", {"#verdict": "accepted"}),  # above p alone
-        ("End", "#needle", {"#verdict": "rejected"}),
-    )
-    bars = {"p": 4, "q": 4, "recovered": 2}  # and a scale below them
-    see(page, {f"#distribution .bar.{name}": n for name, n in bars.items()})
-    assert page.locator("#distribution .bars .tick").all_inner_texts() == [
-        "0",
-        ".2",
-        ".4",
-        ".6",
-        ".8",
-        "1",
-    ]
+        ("End", "#needle", {
+            "#verdict": "rejected",
+            "#distribution .bar.p": 4, "#distribution .bar.q": 4, "#distribution .bar.recovered": 2,
+            "#distribution .bars .tick": [*map(exactly, ("0", ".2", ".4", ".6", ".8", "1"))]})),
+    "parts of characters, and a token that has but a name": (
+        [event(0, [("caf", "bonus")]),
+         event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
+         event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!")],
+        ("hover", f"{TOKENS} >> nth=1", {
+            "#popup": "a part of a character", "#text .tokens": exactly("café!<|end|>"),
+            TOKENS: 5, "#picture .cache": 1, "#picture .states": 0})),
+    "a hybrid, whose states go back": (
+        [FIRST | {"recurrent": STATES},
+         event(1, [(" b", "accepted"), (" c", "recovered")], 5, proposals=[0, 7, 8], cached=[9, 7],
+               rejected=REJECTED, texts={"0": " b", "1": " c", "7": " x", "8": " y"},
+               recurrent=STATES | {"from": 9, "to": 7, "stepped": 2})],
+        ("focus", CYCLE, {
+            "#picture .states": "of 6 layers, 2 tokens stepped again",
+            "#picture .states .cell": [exactly("after ␣y"), exactly("after ␣b")],
+            "#picture .states .tail": [exactly("after ␣y")]})),
+    "past outputs, and a form with other settings": (
+        FEW | {"drafter": "suffix", "num_speculative_tokens": 5, "temperature": 0},
+        ("End", CYCLE, {"#notes": "looks in past outputs", "#cycle-settings": exactly("")}),
+        ({"temperature": 0.5}, "#cycle-says", {
+            "#cycle-settings": "other settings than the form has now: suffix, K = 5, greedy"}),
+        ({"temperature": 0}, "#cycle-says", {"#cycle-settings": exactly("")})),
+    "drafts that end early, and a rest": (
+        [FIRST, event(1, FOUR, 5, proposals=[0, 1, 2], cached=[9, 9], drafter="suffix"),
+         event(2, [("f", "bonus")], 9, controller=RESTS)],
+        ("focus", CYCLE, {"#cycle-says": (
+            "Cycle 1 of 2, which tells most: 3 accepted, the most of all. ",
+            "3 of at most 5: a draft ends early")}),
+        ("ArrowRight", CYCLE, {
+            "#cycle-says": (RESTS, "keeps an account by the clock"), "#controller-says": RESTS})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_decided_and_what_is_odd_is_told(view, page):
+    given, *steps = VIEWS[view]
+    run(page, **given) if isinstance(given, dict) else show(page, *given)
+    act(page, *steps)
 
 
 def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
@@ -337,39 +366,6 @@ def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
     see(page, {"#distribution .note": "as the run had them"})
 
 
-PROPOSER = re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")
-KEPT = re.compile("target’s best is the draft, “.*”: accepted")
-RULES = [  # what is asked for, and what is said where of a token of each kind
-    ({"drafter": "draft_model"},
-     {"accepted": {"#verdict": KEPT},
-      "recovered": {"#verdict": "rejected", "#distribution .note": "nothing is drawn"}}),
-    ({"drafter": "auto"}, {"accepted": {"#cycle-says": PROPOSER}}),
-    ({"drafter": "none"}, {"plain": {"#verdict": "Nothing was drafted."}}),
-    ({"drafter": "suffix", "temperature": 0.5, "verification": "coupled"},
-     {"accepted": {"#verdict": "The drafter names", "#distribution .note": "draws nothing"}}),
-    ({"temperature": 0.5},  # all of its q is on the draft
-     {"accepted": {"#distribution .note": "This drafter draws nothing", "#verdict": "/ 1 ="}}),
-    (SAMPLED | {"verification": "coupled"},
-     {"accepted": {"#verdict": re.compile("both land on.*accepted")},
-      "recovered": {"#verdict": re.compile("the drafter lands on “.*”, the target on “.*”: rej")}}),
-]  # fmt: skip
-
-
-def test_who_drafted_and_what_decided_is_said_of_every_rule(page):
-    for fields, told in RULES:
-        defaults = {"temperature": 0, "seed": 1, "verification": "rejection"}
-        run(page, **COLOURS | defaults | fields)
-        for kind, words in told.items():
-            act(page, ("click", f"{TOKENS}.{kind} >> nth=-1", words))
-            drawn = page.locator("#distribution :is(input, .bar.q)").count()
-            assert bool(drawn) == (fields.get("temperature", 0) > 0)
-        shown = page.text_content("#cycle-says") + page.text_content("#picture")
-        assert fields.get("drafter") != "none" or "bonus" not in shown
-    assert "p / q" not in page.text_content("#verdict")
-    act(page, (3, "#needle", {"#verdict": "Noise made here", "#distribution .legend": "in nats"}))
-    assert page.locator("#distribution .marks .tick").count() > 1  # an axis of noise
-
-
 def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
     held = []
     page.route("**/prompts", lambda route: held.append(route))
@@ -377,7 +373,7 @@ def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
     page.focus("#prompt")
     until(lambda: page.title() and held)
     held.pop().continue_()
-    wait_until_ready(page)
+    see(page, READY)
     page.press("#prompt", "x")
     assert page.input_value("#prompt") == "x"
 
@@ -391,16 +387,13 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "all else answers 503" in server.log())
         page = open_page(server, is_ready=False)
-        loads = re.compile("The server loads llama.*: reading the weights")
-        see(page, {"#server": loads})
+        see(page, {"#server": re.compile("The server loads llama.*: reading the weights")})
         see(page, {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")})
         gate.open("load")
-        wait_until_ready(page)
-        see(page, {"#server": "llama", "#run[aria-disabled=false]": 1})
+        see(page, READY | {"#server": "llama", "#run[aria-disabled=false]": 1})
         expect_failed_load(complaints, "503")
         gate.shut()
-        page.click("#show-chat")
-        say(page, "Go on", {".turn .token": 1})
+        act(page, ("click", "#show-chat", {}), ({"message": "Go on"}, "#send", {".turn .token": 1}))
         act(page, ("click", "#stop", {".turn .note": "it does not count as a turn"}))
         gate.open()
         server.wait_until_idle()
@@ -409,66 +402,26 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(
     see(page, {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1})
     act(page, ("click", "#run", {"#error": "The server cannot be reached"}))
     page.close()  # its console has no more to say
-    complaints[:] = [text for text in complaints if "ERR_" not in text]
-
-
-RESTS = "K=0 for a while: cycles with drafts were no faster than plain ones"
-DRAFTS = {"proposals": [0, 1, 2], "cached": [9, 9], "drafter": "suffix"}
-THREE = event(1, [*((text, "accepted") for text in "bcd"), ("e", "bonus")], 5, **DRAFTS)
-
-
-def test_what_seems_to_contradict_is_explained_where_it_happens(page):
-    run(page, **FEW | {"drafter": "suffix", "num_speculative_tokens": 5, "temperature": 0})
-    act(page, ("End", "#cycle-number", {"#notes": "looks in past outputs", "#cycle-settings": ""}))
-    fill(page, temperature=0.5)
-    see(page, {"#cycle-settings": "other settings than the form has now: suffix, K = 5, greedy"})
-    fill(page, temperature=0)
-    see(page, {"#cycle-settings": NOTHING})
-    mock(page, stream_of([FIRST, THREE, event(2, [("f", "bonus")], 9, controller=RESTS)]))
-    run(page)
-    see(page, {"#cycle-says": ("Cycle 1 of 2, which tells most: 3 accepted, the most of all. ",
-                               "3 of at most 5: a draft ends early")})  # fmt: skip
-    told = {"#cycle-says": (RESTS, "keeps an account by the clock"), "#controller-says": RESTS}
-    act(page, ("ArrowRight", "#cycle-number", told))
-
-
-BROKEN_DRAFTER = """from drafters import Drafter
-
-class Broken(Drafter):
-    name = "broken"
-
-    def open(self, prompt, sampling, noise):
-        return None
-
-    def propose(self, state, max_tokens):
-        raise ValueError("no idea")
-
-    def observe(self, state, verdict):
-        pass
-"""
-PRIVATE = "Object.defineProperty(window, 'localStorage', {get() { throw new Error('private'); }});"
+    expect_failed_load(complaints, "ERR_")
 
 
 def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_are(
-    open_page, tmp_path
+    open_page, failing_drafter
 ):
-    """In a private window, which stores nothing."""
-    (tmp_path / "own.py").write_text(BROKEN_DRAFTER)
-    with serving("--drafter", f"{tmp_path / 'own.py'}:Broken", "--fixed-k") as server:
+    asked = {"prompt": "x", "max_tokens": 6}
+    with serving(*failing_drafter, "--fixed-k") as server:
         page = open_page(server)
-        page.add_init_script(PRIVATE)
-        run(page, prompt="x", drafter="broken", max_tokens=6)
-        see(page, {"#notes": "drafter broken failed (no idea)", f"{TOKENS}.plain": 6})
-        see(page, {"#server": "times broken failed", "#drafters": "A drafter of your own."})
-        act(page, ("Home", "#cycle-number", {"#cycle-says": "the prompt (1 token)"}))
+        run(page, drafter="fails", **asked)
+        see(page, {"#notes": "drafter fails failed (on purpose)", f"{TOKENS}.plain": 6})
+        see(page, {"#server": "times fails failed", "#drafters": "A drafter of your own."})
+        act(page, ("Home", CYCLE, {"#cycle-says": "the prompt (1 token)"}))
         health = server.health() | {"drafters": [], "drafter": "none"}
         page = open_page(server, is_ready=False)
         page.route("**/health", lambda route: route.fulfill(json=health))
         page.reload()
-        wait_until_ready(page)
-        see(page, {"#drafters": "No drafter is loaded", "#drafter option": 1})
-        run(page, "#race", prompt="x", max_tokens=6)
-        see(page, {"#race-says": "so this was no race", "#controller-says": "Nobody"})
+        see(page, READY | {"#drafters": "No drafter is loaded", "#drafter option": 1})
+        told = {"#race-says": "so this was no race", "#controller-says": "Nobody"}
+        act(page, (asked, "#race", DONE | told))
         page.close()  # it asks how the server is once more, which ends here
 
 
@@ -493,24 +446,25 @@ COVERED = """(token) => {
 }"""
 SEEN = {  # what each button changes
     "#run": ["#status", "#text", "#cycle-says"],
-    "#back": ["#cycle-count", "#cycle-says", "#picture"],
+    "#back": [COUNT, "#cycle-says", "#picture"],
     "#race": ["#status", *LANES],
 }
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
-def test_what_a_button_changes_is_on_the_screen_and_nothing_overflows_at_any_k(open_page, size):
-    """A popup covers neither what it explains nor the lines below, and lets the mouse through."""
+def test_all_is_in_sight_nothing_overflows_at_any_k_and_axe_finds_nothing_wrong(open_page, size):
+    """A popup covers neither what it explains nor the lines below, and lets the mouse through.
+
+    Nothing that axe-core sees, but the colours, depends on the scheme.
+    """
     page = open_page(viewport=size)
     fill(page, **SAMPLED | {"max_tokens": 24})
     page.click("#more summary")
-    closed = page.locator("#workbench details:not([open])")
-    assert closed.count() == 4  # the settings, the numbers, What if?, the model
     for button, changed in SEEN.items():
         page.evaluate("scrollTo(0, 500)")
-        act(page, ("click", button, {"#status": "Finished"}))
+        act(page, ("click", button, DONE))
         assert page.evaluate(OUTSIDE, changed) == [], button
-    assert closed.count() == 4
+    see(page, {"#workbench details:not([open])": 4})  # the settings, numbers, What if?, the model
     unfold(page)
     for k in (1, 16):
         run(page, num_speculative_tokens=k)
@@ -524,41 +478,38 @@ def test_what_a_button_changes_is_on_the_screen_and_nothing_overflows_at_any_k(o
             token.hover()
             assert page.evaluate(OUTSIDE, ["#popup"]) == [] and not token.evaluate(COVERED)
     assert page.locator("#popup").evaluate("p => getComputedStyle(p).pointerEvents") == "none"
+    run(page, "#race", num_speculative_tokens=4, max_tokens=40)
+    for is_open in (False, True):
+        unfold(page, is_open)
+        assert violations(page) == [], is_open
+    act(page, ({"temperature": "abc"}, "#run", {"#error p": 1}),
+              ("click", f"{TOKENS}.recovered >> nth=0", {}),
+              ("focus", f"{TOKENS}.bonus >> nth=0", {}))  # fmt: skip
+    assert violations(page) == []
+    page.emulate_media(color_scheme="dark")
+    assert violations(page, runOnly=["color-contrast"]) == []
 
 
-def test_words_explain_themselves_and_each_colour_is_in_the_legend(page):
+def test_the_model_has_its_card_and_words_and_colours_are_explained(page, server):
+    """A model without a template has no chat."""
+    assert page.input_value("#demo-prompt") == "code_function"
+    absent = ("#chat-field:visible", "#views:visible", "#demo-prompt option[value^=chat]")
+    see(page, dict.fromkeys((*absent, "#drafters >> text=of your own"), 0))
+    target = server.health()["target"]
+    figures = (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit")
+    see(page, {"#model-card": (*figures, "by the rule of rejection only the distribution is")})
+    see(page, {"#drafters": ("ngram", "mtp", "draft_model", "One pass checks all branches")})
     keys = "◇ drafting ▮ pass ✓ accepted ✗ rejected ↻ recovered + bonus ○ plain ● p ◆ q"
     assert " ".join(page.locator("#reading .legend .key").all_text_contents()) == keys
     run(page, **SAMPLED | {"max_tokens": 24})
     for word in page.locator("#workbench [data-word]:visible").all():
         word.focus()
         see(page, {"#popup:visible": re.compile(".{40}")})
-    act(
-        page,
-        ("Escape", "#cycle .word >> nth=0", {"#popup:visible": 0}),
-        ("hover", "#cycle .word >> nth=0", {"#popup:visible": 1}),
-    )
+    word = "#cycle .word >> nth=0"
+    act(page, ("Escape", word, {"#popup:visible": 0}), ("hover", word, {"#popup:visible": 1}))
 
 
-def test_axe_finds_nothing_wrong(open_page, chatting):
-    """Wide and narrow; nothing but the colours depends on the scheme."""
-    page = open_page()
-    run(page, "#race", **SAMPLED | {"max_tokens": 40})
-    assert violations(page) == []
-    unfold(page)
-    for size in (WIDE, NARROW):
-        page.set_viewport_size(size)
-        fill(page, temperature="abc")
-        page.click("#run")
-        page.locator(f"{TOKENS}.recovered").first.click()
-        page.locator(f"{TOKENS}.bonus").first.focus()
-        assert violations(page) == [], size
-        page.emulate_media(color_scheme="dark")
-        assert violations(page, runOnly=["color-contrast"]) == [], size
-        page.emulate_media(color_scheme="light")
-
-
-# ------------------------------------------------------------------------------ race and what if
+# --------------------------------------------------------------------------- races and drafters
 
 
 def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
@@ -573,28 +524,30 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
         "#chart-race .row:not(.scale)": 2,
         "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race"),
     })  # fmt: skip
-    run(page, "#race", **FEW | {"drafter": "none"})
     no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
-    see(page, {"#race-says": no_race, "#chart-race:visible": 0})
-    run(page, "#race", **SAMPLED | {"max_tokens": 12, "verification": "rejection"})
-    see(page, {"#race-says": "not compared"})
-
-    told = server.generate(**FEW, compare=True)[1]["compare"]
-    told |= {"costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}}
-    told |= {"disturbed": True, "spread": [0.6, 1.4]}
-    told |= {"measured_speedup": 0.9, "predicted_speedup": 1.1}
-    mock(page, stream_of([FIRST], [answer_of([FIRST], compare=told)]))
-    run(page, "#race")
-    said = (
-        "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× (disturbed: "
-        "the machine was busy, 3 runs gave 0.60× to 1.40×), predicted 1.10×",
-        "t_verify 2.50).",
-    )
-    see(page, {"#race-says": said, "#measured": "the last race, disturbed: "})
+    rejected = SAMPLED | {"max_tokens": 12, "verification": "rejection"}
+    act(page,
+        (FEW | {"drafter": "none"}, "#race", DONE | {
+            "#race-says": no_race, "#chart-race:visible": 0}),
+        (rejected, "#race", DONE | {"#race-says": "not compared"}))  # fmt: skip
+    told = server.generate(**FEW, compare=True)[1]["compare"] | {
+        "costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}, "disturbed": True,
+        "spread": [0.6, 1.4], "measured_speedup": 0.9, "predicted_speedup": 1.1,
+    }  # fmt: skip
+    show(page, FIRST, button="#race", compare=told)
     taken = {"#whatif-alpha-value": ".62", "#whatif-c-value": "4.20"}
-    see(page, {"#whatif-number": re.compile("as fast at α .62, K = \\d, c 4.20$")} | taken)
-    act(page, ("click", "#whatif > summary", {}), (0.1, "#whatif-alpha", {"#measured": "α .62"}))
-    act(page, ("click", "text=Take it", taken))
+    see(page, taken | {
+        "#race-says": (
+            "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× "
+            "(disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×), predicted 1.10×",
+            "t_verify 2.50)."),
+        "#measured": "the last race, disturbed: ",
+        "#whatif-number": re.compile(r"as fast at α .62, K = \d, c 4.20$"),
+    })  # fmt: skip
+    act(page,
+        ("click", "#whatif > summary", {}),
+        (0.1, "#whatif-alpha", {"#whatif-alpha-value": ".10", "#measured": "α .62"}),
+        ("click", "text=Set the sliders to it", taken))  # fmt: skip
 
 
 STREAMED = """const real = window.fetch;
@@ -604,52 +557,43 @@ window.fetch = (url, options) => String(url).endsWith("generate")
 window.push = (text) => window.to.enqueue(new TextEncoder().encode(text));"""
 
 
-def test_both_lanes_of_a_race_move_while_it_runs_and_can_be_replayed_slowly(open_page, server):
+def test_both_lanes_of_a_race_move_while_it_runs_and_it_and_a_cycle_are_replayed_slowly(
+    open_page, server
+):
     """Speculative decoding is held back until plain decoding runs; no bars stand before the end."""
     page = open_page(reduced_motion="no-preference", is_ready=False)
     page.add_init_script(STREAMED)
     page.clock.install(time=0)
     page.reload()
-    wait_until_ready(page)
-    fast = [FIRST, event(1, [("b", "accepted"), ("c", "bonus")], 5)]
-    slow = [{"plain": event(i, [(text, "bonus")], 4 + i)} for i, text in enumerate("abc")]
+    see(page, READY)
     page.click("#race")
     page.clock.pause_at(100_000)
-    answer = answer_of(fast, compare=server.generate(**FEW, compare=True)[1]["compare"])
 
-    def lanes(pushed="", *waits_ms):
-        page.evaluate("(text) => window.push(text)", pushed)
+    def lanes(*pushed, waits_ms=(100, 100)):
+        page.evaluate("(text) => window.push(text)", lines(*pushed))
         for waited_ms in waits_ms:
             page.clock.run_for(waited_ms)
         return [*map(page.text_content, LANES)]
 
-    assert lanes(stream_of(fast, [])["body"], 100, 100) == ["", ""]
+    fast = [FIRST, event(1, [("b", "accepted"), ("c", "bonus")], 5)]
+    slow = [{"plain": event(i, [(text, "bonus")], 4 + i)} for i, text in enumerate("abc")]
+    answer = answer_of(fast, compare=server.generate(**FEW, compare=True)[1]["compare"])
+    assert lanes(*fast) == ["", ""]
     see(page, {"#race-pace": "Decoding with drafts comes first: 3 tokens so far"})
-    assert lanes(stream_of(slow[:1], [])["body"], 100, 100) == ["a", "a"]
-    assert lanes(stream_of(slow[1:2], [])["body"], 100, 100) == ["abc", "ab"]
-    see(page, {"#race-clock": re.compile("^10 ms$"), "#chart-race:visible": 0})
-    assert lanes(stream_of(slow[2:], [answer])["body"], 100, 100) == ["abc", "abc"]
+    assert [lanes(event) for event in slow[:2]] == [["a", "a"], ["abc", "ab"]]
+    see(page, {"#race-clock": exactly("10 ms"), "#chart-race:visible": 0})
+    assert lanes(slow[2], answer) == ["abc", "abc"]
     until(lambda: page.clock.run_for(20) or page.locator("#race-again").is_visible())
-    plain = page.locator("#lane-plain .token").first.get_attribute("class")
-    assert plain == "token plain" and page.locator("#lane-speculative .accepted").count() == 1
-    see(page, {"#chart-race:visible": 1})
-    page.click("#race-again")
-    see(page, {"#race-pace": "350 times slower", "#chart-race:visible": 0})  # 20 ms in 7 seconds
-    seen = [lanes("", waited_ms) for waited_ms in (3400, 200, 3500)]
+    drawn = {"#lane-plain .token[class='token plain']": 3, "#lane-speculative .accepted": 1}
+    see(page, drawn | {"#chart-race:visible": 1})
+    slowly = {"#race-pace": "350 times slower", "#chart-race:visible": 0}  # 20 ms in 7 seconds
+    act(page, ("click", "#race-again", slowly))
+    seen = [lanes(waits_ms=[waited_ms]) for waited_ms in (3400, 200, 3500)]
     assert seen == [["a", "a"], ["abc", "ab"], ["abc", "abc"]]
-    see(page, {"#race-clock": re.compile("^20 ms$"), "#chart-race:visible": 1})
-
-
-def test_the_model_card_the_drafters_and_what_if_have_their_figures(page, server):
-    """What if? draws the formula's curve. A model without a template has no chat."""
-    assert page.input_value("#demo-prompt") == "code_function"
-    absent = ("#chat-field:visible", "#views:visible", "#demo-prompt option[value^=chat]")
-    see(page, dict.fromkeys(absent, 0))
-    target = server.health()["target"]
-    figures = (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit")
-    see(page, {"#model-card": (*figures, "by the rule of rejection only the distribution is")})
-    see(page, {"#drafters": ("ngram", "mtp", "draft_model", "One pass checks all branches")})
-    see(page, {"#drafters >> text=of your own": 0})
+    see(page, {"#race-clock": exactly("20 ms"), "#chart-race:visible": 1})
+    act(page, ("click", "#slow", {"#cycle-says": "Slowly:"}))
+    page.clock.run_for(700)
+    see(page, {"#cycle-says": "The drafter guesses"})
 
 
 def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(open_page, chatting):
@@ -663,53 +607,46 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
         run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
         see(page, {"#controller-says": re.compile(words)})
     assert [body.get("fixed_k", False) for body in sent] == [True, False, True]
-    see(page, {"#measured": "all runs of ngram so far"})  # What if? knows what it has timed
-    see(page, {"#drafters": ("for each guess, c = ",)})
+    see(page, {"#measured": "all runs of ngram so far", "#drafters": "for each guess, c = "})
     until(lambda: b'"measured"' in chatting.call("GET", "/curve")[2])
     page.reload()
-    told = {"#scene-source": "measured by this server", "#whatif-source": "measured in idle time"}
-    see(page, told | {"#status": "Finished"})  # both figures have this server's curve then
-    see(page, {"#whatif-source": "The controller believes that six positions take"})
+    timed = ("measured in idle time", "The controller believes that six positions take")
+    see(page, DONE | {"#scene-source": "measured by this server", "#whatif-source": timed})
     passes = json.loads(chatting.call("GET", "/curve")[2])["pass_ms"]
-    page.locator("[data-chapter=positions]").evaluate("node => node.scrollIntoView()")
-    see(page, {"#scene[data-at=positions]": 1})
     ratio = f"{passes['8'] / passes['1']:.2f}×"
+    page.locator("[data-chapter=positions]").evaluate("node => node.scrollIntoView()")
+    see(page, {"#scene[data-at=positions]": 1})  # both figures have this server's curve
     act(page, (8, "#move-rows", {"#scene-says": ratio}))
     act(page, (7, "#whatif-k", {"#whatif-times": f"K + 1: {ratio}"}))
-
-
-# ------------------------------------------------------------------------------------------ chat
 
 
 def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatting):
     """So has a prompt, unless the box is not ticked; one of the kind chat is offered first."""
     page = open_page(chatting)
     assert page.input_value("#demo-prompt").startswith("chat_")
-    sent = posted(page)
+    sent, answers = posted(page), page.locator(".turn.assistant")
     page.click("#show-chat")
-    fill(page, max_tokens=6)
-    page.fill("#system", "Be brief.")
-    answers = page.locator(".turn.assistant")
+    fill(page, max_tokens=6, system="Be brief.")
     for i, message in enumerate(("Hello", "And now?")):
-        say(page, message, {f".turn.assistant >> nth={i} >> .note": "tokens per pass"})
+        told = {f".turn.assistant >> nth={i} >> .note": "tokens per pass"}
+        act(page, ({"message": message}, "#send", told))
     first, second = (body["prompt"] for body in sent)
     assert [turn["role"] for turn in second] == ["system", "user", "assistant", "user"]
     assert second[:2] == first and second[3]["content"] == "And now?"
     assert second[2]["content"] in answers.first.locator("[role=listbox]").text_content()
     read = answers.last.locator("pre").text_content()
     assert all(turn["content"] in read for turn in second[:2])
-    shown = {"#cycle-count": re.compile("^0 of"), "#turns:visible": 1}
+    shown = {COUNT: re.compile("^0 of"), "#turns:visible": 1}
     act(page, ("click", ".turn.assistant .token >> nth=0", shown), ("click", "#show-text", {}))
     for is_chat in (True, False):
-        fill(page, prompt="Hi", max_tokens=2)
         page.set_checked("#chat", is_chat)
-        run(page)
+        run(page, prompt="Hi", max_tokens=2)
         assert sent[-1].get("chat", False) is is_chat
     act(page, ("click", "#show-chat", {}), ("click", ".turn summary >> nth=-1", {}))
     assert violations(page) == []
 
 
-# ------------------------------------------------------------------------- mistakes and refusals
+# ------------------------------------------------------------ mistakes, refusals, another engine
 
 WRONG = [("temperature", "abc", "“abc” is not a number"), ("seed", "9" * 20, "53 bits"),
          ("num_speculative_tokens", "0x", "“0x” is not a number"),
@@ -724,9 +661,8 @@ def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_pag
     sent = posted(page)
     fill(page, **COLOURS)
     for name, value, words in WRONG:
-        fill(page, **{name: value})
         marked = {f"#{name}[aria-invalid=true]:visible": 1}
-        act(page, ("click", "#run", {"#error[role=alert]": words} | marked))
+        act(page, ({name: value}, "#run", {"#error[role=alert]": words} | marked))
         assert bool(sent) == (value in ("99", "{"))
         fill(page, **{name: "1"})
         see(page, {"#error p": 0, "[aria-invalid=true]": 0})  # as soon as it is right
@@ -746,33 +682,27 @@ REFUSALS = [
 
 def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, complaints):
     """In prompts, outputs and errors."""
-    for end, words in (([FAILED], "out of memory"), ([], "broke off")):
-        mock(page, stream_of([FIRST], end))
-        act(page, ("click", "#run", {"#error": words, "#text .tokens": re.compile("^a$")}))
-    see(page, {"#cycle-count": "0 of 0"})
+    for events, words in (([FIRST, FAILED], "out of memory"), ([FIRST], "broke off")):
+        mock(page, lines(*events))
+        act(page, ("click", "#run", {"#error": words, "#text .tokens": exactly("a")}))
+    see(page, {COUNT: "0 of 0"})
     both = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
     told = {"controller": ATTACK, "distributions": [both, both]}
-    guessed = [(ATTACK, "accepted"), (ATTACK, "bonus")]
-    cycles = [event(0, [(ATTACK, "bonus")]), event(1, guessed, 5, **told)]
-    mock(page, stream_of(cycles, [answer_of(cycles, warnings=[ATTACK])]))
-    run(page, prompt=ATTACK)
-    act(
-        page,
+    guessed = event(1, [(ATTACK, "accepted"), (ATTACK, "bonus")], 5, **told)
+    fill(page, prompt=ATTACK)
+    show(page, event(0, [(ATTACK, "bonus")]), guessed, warnings=[ATTACK])
+    act(page,
         ("click", "#picture button.slot >> nth=0", {"#text .prompt": ATTACK}),
         ("hover", f"{TOKENS} >> nth=1", {"#text .tokens": ATTACK * 3}),
-        ("click", "#picture button.slot >> nth=1", {"#notes": ATTACK, "#controller-says": ATTACK}),
-    )
+        ("click", "#picture button.slot >> nth=1", {
+            "#notes": ATTACK, "#controller-says": ATTACK}))  # fmt: skip
     for status, message, headers, words in REFUSALS:
-        error = {"error": {"message": message, "type": "x", "param": None, "code": None}}
-        mock(page, {"status": status, "json": error, "headers": headers})
-        act(page, ("click", "#run", {"#error": re.compile(words)}))
-        see(page, {"#cycle-count": NOTHING, "#cycle-number:disabled": 1})  # of no old run
+        mock(page, json.dumps({"error": {"message": message}}), status=status, headers=headers)
+        gone = {COUNT: exactly(""), "#cycle-number:disabled": 1}  # the old run
+        act(page, ("click", "#run", {"#error": re.compile(words)} | gone))
         expect_failed_load(complaints, str(status))
     assert page.evaluate("window.hacked") is None
     see(page, {"img": 0, "body script": 0})
-
-
-# ------------------------------------------------------------------------- another engine
 
 
 def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and_not_drawn(
@@ -784,12 +714,10 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
         page = open_page(server, is_ready=False)
         see(page, {"#cycle-says": "vllm 0.32.0 runs this model", "#key:visible": 0})
         asked = posted(page)
-        page.fill("#prompt", "x")
-        page.click("#run")
-        page.locator("#key").wait_for()
+        act(page, ({"prompt": "x"}, "#run", {"#key:visible": 1}))
         run(page, prompt=COLOUR_LIST, key="secret")
         assert "prompt=" in page.url and "secret" not in page.url
-        wait_until_ready(page)  # with a key it asks for the prompts anew, and repeats no run
+        see(page, READY)  # with a key it asks for the prompts anew, and repeats no run
         assert [body["prompt"] for body in asked] == ["x", COLOUR_LIST]
         kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
         assert kept == [0, 0, ""]
@@ -802,7 +730,7 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
         assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
         figures = {"[data-figure='draft acceptance rate']": "1.00", "#model-card": "vllm"}
         act(page, ("click", "#show-chat", figures))
-        say(page, "hi", {".answer": "hi", "#status": "Finished"})
+        act(page, ({"message": "hi"}, "#send", DONE | {".answer": "hi"}))
         sent = [body for _, body, _ in replay.seen if body and "temperature" in body]
         assert len(sent) == 3 and "messages" in sent[-1]
         page.close()
