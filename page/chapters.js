@@ -123,6 +123,7 @@ export const CHAPTERS = {
     movers: () => [["share", "time, in %", [0, 100, 1], 0]],
     right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
     start: () => ["share", 100, 40],
+    answered: () => ({ share: 0 }),
     play: () => ["share", 100, 60],
     draw(scene, data, { at: { share }, chosen }) {
       const names = { plain: "the model alone", [data.drafter]: "with a drafter" };
@@ -132,7 +133,9 @@ export const CHAPTERS = {
       scene.strip(data.told.prompt, []);
       const words = (lane) => (chosen !== null && ms >= lane.endMs ? `all in ${milliseconds(lane.endMs)}`
         : counted(lane.at(ms).length, "token"));
-      scene.writings(pair.map((lane) => ({ name: lane.name, tokens: lane.at(ms), words: words(lane) })));
+      scene.writings(pair.map((lane, i) => (i && chosen === null
+        ? { name: lane.name, tokens: [], words: "waits for your answer" }
+        : { name: lane.name, tokens: lane.at(ms), words: words(lane) })));
       if (chosen === null) scene.plot((box) => box.replaceChildren(), 0.3);
       else drawRace(scene, 0.3, pair, ms);
       return "One model writes one text, alone and with a drafter, on one clock.";

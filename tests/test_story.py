@@ -321,10 +321,12 @@ def test_the_opening_writes_both_texts_on_one_clock(open_page, told):
     """At half of the slower one's time plain decoding has half of its tokens, the drafter more."""
     page, ends = open_page(SMOLLM2, viewport=WIDE), spent(told, "first")
     text = page.locator(".writing .line")
+    see(page, {".writing >> nth=1": "waits for your answer"})  # it would tell
+    page.click("[data-chapter=start] .answer-button >> nth=0")
     move(page, "share", 50)
     plain, drafted = text.all_text_contents()
     assert drafted.startswith(plain) and len(drafted) > 1.3 * len(plain)
-    page.click("[data-chapter=start] .answer-button >> nth=0")
+    move(page, "share", 100)
     see(page, {".writing": [f"all in {round(ends[name])} ms" for name in ("plain", "draft_model")]})
     assert len(set(text.all_text_contents())) == 1
 
