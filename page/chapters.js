@@ -282,7 +282,7 @@ export const CHAPTERS = {
     answered: () => ({ way: "bad", k: QUESTION.k }),
     draw(scene, data, { at: moved }) {
       const { way } = moved;
-      const k = moved.k = mostK(way, moved.k);
+      const k = moved.k = mostK(way, moved.k); // the slider goes back to there, too
       const [at, { batch = 1 }] = [atWay(data, way, k), WAYS[way]];
       const rows = batch * (k + 1);
       const handles = [{ rows, words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
@@ -309,7 +309,7 @@ export const CHAPTERS = {
       const [own, guess] = [top(entries, "target"), top(entries, "draft")];
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
-      const shown = likeliest(entries, [...kinds.keys()], isNarrow() ? 6 : 8);
+      const shown = likeliest(entries, [...kinds.keys()], isNarrow() ? 6 : undefined);
       const heads = ["chance of each token", "log chance + noise: the largest wins (‹ below −8)"];
       drawBars(scene, 0.62, chanceRows(shown, kinds),
         element("p.spread.note", ...heads.map((words) => element("span", words))));

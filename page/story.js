@@ -293,8 +293,7 @@ export class Story {
     const choose = (value) => {
       at[name] = value;
       if (chapter.replays) at[chapter.replays] = 0;
-      if (chapter.replays) this.#enter(this.#id, chapter.play);
-      else [this.#drawMovers(chapter), this.#draw()];
+      this.#enter(this.#id, chapter.replays ? chapter.play : () => []);
       byId("scene-movers").querySelector(`[data-way=${value}]`).focus();
     };
     const labels = texts.chapters[this.#id].ways;

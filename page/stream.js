@@ -65,12 +65,9 @@ export async function* generate(request, key, signal) {
   throw new ServerError(CUT, { isGone: true });
 }
 
-/** What such a request gave when it was recorded, raced, and its prompt's name. */
-export const recordedAnswer = (request) => (
-  { answer: recordedRun(request).events.at(-1), prompt: recordedRun(request).prompt });
-
 /** The recorded run of such a request. */
-const recordedRun = ({ prompt: text, drafter, temperature = 0, verification, json_schema: schema }) => (
+export const recordedRun = ({ prompt: text, drafter, temperature = 0, verification,
+  json_schema: schema }) => (
   recorded.runs.find(({ prompt, request }) => (
     recorded.prompts[prompt] === text && request.drafter === (drafter || request.drafter)
     && request.temperature === temperature && !schema

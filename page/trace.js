@@ -38,7 +38,7 @@ export function placesOf({ fed, proposals }) {
 /** The target's own token of a cycle; null where the text ends among the accepted. */
 export const ownToken = ({ tokens }) => (tokens.at(-1).kind === "accepted" ? null : tokens.at(-1));
 /** How many proposals were judged; none are behind an end of text among the accepted. */
-export const numJudged = (cycle) => (ownToken(cycle) ? cycle.proposals : cycle.tokens).length;
+const numJudged = (cycle) => (ownToken(cycle) ? cycle.proposals : cycle.tokens).length;
 export const numAccepted = ({ tokens }) => tokens.filter(({ kind }) => kind === "accepted").length;
 
 /** The cycle that tells most: most accepted before a rejection, else most accepted, else the last. */

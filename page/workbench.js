@@ -15,7 +15,7 @@ import { phasesOf, Picture } from "./picture.js";
 import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
-import { getJson, isRecorded, isUnrecorded, recordedAnswer, recording, unrecorded } from "./stream.js";
+import { getJson, isRecorded, isUnrecorded, recordedRun, recording, unrecorded } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
@@ -133,8 +133,8 @@ function showAnswer(session) {
   const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
   byId("notes").replaceChildren(...[...answer.warnings, ...more].map((words) => element("li", words)));
   if (isRecorded) {
-    const { answer: raced, prompt } = recordedAnswer(request);
-    whatIf.add(fromRace(raced, prompt));
+    const { events, prompt } = recordedRun(request);
+    whatIf.add(fromRace(events.at(-1), prompt));
   }
   if (!request.compare) return;
   race.finish(answer, (id) => nameOf(session, id));
@@ -319,8 +319,10 @@ byId("request").addEventListener("change", ({ target }) => { // another temperat
   if (!target.matches("#demo-prompt, #drafter")) return;
   if (isNew) form.fill({ temperature: 0 });
   if (!isRecorded) return;
-  if (run) [run.ended] = [() => begin("running"), run.stream.stop()];
-  else begin("running"); // it is there already
+  if (run) {
+    run.ended = () => begin("running");
+    run.stream.stop();
+  } else begin("running"); // it is there already
 });
 addEventListener("hashchange", followLink);
 addEventListener("try", ({ detail }) => runAgain(detail));

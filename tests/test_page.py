@@ -607,6 +607,8 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
         run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
         see(page, {"#controller-says": re.compile(words)})
     assert [body.get("fixed_k", False) for body in sent] == [True, False, True]
+    fields = SAMPLED | {"drafter": "ngram", "max_tokens": 12}  # disturbed passes teach no costs
+    until(lambda: page.text_content("#measured") or run(page, **fields))
     see(page, {"#measured": "all runs of ngram so far", "#drafters": "for each guess, c = "})
     until(lambda: b'"measured"' in chatting.call("GET", "/curve")[2])
     page.reload()
