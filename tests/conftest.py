@@ -26,7 +26,7 @@ from serving.options import Options
 from serving.service import Service
 from serving.worker import Job
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the ordinary run is on the CPU, in fp32
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
