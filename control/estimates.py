@@ -152,11 +152,9 @@ class Acceptance:
             self.steps += _RATE * ((num_forwards - 1) / (num_tokens - 1) - self.steps)
 
 
-def believed(known: Collection[float], expected: float) -> float:
-    """What is believed of measurements: their median; few ones are doubted where they are slow."""
-    if len(known) < _CONFIRMED:
-        return min(min(known, default=expected), _DOUBTFUL * expected)
-    return median_low(known)
+def believed(known: Collection[float]) -> float:
+    """What is believed of times, in what was expected: the median; few that are slow are doubted."""
+    return median_low(known) if len(known) >= _CONFIRMED else min(_DOUBTFUL, *known or [1.0])
 
 
 def between(xs: Sequence[float], ys: Sequence[float], x: float, goes_on: bool = False) -> float:
@@ -212,7 +210,8 @@ class Costs:
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
         self.curve = [1.0, 2.0], [1.0, 1.0 + _ROW_SHARE]  # rows, and what a pass over them takes
         self._told: dict[str, DraftPrice] = {}  # by the curve: of one request, in plain passes
-        # By class of batches (1, 2 to 3, 4 to 7, …) and rows: the latest ms.
+        self._slowness = 1.0  # how many times as long as on the curve all passes take now
+        # By class of batches (1, 2 to 3, 4 to 7, …) and rows: the latest, in what was expected.
         self.passes: dict[int, dict[int, deque[float]]] = {}
         # By drafter and class of requests that draft: the latest, in what was expected.
         self.drafts: dict[tuple[str, int], deque[float]] = {}
@@ -228,7 +227,9 @@ class Costs:
         for name, each in curve.drafters.items():
             parts = each["call_ms"] + each["step_ms"], each["step_ms"], each["read_ms"]
             self._told[name] = DraftPrice(*(ms / plain_ms for ms in parts))
+        self._slowness = 1.0
         self.drafts.clear()  # something else was expected
+        self.passes.clear()
         self._prices.clear()
 
     def runs_model(self, name: str) -> bool:
@@ -237,20 +238,16 @@ class Costs:
 
     def a_pass(self, batch: int, rows: float) -> float:
         """What a pass over so many rows of so many requests takes."""
-        expected = self.expected(rows)
         if not self.passes:
-            return expected
+            return self.expected(rows)
         kind = batch.bit_length()
         known = self.passes[min(list(self.passes), key=lambda other: abs(other - kind))]
         measured = sorted(known)
-        most = max(measured, key=lambda r: len(known[r]))
-        level = median_low(known[most]) / self.expected(most)
-        ratios = [believed(known[r], level * e) / e for r in measured if (e := self.expected(r))]
-        return expected * between(measured, ratios, rows)
+        return self.expected(rows) * between(measured, [believed(known[r]) for r in measured], rows)
 
     def expected(self, rows: float) -> float:
-        """What the curve says of a pass over so many rows."""
-        return between(*self.curve, rows, goes_on=True)
+        """What the curve says of a pass over so many rows, as fast as the machine is now."""
+        return self._slowness * between(*self.curve, rows, goes_on=True)
 
     def observe_pass(self, batch: int, rows: int, ms: float, calls: Collection[Call] = ()) -> None:
         """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
@@ -259,30 +256,23 @@ class Costs:
         forwards, where a model tells them, else its tokens; `unread` tokens had been missed.
         """
         self._count += 1
-        rows = rows if rows <= _EXACT else rows // 4 * 4
+        rows, ms = rows if rows <= _EXACT else rows // 4 * 4, max(ms, 1e-6)
+        if not self.passes:
+            self._slowness = ms / self.expected(rows) * self._slowness
         known = self.passes.setdefault(batch.bit_length(), {})
         latest = known.setdefault(rows, deque(maxlen=_LATEST))
         if len(latest) >= _CONFIRMED:
-            usual = median_low(latest)
-            is_slow = ms > _SLOWER * usual
-            self._slow = self._slow + 1 if is_slow else 0
+            ratio = ms / self.expected(rows) / median_low(latest)
+            self._slow = self._slow + 1 if ratio > _SLOWER else 0
             if 0 < self._slow < _STAYS:
                 return  # an accident says nothing of drafts, either
-            if is_slow or _DOUBTFUL * ms < usual:  # all that is known changes with the machine
-                self._scale(ms / max(usual, 1e-9))
-        latest.append(ms)
+            if self._slow or ratio < 1 / _DOUBTFUL:  # all that is known changes with the machine
+                self._slow, self._slowness = 0, self._slowness * ratio
+        latest.append(ms / self.expected(rows))
         for call in calls:
             self._learn_draft(*call)
         if self._count < 2 * _RENEWED or not self._count % _RENEWED:
             self._prices.clear()
-
-    def _scale(self, factor: float) -> None:
-        """The machine has become slower or faster by this factor."""
-        self._slow = 0
-        for known in [latest for rows in self.passes.values() for latest in rows.values()]:
-            scaled = [ms * factor for ms in known]
-            known.clear()
-            known += scaled
 
     def _learn_draft(self, name: str, counts: list[int], unread: int, ms: float) -> None:
         steps, size = max(counts), len(counts)
@@ -314,7 +304,7 @@ class Costs:
         """How many times as long as expected such drafts take."""
         kinds = [size for each, size in list(self.drafts) if each == name]
         nearest = min(kinds, key=lambda size: abs(size - requests.bit_length()), default=0)
-        return believed(self.drafts.get((name, nearest), ()), 1.0)
+        return believed(self.drafts.get((name, nearest), ()))
 
     def prices(self, batch: int, requests: int) -> Prices:
         """The prices of a batch in which so many requests may draft."""
