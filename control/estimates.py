@@ -98,7 +98,6 @@ class Acceptance:
         self.cycles = 0  # in which it was asked
         self.since = 0  # cycles in which it was not
         self.num_read, self.unread = 0, 0  # tokens of the text that it knows, or has to read first
-        self.steps = 1.0  # forwards of a model for each token behind the first: fewer in copies
         self.calibration = typical.calibration if typical else Calibration(is_copy)
         # Records of proposals by their evidence (see DrafterPool.guess).
         self._by_evidence: dict[int, Acceptance] = {}
@@ -146,14 +145,9 @@ class Acceptance:
         """The chance that 1, 2, … count tokens are all drafted and accepted."""
         return list(accumulate(self.chances[:count], min))
 
-    def learn_steps(self, num_forwards: int, num_tokens: int) -> None:
-        """A draft of so many tokens took a model so many forwards."""
-        if num_tokens > 1:
-            self.steps += _RATE * ((num_forwards - 1) / (num_tokens - 1) - self.steps)
-
 
 def believed(known: Collection[float]) -> float:
-    """What is believed of times, in what was expected: the median; few that are slow are doubted."""
+    """What is believed of ratios to what was expected: their median; few slow ones are doubted."""
     return median_low(known) if len(known) >= _CONFIRMED else min(_DOUBTFUL, *known or [1.0])
 
 
@@ -184,7 +178,7 @@ class Prices(NamedTuple):
 
     plain_ms: float  # a pass without drafts
     drafts: dict[str, DraftPrice]
-    rows_ms: list[float]  # see Costs.rows_ms
+    rows_ms: list[float]  # of each drafted token's row, if all draft equally many
 
 
 class Costs:
@@ -253,7 +247,7 @@ class Costs:
         """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
 
         `calls` of drafters came before it: (name, counts, unread, ms). Counts are each draft's
-        forwards, where a model tells them, else its tokens; `unread` tokens had been missed.
+        tokens; `unread` ones of the texts had been missed.
         """
         self._count += 1
         rows, ms = rows if rows <= _EXACT else rows // 4 * 4, max(ms, 1e-6)
@@ -294,12 +288,6 @@ class Costs:
         first, step, read = self._told.get(name, (share, share, _READ_SHARE * share))
         return DraftPrice(ms * first, ms * step * (name not in self.at_once), plain_ms * read)
 
-    def _draft(self, name: str, requests: int) -> DraftPrice:
-        """What a draft for so many requests takes."""
-        first_ms, step_ms, read_ms = self._expected_draft(name, requests)
-        level = self._level(name, requests)
-        return DraftPrice(first_ms * level, step_ms * level, read_ms)
-
     def _level(self, name: str, requests: int) -> float:
         """How many times as long as expected such drafts take."""
         kinds = [size for each, size in list(self.drafts) if each == name]
@@ -309,14 +297,12 @@ class Costs:
     def prices(self, batch: int, requests: int) -> Prices:
         """The prices of a batch in which so many requests may draft."""
         if (batch, requests) not in self._prices:
-            drafts = {name: self._draft(name, requests) for name in self.shares}
-            self._prices[batch, requests] = Prices(self.a_pass(batch, batch), drafts, [])
+            drafts = {}
+            for name in self.shares:
+                first_ms, step_ms, read_ms = self._expected_draft(name, requests)
+                level = self._level(name, requests)
+                drafts[name] = DraftPrice(first_ms * level, step_ms * level, read_ms)
+            passes = [self.a_pass(batch, batch + requests * k) for k in range(LONGEST + 1)]
+            rows_ms = [max(0.0, more - ms) / requests for ms, more in pairwise(passes)]
+            self._prices[batch, requests] = Prices(passes[0], drafts, rows_ms)
         return self._prices[batch, requests]
-
-    def rows_ms(self, batch: int, requests: int, limit: int) -> list[float]:
-        """What the row of each drafted token takes, if so many requests draft equally many."""
-        known = self.prices(batch, requests).rows_ms
-        if len(known) < limit:
-            passes = [self.a_pass(batch, batch + requests * k) for k in range(limit + 1)]
-            known[:] = [max(0.0, more - ms) / requests for ms, more in pairwise(passes)]
-        return known

@@ -41,8 +41,6 @@ _READING = 1.0  # plain cycles: models read no more while so much is unpaid
 _OUTLIER = 3.0  # times as long as usual: the machine did something else
 _PLAIN, _RENEWED = 4, 64  # plain cycles at first; with drafts, until another plain one is timed
 _WARMER = 0.5  # temperatures that differ by so much are told apart
-_SURE, _FOLLOWED = 0.9, 4  # the chance of a prediction's next token, behind so many that came true
-_FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 # Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, in a rest.
 CHOSEN, REUSED, RESTS = "chosen", "reused", "rests"
 
@@ -85,7 +83,6 @@ class Candidate:
     able: dict[str, Acceptance]  # the records of the drafters that may propose now
     limit: int = 0  # drafted tokens, at most, now
     remaining: float = 0.0  # tokens until it ends, as is to be expected
-    most: int = _FIRST  # drafted tokens at most, by what was accepted
     records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
     guesses: dict[str, Guess] = field(default_factory=dict)  # in this cycle, by drafter
 
@@ -103,7 +100,6 @@ class Choice:
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
         self.rate = batch / self.prices.plain_ms
-        self.rows_ms = costs.rows_ms(batch, len(candidates), max(c.limit for c in candidates))
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
         self.options = [Option()] * len(candidates)
@@ -138,7 +134,7 @@ class Choice:
         A model reads texts until that takes `left_ms`. Whose text it may not read now is left out.
         """
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
-        token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.rows_ms]
+        token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.prices.rows_ms]
         for i, candidate in enumerate(self.candidates):
             if not (record := candidate.able.get(name)):
                 continue
@@ -161,9 +157,8 @@ class Choice:
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
         able = {i: each for i, each in self._drafts[name].items() if i in asking}
         drafts = {i: each for i, each in able.items() if each[-1].num_tokens}
-        steps = max((self.candidates[i].able[name].steps for i in drafts), default=1.0)
         for k in range(max(map(len, drafts.values()), default=0)):
-            ms = price.first_ms + k * price.step_ms * steps
+            ms = price.first_ms + k * price.step_ms
             options = {i: each[min(k, len(each) - 1)] for i, each in drafts.items()}
             more = [max(0.0, option.gain - self.options[i].gain) for i, option in options.items()]
             gain = sum(more) - self.rate * ms
@@ -174,7 +169,7 @@ class Choice:
     def probe(self, name: str, saved: float) -> bool:
         """Let the request that loses least, at most `saved`, draft a token with an idle drafter."""
         price, losses = self.prices.drafts[name], []
-        ms = self.rows_ms[0] + (0.0 if name in self.model_ms else price.first_ms)
+        ms = self.prices.rows_ms[0] + (0.0 if name in self.model_ms else price.first_ms)
         for i in self._drafts[name]:
             record, option = self.candidates[i].able[name], self.options[i]
             if record.since and option.drafter != name:
@@ -190,11 +185,11 @@ class Choice:
         """A request's decision, with its reasons: without a draft, those of the nearest drafter."""
         option, records, nearest = self.options[i], self.candidates[i].able, -inf
         for name in (option.drafter,) if option.num_tokens else records:
-            record, price, row_ms = records[name], self.prices.drafts[name], self.rows_ms[0]
+            record, price, row_ms = records[name], self.prices.drafts[name], self.prices.rows_ms[0]
             sharers = len(self.candidates) if self._costs.runs_model(name) else 1
             alpha, c = record.reach(1)[0], price.first_ms / self.prices.plain_ms
             even = self.rate * (row_ms + price.first_ms / sharers)
-            more = self.rate * (row_ms + price.step_ms / sharers * record.steps)
+            more = self.rate * (row_ms + price.step_ms / sharers)
             if alpha - even > nearest:
                 nearest, fields = alpha - even, (name, option.num_tokens, alpha, c, even, more)
         return Decision(*fields, self.speedup, i == self.probing)
@@ -415,7 +410,7 @@ class Planner(FixedK):
         for s in [s for s in batch if s.num_steps]:  # the others read their prompts
             candidate, candidate.guesses = self.candidates[s], {}
             self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
-            candidate.limit = min(limit_of(s), candidate.most)
+            candidate.limit = limit_of(s)
             candidate.remaining = self.controller.lengths.left(len(s.output), s.remaining)
             if candidate.limit and not s.request.fixed_k:
                 candidate.able = self._able(s, candidate)
@@ -444,10 +439,6 @@ class Planner(FixedK):
                 candidate.guesses[name] = guess
             if guess is None or guess.tokens:
                 able[name] = candidate.records[name].with_evidence(guess.evidence if guess else 0)
-        sure = able.get("prediction")
-        if sure and sure.reach(1)[0] > _SURE:
-            if candidate.guesses["prediction"].evidence >= _FOLLOWED:
-                return {"prediction": sure}  # no model needs to read the text, to be probed
         able = able or candidate.records
         able = {n: able[n] for n in able if n in text.states}  # guessing may have cost it a drafter
         if s.request.drafter == TREE and len(self._pool.members(text, TREE)) > 1:
@@ -462,10 +453,6 @@ class Planner(FixedK):
         """
         candidate, text = self.candidates[s], s.drafting
         records, chosen = candidate.records, text.task.drafter
-        if cycle.num_accepted < cycle.num_drafted:
-            candidate.most = _FIRST
-        elif cycle.num_drafted >= candidate.most:
-            candidate.most *= 2
         for name in text.drafts.keys() & records.keys():
             records[name].num_read = cycle.cached + 1  # it observes all at once
         if TREE in records:
@@ -497,8 +484,6 @@ class Planner(FixedK):
             if sure:
                 confidence = [sure[i] for i in path]
                 record.calibration.observe(confidence, cycle.num_accepted)
-            if draft and draft.num_forwards:  # the drafter says
-                record.learn_steps(draft.num_forwards, len(draft.tokens))
         elif draft is not None:
             seen = _came_true(longest(draft).tokens, tokens)
         else:

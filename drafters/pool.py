@@ -264,12 +264,8 @@ class DrafterPool:
         if all(text.task.drafter == TREE for text in texts):
             counts, before_ms = self.spent.get(TREE, ([text.task.limit for text in texts], 0.0))
             self.spent[TREE] = counts, before_ms + ms
-        else:  # forwards of a model, or tokens drafted, or asked for where none came
-            drafts = [text.drafts[name] for text in texts]
-            counts = [
-                draft.num_forwards or len(draft.tokens) or text.task.limit
-                for draft, text in zip(drafts, texts, strict=True)
-            ]
+        else:  # tokens drafted, or asked for where none came
+            counts = [len(text.drafts[name].tokens) or text.task.limit for text in texts]
             self.spent[name] = counts, ms
 
     def _ask(self, name: str, texts: list[DraftedText]) -> list[Draft]:

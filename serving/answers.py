@@ -352,11 +352,11 @@ def _costs_by_batch(costs: Costs) -> Json:
     measured = sorted({name for name, _ in list(costs.drafts)})
     for size in sorted(costs.passes):
         batch = 1 << size - 1
-        prices, rows_ms = costs.prices(batch, batch), costs.rows_ms(batch, batch, 1)
+        prices = costs.prices(batch, batch)
         drafts = {n: round(prices.drafts[n].first_ms, 4) for n in measured}
         classes["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
             "pass_ms": round(prices.plain_ms, 4),
-            "token_ms": round(rows_ms[0], 4),
+            "token_ms": round(prices.rows_ms[0], 4),
             "draft_step_ms": drafts,
         }
     return classes

@@ -113,24 +113,6 @@ def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
             assert max(len(event["proposals"]) for event in events) == 16
 
 
-def test_nobody_else_is_asked_while_the_text_is_as_predicted(engine, prompts, plain):
-    """A model would have to read the text before, even for a probe."""
-    prompt, asked, decide = prompts["code_class"], [], unclocked(engine).controller.decide
-
-    def decided(candidates, *rest):
-        asked.extend({*each.able} for each in candidates)
-        return decide(candidates, *rest)
-
-    engine.controller.decide = decided
-    text = plain(prompt, LENGTH)
-    fields = {"drafter": "auto", "max_tokens": LENGTH, "num_speculative_tokens": 4}
-    for prediction, is_alone in ((text, True), (text[::-1], False)):
-        run(engine, prompt, prediction=(*prediction,), **fields)
-        assert (asked[-1] == {"prediction"}) == is_alone
-        assert ({"draft_model", "mtp"} <= asked[-1]) != is_alone
-    assert {"draft_model", "mtp", "prediction"} <= asked[0]
-
-
 def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
     """Where drafts lose by the clock for other texts, a prediction is tried all the same."""
     for prediction in ((), (5, 6), ()):
