@@ -3,8 +3,7 @@ texts become.
 
     reach(i)              α₁ · … · αᵢ: that the first i tokens are all drafted and accepted
     a pass over r rows    the curve of this machine and model, corrected by what passes take
-    a draft of s steps    first_ms + (s − 1) · step_ms, as the curve says, times what drafts take
-                          in that; all requests that draft share it
+    a draft of s steps    first_ms + (s − 1) · step_ms by the curve, times what drafts take in that
 
 A clock errs to one side: caches are cold, or the machine does something else. Nothing is ever
 measured too fast. So medians count, and a few measurements are doubted if they are slow.
@@ -190,10 +189,7 @@ class Costs:
     """
 
     def __init__(
-        self,
-        num_target_weights: int,
-        num_step_weights: dict[str, int],
-        at_once: dict[str, int] | None = None,
+        self, num_weights: int, step_weights: dict[str, int], at_once: dict[str, int] | None = None
     ) -> None:
         """Numbers of weights that a pass, and a draft step of each drafter, read.
 
@@ -201,7 +197,7 @@ class Costs:
         `at_once` draft up to so many tokens in a single step.
         """
         self.at_once = at_once or {}
-        self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
+        self.shares = {n: size / num_weights for n, size in step_weights.items()}
         self.curve = [1.0, 2.0], [1.0, 1.0 + _ROW_SHARE]  # rows, and what a pass over them takes
         self._told: dict[str, DraftPrice] = {}  # by the curve: of one request, in plain passes
         self._slowness = 1.0  # how many times as long as on the curve all passes take now
@@ -221,7 +217,6 @@ class Costs:
         for name, each in curve.drafters.items():
             parts = each["call_ms"] + each["step_ms"], each["step_ms"], each["read_ms"]
             self._told[name] = DraftPrice(*(ms / plain_ms for ms in parts))
-        self._slowness = 1.0
         self.drafts.clear()  # something else was expected
         self.passes.clear()
         self._prices.clear()
@@ -270,13 +265,12 @@ class Costs:
 
     def _learn_draft(self, name: str, counts: list[int], unread: int, ms: float) -> None:
         steps, size = max(counts), len(counts)
+        if unread > READ_ALONG * size:
+            return  # what reading takes is not known well enough to be told from drafting
         if not self.runs_model(name):  # one request after the other
             steps, size, ms = 1, 1, ms / sum(counts)
-        first_ms, step_ms, read_ms = self._expected_draft(name, size)
-        expected_ms = max(first_ms + (steps - 1) * step_ms, 1e-9)
-        level = ms / expected_ms
-        if unread > READ_ALONG * size:  # what reading takes is not known well enough to gain by it
-            level = max(self._level(name, size), level - unread * read_ms / expected_ms)
+        first_ms, step_ms, _ = self._expected_draft(name, size)
+        level = ms / max(first_ms + (steps - 1) * step_ms, 1e-9)
         self.drafts.setdefault((name, size.bit_length()), deque(maxlen=_LATEST)).append(level)
 
     def _expected_draft(self, name: str, requests: int) -> DraftPrice:

@@ -7,16 +7,12 @@
     choose the drafter and the K so that tokens − rate · time is largest
 
 The rate is what plain decoding makes of time: tokens per ms. `best_draft` is this rule, for one
-drafter and one request. What it goes by is in estimates.py. All else here answers the questions
-that the rule leaves open; docs/speed.md tells why so.
+drafter and one request. What it goes by is in estimates.py; docs/speed.md tells why so.
 
 *Who pays for a step that several share?* All of them: `Choice` counts the steps of a model that
 bring most to all together. Two models would run one after the other, so requests have the same one.
 *What if a drafter is thought not to pay?* It is tried now and then: `Choice.probe`.
 *Does it pay at all?* The clock tells: `Account`.
-
-Who drafts and how much changes no token, unless a request is verified by rejection: then the same
-seed gives another text of the same distribution.
 """
 
 import time
@@ -36,9 +32,8 @@ from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
 from .estimates import READ_ALONG, Acceptance, Call, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
-_STAKE, _LOOK = 6.0, 1.5  # plain cycles: what may be lost in all, and after a rest
-_READING = 1.0  # plain cycles: models read no more while so much is unpaid
-_OUTLIER = 3.0  # times as long as usual: the machine did something else
+_STAKE, _LOOK, _READING = 6.0, 1.5, 1.0  # plain cycles: lost in all, after a rest, for reading
+_OUTLIER = 3.0  # times as long as the slowest before: the machine did something else
 _PLAIN, _RENEWED = 4, 64  # plain cycles at first; with drafts, until another plain one is timed
 _WARMER = 0.5  # temperatures that differ by so much are told apart
 # Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, in a rest.
@@ -84,7 +79,7 @@ class Candidate:
     limit: int = 0  # drafted tokens, at most, now
     remaining: float = 0.0  # tokens until it ends, as is to be expected
     records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
-    guesses: dict[str, Guess] = field(default_factory=dict)  # in this cycle, by drafter
+    guesses: dict[str, Guess | None] = field(default_factory=dict)  # in this cycle, by drafter
 
 
 class Choice:
@@ -136,10 +131,9 @@ class Choice:
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
         token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.prices.rows_ms]
         for i, candidate in enumerate(self.candidates):
-            if not (record := candidate.able.get(name)):
-                continue
-            must_read = runs and record.unread > READ_ALONG
-            if must_read and left_ms <= 0:
+            record = candidate.able.get(name)
+            must_read = runs and record and record.unread > READ_ALONG
+            if not record or (must_read and left_ms <= 0):
                 continue
             limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
             reading_ms = record.unread * price.read_ms
@@ -214,8 +208,7 @@ class Account:
     balance: float = _STAKE
     is_resting: bool = False
     unpaid: float = 0.0  # for text that models have read
-    usual: float = 1.0  # the time of a cycle with drafts
-    was_slow: bool = False
+    slowest: float = 1.0  # the time of a cycle with drafts, which fades
     timed: int = 0  # cycles that were to be plain: a request with a fixed K drafts all the same
     drafted: int = 0  # cycles with drafts since one of these
 
@@ -243,10 +236,9 @@ class Account:
         if not self.plain:
             return
         plain_ms = median_low(self.plain) * sqrt(batch)
-        time, most = max(0.0, ms - read_ms) / plain_ms, _OUTLIER * max(1.0, self.usual)
+        time, most = max(0.0, ms - read_ms) / plain_ms, _OUTLIER * max(1.0, self.slowest)
         # Once it may have been an accident.
-        self.was_slow, time = time > most, time if self.was_slow else min(time, most)
-        self.usual += 0.1 * (time - self.usual)
+        self.slowest, time = max(time, 0.9 * self.slowest), min(time, most)
         self.unpaid += read_ms / plain_ms - max(0.0, tokens - time)
         self._add(tokens - time, time)
 
@@ -260,20 +252,13 @@ class Account:
         self.unpaid = max(0.0, self.unpaid - LOSS_BUDGET * time)
         self.is_resting |= self.balance < 0
 
-    @property
-    def room(self) -> float:
-        """How many plain cycles models may take to read text that they have missed."""
-        return _READING - self.unpaid
-
 
 class Controller:
     """What is known across requests, and the choice for a batch by it."""
 
-    def __init__(
-        self, num_target_weights: int, *others: dict[str, int], copies: Collection[str] = ()
-    ) -> None:
+    def __init__(self, *sizes: Any, copies: Collection[str] = ()) -> None:
         """The arguments of Costs, and the names of drafters that are copies of the target."""
-        self.costs, self._copies = Costs(num_target_weights, *others), copies
+        self.costs, self._copies = Costs(*sizes), copies
         self.lengths = Lengths()
         # Of all requests so far, by drafter and rule, and by class of temperatures.
         self._typical: dict[tuple[str, str], dict[int, Acceptance]] = {}
@@ -299,17 +284,15 @@ class Controller:
         and the nearest ones say what to expect.
         """
         heat, known = int(temperature / _WARMER), self._typical.setdefault((name, rule), {})
-        if not known:
-            known[heat] = Acceptance(is_copy=name in self._copies)
-        elif heat not in known:
-            known[heat] = deepcopy(known[min(known, key=lambda other: abs(other - heat))])
+        if heat not in known:
+            nearest = min(known, key=lambda other: abs(other - heat), default=heat)
+            known[heat] = deepcopy(known.get(nearest)) or Acceptance(is_copy=name in self._copies)
             known[heat].cycles = 0  # it soon goes its own way
         return Acceptance(known[heat])
 
     def account(self, batch: int, names: frozenset[str | None]) -> Account:
         """That of batches of about this size, whose requests ask for the drafters `names`."""
-        kind = batch.bit_length(), names
-        return self._accounts.setdefault(kind, Account(deque(maxlen=8)))
+        return self._accounts.setdefault((batch.bit_length(), names), Account(deque(maxlen=8)))
 
     def join(self) -> None:
         """A new request has come."""
@@ -326,8 +309,7 @@ class Controller:
             return []
         read_ms = room * self.costs.prices(batch, len(candidates)).plain_ms
         choice = Choice(self.costs, candidates, batch, read_ms)
-        # An idle drafter that may draft now is tried, if enough was saved for that: across
-        # requests, as one of them may be too short to pay for a probe.
+        # An idle drafter is tried once all requests, as one may be too short, saved enough for it.
         able = [pair for candidate in candidates for pair in candidate.able.items()]
         idle, saved = sorted({name for name, record in able if record.since}), self._saved
         for name in idle:
@@ -416,7 +398,8 @@ class Planner(FixedK):
                 candidate.able = self._able(s, candidate)
                 asking += [s] if candidate.able else []
         # Reading pays where many cycles are like this one: not while a batch fills up.
-        room = plan.account.room if all(other.num_steps for other in self.candidates) else 0.0
+        may_read = all(other.num_steps for other in self.candidates)
+        room = _READING - plan.account.unpaid if may_read else 0.0
         candidates = [self.candidates[s] for s in asking]
         decisions = self.controller.decide(candidates, len(batch), room)
         for s, decision in zip(asking, decisions, strict=True):
@@ -434,9 +417,7 @@ class Planner(FixedK):
         for record in candidate.records.values():
             record.unread = len(s.tokens) - record.num_read
         for name in list(text.states):
-            guess = self._pool.guess(text, name, candidate.limit)
-            if guess is not None:
-                candidate.guesses[name] = guess
+            guess = candidate.guesses[name] = self._pool.guess(text, name, candidate.limit)
             if guess is None or guess.tokens:
                 able[name] = candidate.records[name].with_evidence(guess.evidence if guess else 0)
         able = able or candidate.records
@@ -449,10 +430,10 @@ class Planner(FixedK):
         """Learn what a cycle says of each drafter that the request may choose from.
 
         Of those that did not draft, or not alone: of what they would have drafted, how much came
-        true. Where nothing was chosen, only of a model that drafted.
+        true. A cycle for which nothing was chosen teaches nothing.
         """
         candidate, text = self.candidates[s], s.drafting
-        records, chosen = candidate.records, text.task.drafter
+        records = candidate.records
         for name in text.drafts.keys() & records.keys():
             records[name].num_read = cycle.cached + 1  # it observes all at once
         if TREE in records:
@@ -463,32 +444,25 @@ class Planner(FixedK):
             for name in records:
                 self._learn_of(name, s, cycle)
             plan.choice_ms += (time.perf_counter() - began) * 1e3
-        elif chosen in records and chosen not in candidate.guesses:
-            self._learn_of(chosen, s, cycle)
 
     def _learn_of(self, name: str, s: TextSequence, cycle: Cycle) -> None:
         """Learn from a cycle about one drafter."""
         candidate, text = self.candidates[s], s.drafting
         record, draft = candidate.records[name], text.drafts.get(name)
         guess, tokens = candidate.guesses.get(name), [token.id for token in cycle.tokens]
-        if name == text.task.drafter == TREE:
-            places = cycle.path[: cycle.num_accepted]
-            if cycle.is_whole:  # a cut one teaches nothing
-                record.observe(len(cycle.draft.tokens), len(places), text.task.limit, places)
-            return
+        places = cycle.path[: cycle.num_accepted] if name == TREE else None
         if name == text.task.drafter:
             # What a cut has left of a draft does not say that the drafter stopped.
             asked = text.task.limit if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
-            sure, path = cycle.draft.confidence, cycle.path[: cycle.num_drafted]
-            if sure:
-                confidence = [sure[i] for i in path]
+            if (sure := cycle.draft.confidence) and name != TREE:
+                confidence = [sure[i] for i in cycle.path[: cycle.num_drafted]]
                 record.calibration.observe(confidence, cycle.num_accepted)
         elif draft is not None:
             seen = _came_true(longest(draft).tokens, tokens)
         else:
             seen = _came_true(guess.tokens, tokens) if guess else (0, 0, 0)
-        record.observe(*seen)
+        record.observe(*seen, places)
         if guess and guess.evidence:
             record.with_evidence(guess.evidence).observe(*seen)
 
