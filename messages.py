@@ -432,6 +432,7 @@ class Cycle:
         return Verdict(len(self.path), len(tokens) - 1, tokens)
 
 
+MAX_SPECULATIVE_TOKENS = 16  # drafted tokens of a request in a cycle
 LONGEST_LINE = 1000  # characters of a line of the log, or of a warning
 
 

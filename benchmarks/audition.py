@@ -29,10 +29,9 @@ from typing import Any
 
 import benchmarks as bench
 from drafters.pool import PLAIN
-from messages import Engine, Request, RequestError, Sampling
+from messages import MAX_SPECULATIVE_TOKENS, Engine, Request, RequestError, Sampling
 from models.prompts import ids_of, prompts_of
 from serving.options import Options
-from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 LOADED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
 Found = dict[tuple[str, str], bench.Finished]  # by method of decoding and prompt

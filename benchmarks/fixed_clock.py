@@ -26,8 +26,7 @@ from tqdm import tqdm
 import benchmarks as bench
 from control.estimates import Call
 from control.planner import CHOSEN, Controller, Plan, Planner
-from messages import Cycle, Draft, Engine, Request
-from serving.parsing import MAX_SPECULATIVE_TOKENS
+from messages import MAX_SPECULATIVE_TOKENS, Cycle, Draft, Engine, Request
 
 _FREE_MS = 0.005  # a token of a drafter without a model
 _READ_SHARE, _FEW = 0.05, 2  # of a step: a token that was missed; so many are read by the way

@@ -32,11 +32,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import benchmarks as bench
-from messages import Engine, Request
+from messages import MAX_SPECULATIVE_TOKENS, Engine, Request
 from models.catalogue import place_of
 from models.gguf_file import is_gguf
 from serving.options import ROOT, Options
-from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 
 class Result(NamedTuple):

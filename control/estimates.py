@@ -17,10 +17,10 @@ from math import inf
 from statistics import median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
+from messages import MAX_SPECULATIVE_TOKENS as LONGEST
 from messages import Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
-LONGEST = 16  # positions of a draft
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
 # beside what was seen and so many. What is typical moves it, too.
 _RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 from drafters import NAMES
 from drafters.pool import PLAIN
-from messages import Json, Request, RequestError, Sampling
+from messages import MAX_SPECULATIVE_TOKENS, Json, Request, RequestError, Sampling
 from models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 from models.gguf_file import is_gguf
 from models.prompts import Tokenizer, kind_of, read_prompts
 
-from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
+from .parsing import SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 RUNNING_ELSEWHERE = 64  # requests at once in an engine outside this server

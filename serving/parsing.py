@@ -15,7 +15,15 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from drafters.pool import AUTO, PLAIN, TREE
-from messages import Engine, Json, Request, RequestError, Sampling, check_prompt
+from messages import (
+    MAX_SPECULATIVE_TOKENS,
+    Engine,
+    Json,
+    Request,
+    RequestError,
+    Sampling,
+    check_prompt,
+)
 from models.prompts import (
     Tokenizer,
     at_place,
@@ -60,7 +68,6 @@ MAX_BIASES, MAX_CHOICES, MAX_STOPS = 300, 8, 64
 MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of a request's prompts: 60 bytes of JSON each
 _PREDICTION = "prediction"  # the name of the field, and of its drafter
 _MAX_NAMED = 16  # unknown fields that a warning names
-MAX_SPECULATIVE_TOKENS = 16
 Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
 
 
