@@ -1,8 +1,7 @@
 // What if: what a cycle gives and takes for an α, K, c and a batch of one's choice, on the cost curve
 // that was measured here, beside what each drafter has brought here.
 
-import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, LARGEST_K, MOST_POSITIONS,
-  speedupOf } from "./curve.js";
+import { balanceOf, bestK, breakEven, drawCosts, LARGEST_K } from "./curve.js";
 import { byId, element, slider, write } from "./elements.js";
 import { short, times } from "./words.js";
 
@@ -12,6 +11,7 @@ const SLIDERS = {
   c: ["c, the time of a draft step in passes", 0.1, [0, 1.5, 0.01]],
   batch: ["requests in a pass", 1, [1, 16, 1]],
 };
+const FIGURES = ["times", "gain"];
 const idOf = (name) => `whatif-${name}`;
 const ONE = { pass_ms: { 1: 1, 2: 1 } }; // before anything is known: a pass over more costs no more
 
@@ -24,7 +24,7 @@ export class WhatIf {
   constructor() {
     const sliders = Object.entries(SLIDERS).map(([name, about]) => slider(idOf(name), ...about));
     byId("whatif").append(element("div.movers", { input: () => this.#touch(true) }, ...sliders),
-      element("div.halves", ...["times", "gain"].map((id) => element("figure", { id: idOf(id) }))),
+      element("div.halves", ...FIGURES.map((id) => element("figure", { id: idOf(id) }))),
       element("p.says", { id: "whatif-says" }), element("p.note", { id: "whatif-source" }),
       element("p.note", { id: "measured" }));
     new ResizeObserver(() => this.draw()).observe(byId("whatif"));
@@ -76,15 +76,11 @@ export class WhatIf {
       at[name] = Number(byId(idOf(name)).value);
       write(`${idOf(name)}-value`, Number.isInteger(at[name]) ? at[name] : short(at[name]));
     }
-    const rows = Math.min(MOST_POSITIONS, Math.round(at.batch * (at.k + 1)));
-    const handles = [{ rows, words: at.batch > 1 ? `${at.batch} × (K + 1)` : "K + 1" }];
-    if (at.batch > 1) handles.unshift({ rows: at.batch, words: "plain" });
-    drawTimes(byId("whatif-times"), this.#curve, { handles });
     const points = [...at.batch > 1 ? [] : this.#points.values()].map((point) => (
       { ...point, isChosen: point.name === this.#chosen })).sort((a, b) => a.isChosen - b.isChosen);
-    drawGain(byId("whatif-gain"), this.#curve, at, { points });
+    drawCosts(FIGURES.map((id) => byId(idOf(id))), this.#curve, at, { points });
     write("whatif-says", sentence(this.#curve, at));
-    write("whatif-number", `${times(speedupOf(this.#curve, at))} as fast at α ${short(at.alpha)}, `
+    write("whatif-number", `${times(balanceOf(this.#curve, at).speedup)} as fast at α ${short(at.alpha)}, `
       + `K = ${at.k}, c ${short(at.c)}`);
     write("whatif-source", this.#source);
   }
@@ -92,12 +88,12 @@ export class WhatIf {
 
 function sentence(curve, at) {
   if (!at.k) return "K = 0 is plain decoding: 1.00×.";
-  const [{ draft, verify }, least, best] = [cycleCost(curve, at), breakEven(curve, at), bestK(curve, at)];
+  const { tokens, passes, speedup } = balanceOf(curve, at);
+  const [least, best] = [breakEven(curve, at), bestK(curve, at)];
   const pays = least === null ? "it cannot pay" : `it pays from α ${short(least)} on`;
-  const gives = `${short(expectedTokens(at.alpha, at.k))} tokens in ${short(draft + verify)} plain passes`;
-  return `K = ${at.k}: expected ${times(speedupOf(curve, at))}, ${gives}; ${pays}. `
-    + `Best is ${best ? `K = ${best}, ${times(speedupOf(curve, { ...at, k: best }))}`
-      : "no draft"}.`;
+  const ofBest = best ? `K = ${best}, ${times(balanceOf(curve, { ...at, k: best }).speedup)}` : "no draft";
+  return `K = ${at.k}: expected ${times(speedup)}, ${short(tokens)} tokens in ${short(passes)} plain passes; `
+    + `${pays}. Best is ${ofBest}.`;
 }
 
 function measuredWords({ name, alpha, k, c, speedup, source, disturbed }) {
