@@ -20,7 +20,7 @@ import { element, isNarrow } from "./elements.js";
 import { phasesOf } from "./picture.js";
 import { drawLanes } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
-import { numAccepted } from "./trace.js";
+import { numAccepted, tokensIn } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
 const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
@@ -74,7 +74,7 @@ function cycleLanes(data, { proposals: { length: n }, tokens: { length: gave }, 
 /** Draw a cycle as far as a phase, with the text before it and the times of both ways. */
 function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
   const [{ cycles, prompt }, phases] = [data.told, phasesOf(cycle)];
-  scene.strip(prompt, cycles.slice(0, cycle.step + (phase >= phases.length)).flatMap(({ tokens }) => tokens));
+  scene.strip(prompt, tokensIn(cycles.slice(0, cycle.step + (phase >= phases.length))));
   scene.cycle(cycle, cycles, phase, isPlayed);
   const lanes = cycleLanes(data, cycle, phase, phase >= phases.length - 1);
   scene.plot((box) => drawLanes(box, lanes, ROOM * (cycle.proposals.length + 1) * data.plainMs));
@@ -215,9 +215,8 @@ export const CHAPTERS = {
       const shown = isOpen ? cycle : judged.at(-1);
       const { step } = judged[0] ?? cycle;
       const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + judged.length)];
-      const textOf = (some) => some.flatMap(({ tokens }) => tokens);
-      const [you, theirs] = [textOf(judged), textOf(rivals)];
-      scene.strip(prompt, textOf([...before, ...judged]));
+      const [you, theirs] = [tokensIn(judged), tokensIn(rivals)];
+      scene.strip(prompt, tokensIn([...before, ...judged]));
       scene.cycle(shown, [...before, ...judged, shown], isOpen ? shown.proposals.length : Infinity, isPlayed);
       const plain = asPlain(you.slice(0, judged.length)); // as many as passes
       const took = `in ${counted(judged.length, "pass", "passes")}`;
@@ -241,7 +240,7 @@ export const CHAPTERS = {
     start: () => ["phase", 1, PHASE_MS],
     play: (data) => ["phase", 1, data.behind ? 3 : 2, 2 * PHASE_MS],
     draw(scene, { cut, behind, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
-      scene.strip(prompt, cycles.slice(0, cut.step + (phase > 1)).flatMap(({ tokens }) => tokens));
+      scene.strip(prompt, tokensIn(cycles.slice(0, cut.step + (phase > 1))));
       const [n, end] = [cut.proposals.length, phasesOf(cut).length];
       scene.cycle(phase < 3 ? cut : behind, cycles, [n, end - 1, end][phase] ?? behind.proposals.length + 1,
         isPlayed);

@@ -6,6 +6,7 @@ import { bar, drawRows, row, scale } from "./charts.js";
 import { byId, explained, mayMove, onPress, write } from "./elements.js";
 import { isRecorded } from "./stream.js";
 import { tokensOf } from "./tokens.js";
+import { spentMs } from "./trace.js";
 import { counted, milliseconds, times, visible } from "./words.js";
 
 const REPLAY_MS = 7000; // what the slower lane takes on the screen
@@ -19,7 +20,7 @@ class Lane {
   constructor(name) { this.#name = name; }
   get last() { return this.#events.at(-1); }
   add({ step, tokens, text, ms }) {
-    const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the clock starts behind the prompt
+    const took = step ? spentMs(ms) : 0; // the clock starts behind the prompt
     const [{ at, tokens: count, passes }, elements] = [this.last, tokensOf({ tokens, text })];
     const more = { tokens: count + tokens.length, passes: passes + (step > 0) };
     this.#events.push({ at: at + took, ...more, elements });

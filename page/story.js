@@ -8,7 +8,7 @@ import { top, withNoise } from "./distribution.js";
 import { byId, element, isNarrow, mayMove, reveal, slider, write } from "./elements.js";
 import { Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
-import { figuresOf, numAccepted, readCycle, readCycles } from "./trace.js";
+import { figuresOf, numAccepted, readCycle, readRun, spentMs, tokensIn } from "./trace.js";
 import { bytes, chance, counted, milliseconds, quoted, short, times } from "./words.js";
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
@@ -39,28 +39,30 @@ class Data {
   #recorded; // curve
   #racers = {}; // by prompt
   constructor({ health: { target }, runs, prompts, curve }, here) {
-    [this.#runs, this.#prompts, this.#recorded] = [runs, prompts, curve];
+    [this.#runs, this.#prompts, this.#recorded] = [runs.map(readRun), prompts, curve];
     [this.weights, this.plainMs] = [target.weight_bytes, this.passMs(1)];
     this.here = here ?? { curve, weights: this.weights };
     const names = runs.map(({ request }) => request.drafter);
     this.drafter = [...MODELS, ...names].find((name) => names.includes(name));
-    this.told = { cycles: this.#cycles("first", this.drafter), prompt: prompts.first };
-    const drafted = this.told.cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
-    const able = drafted.length ? drafted : this.told.cycles.slice(-2);
+    const { cycles } = this.#run("first", this.drafter);
+    this.told = { cycles, prompt: prompts.first };
+    this.tokens = tokensIn(cycles);
+    const drafted = cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
+    const able = drafted.length ? drafted : cycles.slice(-2);
     this.whole = able.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(able);
     this.cut = mostTelling(able.filter((cycle) => cycle !== this.whole || able.length === 1));
-    this.behind = this.told.cycles[this.cut.step + 1];
-    this.tokens = this.told.cycles.flatMap(({ tokens }) => tokens);
-    const sampled = runs.find(({ request }) => request.temperature > 0 && request.verification === "coupled");
+    this.behind = cycles[this.cut.step + 1];
+    const sampled = this.#runs.find(({ request }) => (
+      request.temperature > 0 && request.verification === "coupled"));
     this.drawn = sampled ? this.#drawnOf(sampled) : null;
     const known = [this.drafter, ...Object.keys(this.here.curve.drafters)];
     const costs = known.map((name) => costOfDraft(this.here.curve, name, QUESTION.k));
     this.c = costs.find((cost) => cost !== null) ?? costOfDraft(curve, this.drafter, QUESTION.k) ?? 0.1;
   }
   #run(prompt, drafter, temperature = 0) {
-    return this.#runs.find(({ prompt: name, request }) => (
-      name === prompt && request.drafter === drafter && request.temperature === temperature))
-      ?? this.#runs.find(({ prompt: name }) => name === prompt) ?? this.#runs[0];
+    const ofPrompt = this.#runs.filter((run) => run.prompt === prompt);
+    return ofPrompt.find(({ request }) => request.drafter === drafter && request.temperature === temperature)
+      ?? ofPrompt[0] ?? this.#runs[0];
   }
   /** The request of a recorded run, with its prompt. */
   request(prompt, drafter, temperature = 0) {
@@ -69,13 +71,9 @@ class Data {
   passMs(rows) { return passMs(this.#recorded, rows); }
   /** The time of a pass here, in passes over one position. */
   factorOf(rows) { return passMs(this.here.curve, rows) / passMs(this.here.curve, 1); }
-  #cycles(prompt, drafter) {
-    return readCycles(this.#run(prompt, drafter).events.filter((event) => "step" in event));
-  }
   /** Where target and drafter of a sampled run agree about half; `over`, where q is far above p. */
-  #drawnOf({ events }) {
-    const [cycles, answer] = [readCycles(events.filter((event) => "step" in event)), events.at(-1)];
-    const written = cycles.flatMap(({ tokens }) => tokens);
+  #drawnOf({ cycles, answer }) {
+    const written = tokensIn(cycles);
     const places = cycles.flatMap(({ distributions, first, step }) => distributions.flatMap((all, i) => {
       const entries = withNoise(all.filter(({ q, noise }) => q !== undefined && noise !== undefined));
       if (entries.length < 3) return [];
@@ -131,25 +129,21 @@ class Data {
   #racersOf(prompt) {
     const runs = this.#runs.filter(({ prompt: name, request }) => name === prompt && !request.temperature);
     const racer = (name, cycles) => {
+      const { passes, tokensPerPass, alpha, ms: { draft } } = figuresOf(cycles);
       let endMs = 0;
-      const timed = cycles.flatMap(({ step, tokens, ms: { draft = 0, verify = 0, other = 0 } }) => {
+      const timed = cycles.flatMap(({ step, tokens, ms }) => {
         const begin = endMs; // a cycle's tokens share its time
-        endMs += step ? draft + verify + other : 0; // the clock starts behind the prompt
+        endMs += step ? spentMs(ms) : 0; // the clock starts behind the prompt
         const at = (i) => begin + ((endMs - begin) * i) / tokens.length;
-        return tokens.map((token, i) => ({ ...token, ms: endMs, from: at(i), to: at(i + 1) }));
+        return tokens.map((token, i) => ({ ...token, seen: endMs, from: at(i), to: at(i + 1) }));
       });
-      const [numTokens, passes] = [timed.length, cycles.length - 1];
       const guesses = cycles.flatMap(({ proposals }) => proposals).length;
-      const c = cycles.reduce((sum, { ms: { draft = 0 } }) => sum + draft, 0) / guesses / this.plainMs;
-      return { name, endMs, passes, numTokens, tokensPerPass: (numTokens - 1) / passes,
-        costs: `, ${passes} passes${guesses ? `, α ${short(figuresOf(cycles).alpha)}, c ${short(c)}` : ""}`,
-        at: (now) => timed.filter(({ ms }) => ms <= now) };
+      const costs = guesses ? `, α ${short(alpha)}, c ${short(draft / guesses / this.plainMs)}` : "";
+      return { name, passes, tokensPerPass, numTokens: timed.length, endMs,
+        costs: `, ${passes} passes${costs}`, at: (now) => timed.filter(({ seen }) => seen <= now) };
     };
-    const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => (
-      { ...one, proposals: [],
-        tokens: one.tokens.map((token) => ({ ...token, kind: "plain", text: one.text })) }));
-    const drafted = runs.map(({ request: { drafter } }) => racer(drafter, this.#cycles(prompt, drafter)));
-    return [racer("plain", plain), ...drafted];
+    const drafted = runs.map(({ request, cycles }) => racer(request.drafter, cycles));
+    return [racer("plain", runs[0].plain), ...drafted];
   }
   /** How many times as fast the drafter's run of the told text is as plain decoding. */
   get gain() {
