@@ -9,7 +9,9 @@ import { MARKS } from "./words.js";
 import "./workbench.js";
 
 const story = new Story();
-byId("scene-legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
+for (const legend of document.querySelectorAll(".legend")) {
+  legend.append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
+}
 recording.then((recorded) => story.tell(recorded), (error) => (
   byId("story").replaceChildren(element("p.error", `The story cannot be told: ${error.message}`))));
 addEventListener("curve", ({ detail: { curve, health } }) => (

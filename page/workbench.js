@@ -12,7 +12,6 @@ import { byId, element, enable, isNarrow, isOff, mayMove, onPress, reveal, write
 import { RequestForm, settingsWords } from "./form.js";
 import { drawModel } from "./model.js";
 import { phasesOf, Picture } from "./picture.js";
-import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
 import { getJson, isRecorded, isUnrecorded, recordedRun, recording, unrecorded } from "./stream.js";
@@ -20,7 +19,7 @@ import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
 import { fromRace, WhatIf } from "./whatif.js";
-import { MARKS, pace, summary, toldWords } from "./words.js";
+import { pace, summary, toldWords } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
@@ -46,6 +45,7 @@ let health = null;
 let [isLoading, isOpening] = [false, true]; // the model; the page, until it has what it needs
 
 const say = (words) => write("status", words);
+const askedFor = (request) => `${request.drafter}, ${settingsWords(request)}`;
 
 // ---------------------------------------------------------------------------------- a run
 
@@ -62,7 +62,7 @@ function begin(wanted, messages = null, answer = null, ended = () => {}) {
   else text.clear(request.prompt + (request.chat || (isRecorded && health.chat_template) ? "\n" : ""));
   showTalk(Boolean(answer));
   look(session);
-  race.begin(`${request.drafter}, ${settingsWords(request)}: ${request.prompt}`, request.compare);
+  race.begin(`${askedFor(request)}: ${request.prompt}`, request.compare);
   const seen = byId(request.compare ? "racing" : "cycle");
   if (session.isAsked && isNarrow()) seen.scrollIntoView(); // below the text, which sticks to the top
   else if (session.isAsked) [byId("reading"), seen].forEach(reveal);
@@ -223,7 +223,7 @@ function showError(error) {
 
 /** Say what the run had where the form has something else by now; What if? follows the form. */
 function tellSettings() {
-  const had = `${now.request.drafter}, ${settingsWords(now.request)}`;
+  const had = askedFor(now.request);
   const isOther = now.cycles.length && had !== `${byId("drafter").value}, ${form.settings}`;
   write("cycle-settings", isOther ? `This run had other settings than the form has now: ${had}.` : "");
   whatIf.follow(byId("drafter").value);
@@ -279,7 +279,6 @@ function runAgain({ at, ...fields }) {
     session && at && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
 }
 
-document.querySelector("#workbench .legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
 byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
   if (isOff("run")) return;
@@ -312,17 +311,15 @@ byId("request").addEventListener("input", ({ target }) => {
   tellSettings();
   if (target.matches("[aria-invalid=true], #demo-prompt")) showError(null); // it is being corrected
 });
-byId("request").addEventListener("change", ({ target }) => { // another temperature may not be recorded
+byId("request").addEventListener("change", ({ target }) => {
+  if (!isRecorded || !target.matches("#demo-prompt, #drafter")) return;
   const names = ["prompt", "drafter", "temperature", "verification"];
-  const asked = Object.fromEntries(names.map((name) => [name, byId(name).value]));
-  const isNew = isUnrecorded({ ...asked, temperature: Number(asked.temperature) });
-  if (!target.matches("#demo-prompt, #drafter")) return;
-  if (isNew) form.fill({ temperature: 0 });
-  if (!isRecorded) return;
-  if (run) {
-    run.ended = () => begin("running");
-    run.stream.stop();
-  } else begin("running"); // it is there already
+  const [prompt, drafter, temperature, verification] = names.map((name) => byId(name).value);
+  const asked = { prompt, drafter, temperature: Number(temperature), verification };
+  if (isUnrecorded(asked)) form.fill({ temperature: 0 }); // another one may not be recorded
+  if (!run) return begin("running"); // it is there already
+  run.ended = () => begin("running");
+  run.stream.stop();
 });
 addEventListener("hashchange", followLink);
 addEventListener("try", ({ detail }) => runAgain(detail));
