@@ -40,9 +40,9 @@ export class WhatIf {
     this.#chosen = name;
     this.#touch(false);
   }
-  /** Take /health, or null of a recording, and /curve; without one, what the controller believes. */
+  /** Take /health and /curve; without a curve, what the controller believes. */
   learn(health, curve) {
-    const costs = health?.controller?.costs_by_batch?.["1"];
+    const costs = health.controller?.costs_by_batch?.["1"];
     if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
       this.#curve = curve;
       const [one, six] = [costs?.pass_ms, costs?.pass_ms + 5 * costs?.token_ms];
@@ -52,7 +52,7 @@ export class WhatIf {
       this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
       this.#source = "No curve was measured yet: this is what the controller believes.";
     }
-    this.add(health ? fromHealth(health) : []);
+    this.add(costs?.pass_ms ? fromHealth(health, costs) : []);
   }
   /** Points, one for each drafter: a newer one takes the place of one that is not better. */
   add(points) {
@@ -115,16 +115,12 @@ export function fromRace({ compare, metrics: { speculative_decoding: told } }, r
 }
 
 /** From each drafter's life so far, against the controller's idea of a plain pass. */
-function fromHealth(health) {
-  const costs = health.controller?.costs_by_batch?.["1"];
-  if (!costs?.pass_ms) return [];
-  const pass = costs.pass_ms;
+function fromHealth(health, { pass_ms: pass, token_ms: more, draft_step_ms: steps = {} }) {
   return Object.entries(health.speculative_decoding.per_drafter).flatMap(([name, metrics]) => {
     const alpha = metrics.conditional_acceptance_rate_per_position?.[0] ?? null;
-    const step = costs.draft_step_ms?.[name];
-    if (alpha === null || step === undefined || !metrics.target_passes) return [];
-    const [k, c, tokens] = [draftedPerCycle(metrics), step / pass, metrics.tokens_per_pass];
-    const speedup = tokens / (k * c + 1 + (k * costs.token_ms) / pass);
+    if (alpha === null || steps[name] === undefined || !metrics.target_passes) return [];
+    const [k, c, tokens] = [draftedPerCycle(metrics), steps[name] / pass, metrics.tokens_per_pass];
+    const speedup = tokens / (k * c + 1 + (k * more) / pass);
     return [{ name, alpha, k, c, tokens, speedup, source: `all runs of ${name} so far`, rank: 0 }];
   });
 }

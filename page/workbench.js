@@ -340,11 +340,11 @@ async function askHealth() {
   const warnings = [health.status !== "ok" && `the server is ${health.status}`, ...health.warnings ?? []];
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
-  if (isRecorded) health = { ...health, drafters: offerRecorded(await recording) };
+  if (isRecorded) health = offerRecorded(await recording);
   else form.offer(health, [...drafters, "none"], health);
   byId("views").hidden = !health.chat_template || isRecorded;
   if (!health.engine) learnCurve(); // another engine has none
-  drawModel(isRecorded ? { ...health, controller: null } : health); // its clock was of many runs
+  drawModel(health);
   return true;
 }
 
@@ -352,7 +352,7 @@ async function askHealth() {
 async function learnCurve() {
   tellSettings();
   const curve = await getJson("curve", form.key).catch(() => null);
-  whatIf.learn(isRecorded ? null : health, curve);
+  whatIf.learn(health, curve);
   if (isRecorded) {
     const isFirst = ({ prompt, request }) => prompt === "first" && !request.temperature;
     const points = ({ events }) => fromRace(events.at(-1), "first");
@@ -360,7 +360,7 @@ async function learnCurve() {
   } else if (curve) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
 
-/** Offer what was recorded, where no server of ours sends the page. */
+/** Offer what was recorded, where no server of ours sends the page; gives /health as it is for that. */
 function offerRecorded({ runs, model, recorded_at: day, machine }) {
   const requests = runs.map(({ request }) => request);
   const first = requests.find(({ drafter }) => drafter === "draft_model") ?? requests[0];
@@ -370,7 +370,7 @@ function offerRecorded({ runs, model, recorded_at: day, machine }) {
   byId("recorded-settings").hidden = false;
   byId("prompt").readOnly = true;
   write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
-  return drafters;
+  return { ...health, drafters, controller: null }; // its clock was of many runs
 }
 
 async function load() {
