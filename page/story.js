@@ -181,12 +181,12 @@ class Data {
 export class Story {
   #scene = new Scene();
   #recording;
-  #data = null;
+  #data;
   #states = {}; // by chapter, {at: the movers' values, chosen}
   #id = null; // of the chapter that is shown
   #timer = 0;
   /** Tell a recording; its own curve is used until `measured` gives this server's. */
-  tell(recording) {
+  constructor(recording) {
     this.#recording = recording;
     this.#take();
     const seen = new IntersectionObserver((entries) => {
@@ -213,7 +213,7 @@ export class Story {
   };
   /** Take the curve that this server has measured, of the model that it has loaded. */
   measured(curve, { model, target }) {
-    if (!this.#recording || Object.keys(curve.pass_ms ?? {}).length < 3) return;
+    if (Object.keys(curve.pass_ms ?? {}).length < 3) return;
     this.#take({ curve, weights: target.weight_bytes }, ` The curve: ${model}, measured by this server.`);
   }
   #take(here = null, more = "") {
