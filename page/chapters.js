@@ -8,7 +8,7 @@
 //   play       [name, first value, last value, ms between two]: the same with the answer, and with each of
 //              the ways in texts.json, which are buttons
 //   answered   values that are set with the answer
-//   presses    other buttons: [words, what pressing it sets, token id]; `first`, what is set at first
+//   presses    other buttons: [words, a function that gives what is set, attributes]; `first` is set before
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
@@ -204,10 +204,10 @@ export const CHAPTERS = {
     first: (data) => ({ game: data.game() }),
     presses(data, { game }) {
       const { judged, picks, cycle, offered, isOpen } = game;
-      if (!cycle) return [["Begin anew", { game: data.game() }]];
-      if (!isOpen) return [["Next pass", { game: { ...game, isOpen: true } }]];
-      return offered.map((token) => (
-        [visible(token.text), { game: data.game(judged, [...picks, token]) }, token.id]));
+      if (!cycle) return [["Begin anew", () => ({ game: data.game() })]];
+      if (!isOpen) return [["Next pass", () => ({ game: { ...game, isOpen: true } })]];
+      const picked = (token) => ({ game: data.game(judged, [...picks, token]) });
+      return offered.map((token) => [visible(token.text), () => picked(token), { "data-id": token.id }]);
     },
     right: () => 1,
     draw(scene, data, { at: { game: { judged, cycle, missing, isOpen } }, isPlayed }) {

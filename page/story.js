@@ -295,12 +295,11 @@ export class Story {
     };
     const hasGains = chapter.gains && !isNarrow();
     const gain = element(chosen === null ? "span.later" : "span.later.on");
-    const ways = Object.entries(texts.chapters[this.#id].ways ?? {}).map(([way, words]) => [words, { way }]);
-    const buttons = (chapter.presses?.(this.#data, at) ?? ways).map(([words, changes, token], i) => {
-      const about = { type: "button", "data-id": token, "data-way": changes.way };
-      const click = () => choose(changes, i);
-      return element("button", { ...about, click }, words, hasGains ? gain.cloneNode() : null);
-    });
+    const ways = Object.entries(texts.chapters[this.#id].ways ?? {}).map(([way, words]) => (
+      [words, () => ({ way }), { "data-way": way }]));
+    const buttons = (chapter.presses?.(this.#data, at) ?? ways).map(([words, set, attributes], i) => (
+      element("button", { type: "button", ...attributes, click: () => choose(set(), i) },
+        words, hasGains ? gain.cloneNode() : null)));
     const sliders = chapter.movers(this.#data, at).map(([mover, words, range]) => {
       at[mover] = Math.min(at[mover], range[1]);
       const label = slider(`move-${mover}`, words, at[mover], range);
