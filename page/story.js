@@ -249,7 +249,7 @@ export class Story {
       says.replaceChildren(verdict, filled(words.tell, this.#data.facts));
       state.chosen = at;
       Object.assign(state.at, chapter.answered?.(this.#data));
-      this.#enter(id, true);
+      this.#enter(id, "answer");
       if (isNarrow()) reveal(says); // below the picture
     };
     const { facts } = this.#data;
@@ -267,29 +267,29 @@ export class Story {
     const label = "See this run in the workbench";
     if (request) article.append(element("button.quiet", { type: "button", click }, label));
   }
-  /** Show a chapter; what it plays at its start, or with the answer and its ways, begins. */
-  #enter(id, isPressed = false) {
+  /** Show a chapter; what it plays at its start, or where an answer or a button was pressed, begins. */
+  #enter(id, pressed = null) {
     const chapter = CHAPTERS[id];
-    if (this.#id === id && !isPressed) return; // what it plays goes on
+    if (this.#id === id && !pressed) return; // what it plays goes on
     this.#id = byId("scene").dataset.at = id;
     for (const article of document.querySelectorAll("[data-chapter]")) {
       article.toggleAttribute("data-shown", article.dataset.chapter === id);
     }
     for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
     const { at, chosen } = this.#state(id);
-    const plays = isPressed ? chapter.play : chosen === null ? chapter.start : null;
+    const plays = pressed ? chapter.play : chosen === null ? chapter.start : null;
     const [name, ...how] = plays?.(this.#data) ?? [];
-    if (name && isPressed) at[name] = how.shift();
+    if (name && pressed) at[name] = how.shift();
     this.#drawMovers(chapter);
     this.#stop();
     if (name) this.#play(name, ...how);
-    else this.#draw(isPressed);
+    else this.#draw(pressed === "button");
   }
   #drawMovers(chapter) {
     const { at, chosen } = this.#state(this.#id);
     const choose = (changes, place) => {
       Object.assign(at, changes);
-      this.#enter(this.#id, true);
+      this.#enter(this.#id, "button");
       const buttons = byId("scene-movers").querySelectorAll("button");
       (buttons[place] ?? buttons[0]).focus();
     };
