@@ -2,25 +2,25 @@
 // picture that answers it:
 //
 //   kinds      of what it shows, for the legend
-//   movers     sliders: [name, words, [least, most, step], first value, words of values]; `ways`, buttons
+//   movers     sliders: [name, words, [least, most, step], first value, words of values]
 //   right      the place of the choice that is true; `choices`, where they are not words
-//   start      [name, last value, ms between two]: what moves by itself when the chapter is reached,
-//   play       and with the answer; `answered` is set then
-//   replays    the mover that goes from its beginning with each of the ways
-//   picks      the tokens to choose from behind some picks: the reader is the drafter. None before a new
-//              pass begins, null at the end
+//   start      [name, last value, ms between two]: what moves by itself when the chapter is reached
+//   play       [name, first value, last value, ms between two]: the same with the answer, and with each of
+//              the ways in texts.json, which are buttons
+//   answered   values that are set with the answer
+//   presses    other buttons: [words, a function that gives what is set, attributes]; `first` is set before
 //   run        the request of the run that is shown, and its cycle
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
 import { bar, row, scale } from "./charts.js";
-import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, MOST_POSITIONS, passMs,
-  speedupOf } from "./curve.js";
+import { balanceOf, bestK, breakEven, drawCosts, drawTimes, LARGEST_K, MOST_POSITIONS,
+  passMs } from "./curve.js";
 import { chanceRows, drawnByRejection, likeliest, top, withNoise } from "./distribution.js";
 import { element, isNarrow } from "./elements.js";
 import { phasesOf } from "./picture.js";
 import { drawLanes } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
-import { numAccepted } from "./trace.js";
+import { numAccepted, tokensIn } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
 const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
@@ -44,13 +44,21 @@ export function atWay(data, way, k = QUESTION.k) {
   return { alpha, k, c: slow, batch, factor };
 }
 
-/** The K at most that this way's readers have positions for. */
-const mostK = (way, k) => Math.min(k, MOST_POSITIONS / (WAYS[way].batch ?? 1) - 1);
+/** How many times as fast a cycle is in one of these ways. */
+export const gainOf = (data, way, k) => balanceOf(data.here.curve, atWay(data, way, k)).speedup;
+
+/** The largest K that this way's readers have positions for. */
+const mostK = (way) => Math.min(LARGEST_K, MOST_POSITIONS / (WAYS[way].batch ?? 1) - 1);
 
 const UNDRAWN = "No sampled run was recorded with this model.";
 const list = (length, make) => Array.from({ length }, (_, i) => make(i));
 const asPlain = (tokens) => tokens.map((token) => ({ ...token, kind: "plain" }));
-const cycleMover = (cycle) => [["phase", "steps of this cycle", [0, phasesOf(cycle).length, 1], 0]];
+/** A slider of a cycle's phases; the chapter plays the draft, and the rest with the answer. */
+const playsCycle = (cycleOf) => ({
+  movers: (data) => [["phase", "steps of this cycle", [0, phasesOf(cycleOf(data)).length, 1], 0]],
+  start: (data) => ["phase", cycleOf(data).proposals.length, PHASE_MS],
+  play: (data) => ["phase", cycleOf(data).proposals.length + 1, phasesOf(cycleOf(data)).length, PHASE_MS],
+});
 
 /** The two ways for one cycle, as lanes of times in ms. */
 function cycleLanes(data, { proposals: { length: n }, tokens: { length: gave }, ms }, phase, isEnd) {
@@ -66,7 +74,7 @@ function cycleLanes(data, { proposals: { length: n }, tokens: { length: gave }, 
 /** Draw a cycle as far as a phase, with the text before it and the times of both ways. */
 function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
   const [{ cycles, prompt }, phases] = [data.told, phasesOf(cycle)];
-  scene.strip(prompt, cycles.slice(0, cycle.step + (phase >= phases.length)).flatMap(({ tokens }) => tokens));
+  scene.strip(prompt, tokensIn(cycles.slice(0, cycle.step + (phase >= phases.length))));
   scene.cycle(cycle, cycles, phase, isPlayed);
   const lanes = cycleLanes(data, cycle, phase, phase >= phases.length - 1);
   scene.plot((box) => drawLanes(box, lanes, ROOM * (cycle.proposals.length + 1) * data.plainMs));
@@ -74,19 +82,18 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
     ?? `The text ends with ${quoted(cycle.pending)}: chosen, but not yet read by the target. It is pending.`;
 }
 
-/** Both figures of costs: a pass's time by its positions, and a cycle's gain by K. */
-function drawCosts(scene, data, at, handles, isShown = true) {
-  const { rows } = handles.at(-1);
-  const parts = at.factor && `${short(TAKEN * at.factor(rows), 1)} of ${EXPERTS} experts`;
-  const chances = at.batch > 1 ? [] : list(rows, (i) => (isShown ? at.alpha ** i : null));
+/** Draw what a cycle costs and brings, and the positions of its pass. */
+function drawGain(scene, data, at, isShown = true) {
+  const { alpha, k, batch = 1, factor } = at;
+  const rows = batch * (k + 1);
+  const parts = factor && `${short(TAKEN * factor(rows), 1)} of ${EXPERTS} experts`;
+  const chances = batch > 1 ? [] : list(rows, (i) => (isShown ? alpha ** i : null));
   scene.strip("", []);
   scene.positions(rows, data.here, { parts, chances });
   scene.plot((box) => {
-    const [left, right] = [element("div.half"), element("div.half")];
-    box.replaceChildren(left, right);
-    const moves = ["k", (positions) => positions / (at.batch ?? 1) - 1];
-    drawTimes(left, data.here.curve, { handles, factor: at.factor, moves });
-    drawGain(right, data.here.curve, at, { isShown, moves: ["k", (k) => k] });
+    const halves = [element("div.half"), element("div.half")];
+    box.replaceChildren(...halves);
+    drawCosts(halves, data.here.curve, at, { isShown, moves: "k" });
   }, 0.62);
 }
 
@@ -123,8 +130,7 @@ export const CHAPTERS = {
     movers: () => [["share", "time, in %", [0, 100, 1], 0]],
     right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
     start: () => ["share", 100, 40],
-    answered: () => ({ share: 0 }),
-    play: () => ["share", 100, 60],
+    play: () => ["share", 0, 100, 60],
     draw(scene, data, { at: { share }, chosen }) {
       const names = { plain: "the model alone", [data.drafter]: "with a drafter" };
       const pair = data.racers("first").filter(({ name }) => name in names).map((lane) => (
@@ -146,8 +152,7 @@ export const CHAPTERS = {
     movers: () => [["tokens", "tokens to write", [1, MOST_TOKENS, 1], 1]],
     right: () => 1,
     start: () => ["tokens", 6, 700],
-    answered: () => ({ tokens: 1 }),
-    play: () => ["tokens", TEN, 350],
+    play: () => ["tokens", 1, TEN, 350],
     draw(scene, data, { at: { tokens } }) {
       scene.strip(data.told.prompt, asPlain(data.tokens.slice(0, tokens)));
       const [read, says] = [data.tokens[tokens - 2]?.text ?? "…", data.tokens[tokens - 1]?.text];
@@ -181,41 +186,37 @@ export const CHAPTERS = {
   },
   guess: {
     kinds: ["drafting", "pass", "accepted", "bonus", "plain"],
-    movers: (data) => cycleMover(data.whole),
     choices: (data) => list(data.whole.proposals.length + 1, String),
     right: (data) => numAccepted(data.whole),
-    start: (data) => ["phase", data.whole.proposals.length, PHASE_MS],
-    answered: (data) => ({ phase: data.whole.proposals.length + 1 }),
-    play: (data) => ["phase", phasesOf(data.whole).length, PHASE_MS],
+    ...playsCycle(({ whole }) => whole),
     draw: (scene, data, state) => drawCycle(scene, data, data.whole, state),
   },
   reject: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "plain"],
-    movers: (data) => cycleMover(data.cut),
     right: () => 1,
-    start: (data) => ["phase", data.cut.proposals.length, PHASE_MS],
-    answered: (data) => ({ phase: data.cut.proposals.length + 1 }),
-    play: (data) => ["phase", phasesOf(data.cut).length, PHASE_MS],
+    ...playsCycle(({ cut }) => cut),
     run: (data) => ({ ...data.request("first", data.drafter), at: data.cut.step }),
     draw: (scene, data, state) => drawCycle(scene, data, data.cut, state),
   },
   you: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "bonus"],
     movers: () => [],
-    picks(data, { picks, isNext }) {
-      const { judged, cycle, offered } = data.game(picks);
-      return !cycle ? null : judged.length && !cycle.proposals.length && !isNext ? [] : offered;
+    first: (data) => ({ game: data.game() }),
+    presses(data, { game }) {
+      const { judged, picks, cycle, offered, isOpen } = game;
+      if (!cycle) return [["Begin anew", () => ({ game: data.game() })]];
+      if (!isOpen) return [["Next pass", () => ({ game: { ...game, isOpen: true } })]];
+      const picked = (token) => ({ game: data.game(judged, [...picks, token]) });
+      return offered.map((token) => [visible(token.text), () => picked(token), { "data-id": token.id }]);
     },
     right: () => 1,
-    draw(scene, data, { at: { picks, isNext }, isPlayed }) {
-      const [{ cycles, prompt }, { judged, cycle, missing }] = [data.told, data.game(picks)];
-      const isOpen = !judged.length || isNext || cycle?.proposals.length > 0; // what was judged stays
+    draw(scene, data, { at: { game: { judged, cycle, missing, isOpen } }, isPlayed }) {
+      const { cycles, prompt } = data.told;
       const shown = isOpen ? cycle : judged.at(-1);
       const { step } = judged[0] ?? cycle;
       const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + judged.length)];
-      const textOf = (some) => some.flatMap(({ tokens }) => tokens);
-      const [you, theirs] = [textOf(judged), textOf(rivals)];
-      scene.strip(prompt, textOf([...before, ...judged]));
+      const [you, theirs] = [tokensIn(judged), tokensIn(rivals)];
+      scene.strip(prompt, tokensIn([...before, ...judged]));
       scene.cycle(shown, [...before, ...judged, shown], isOpen ? shown.proposals.length : Infinity, isPlayed);
       const plain = asPlain(you.slice(0, judged.length)); // as many as passes
       const took = `in ${counted(judged.length, "pass", "passes")}`;
@@ -237,9 +238,9 @@ export const CHAPTERS = {
       ["before the pass", "after the pass", "after the cut", "after the next pass"]]],
     right: () => 2,
     start: () => ["phase", 1, PHASE_MS],
-    play: (data) => ["phase", data.behind ? 3 : 2, 2 * PHASE_MS],
+    play: (data) => ["phase", 1, data.behind ? 3 : 2, 2 * PHASE_MS],
     draw(scene, { cut, behind, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
-      scene.strip(prompt, cycles.slice(0, cut.step + (phase > 1)).flatMap(({ tokens }) => tokens));
+      scene.strip(prompt, tokensIn(cycles.slice(0, cut.step + (phase > 1))));
       const [n, end] = [cut.proposals.length, phasesOf(cut).length];
       scene.cycle(phase < 3 ? cut : behind, cycles, [n, end - 1, end][phase] ?? behind.proposals.length + 1,
         isPlayed);
@@ -259,11 +260,12 @@ export const CHAPTERS = {
     right: () => 2,
     draw(scene, data, { at, chosen }) {
       const isShown = chosen !== null || at.alpha !== QUESTION.alpha || at.k !== QUESTION.k;
-      drawCosts(scene, data, at, [{ rows: at.k + 1, words: "K + 1" }], isShown);
-      const [least, k] = [at.k ? breakEven(data.here.curve, at) : null, bestK(data.here.curve, at)];
+      drawGain(scene, data, at, isShown);
+      const { curve } = data.here;
+      const [least, k] = [at.k ? breakEven(curve, at) : null, bestK(curve, at)];
       const terms = list(at.k + 1, (i) => short(at.alpha ** i)).slice(1, 4).join(" + ");
       const gives = isShown && at.k ? `A cycle gives 1 + ${terms}${at.k > 3 ? " + …" : ""} = `
-        + `${short(expectedTokens(at.alpha, at.k))} tokens. ` : "";
+        + `${short(balanceOf(curve, at).tokens)} tokens. ` : "";
       const pays = !at.k ? "This is plain decoding." : least === null
         ? "It cannot pay, however good the guesses are."
         : `With this K and c it pays from α = ${short(least)} on.`;
@@ -272,27 +274,21 @@ export const CHAPTERS = {
   },
   loses: {
     kinds: ["drafting", "pass", "accepted", "plain"],
-    ways: () => ["way", Object.keys(WAYS)],
-    gains: (data, way, k) => times(speedupOf(data.here.curve, atWay(data, way, mostK(way, k)))),
-    movers: () => [["k", "K", [0, 15, 1], QUESTION.k]],
+    gains: (data, way, k) => times(gainOf(data, way, Math.min(k, mostK(way)))),
+    movers: (data, { way = "alone" } = {}) => [["k", "K", [0, mostK(way), 1], QUESTION.k]],
     right(data) {
-      const [many, slow] = ["batch", "bad"].map((way) => speedupOf(data.here.curve, atWay(data, way)) < 1);
+      const [many, slow] = ["batch", "bad"].map((way) => gainOf(data, way) < 1);
       return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
     answered: () => ({ way: "bad", k: QUESTION.k }),
-    draw(scene, data, { at: moved }) {
-      const { way } = moved;
-      const k = moved.k = mostK(way, moved.k); // the slider goes back to there, too
-      const [at, { batch = 1 }] = [atWay(data, way, k), WAYS[way]];
-      const rows = batch * (k + 1);
-      const handles = [{ rows, words: batch > 1 ? "8 × (K + 1)" : "K + 1" }];
-      if (batch > 1) handles.unshift({ rows: batch, words: "8, plain" });
-      drawCosts(scene, data, at, handles);
-      const [longest, { draft, verify }] = [bestK(data.here.curve, at), cycleCost(data.here.curve, at)];
+    draw(scene, data, { at: { way, k } }) {
+      const { here: { curve } } = data;
+      const at = atWay(data, way, k);
+      drawGain(scene, data, at);
+      const [best, { tokens, passes, speedup }] = [bestK(curve, at), balanceOf(curve, at)];
       const { ways, why } = texts.chapters.loses;
-      const gives = `${short(expectedTokens(at.alpha, k))} tokens for ${short(draft + verify)} plain passes`;
-      return `${ways[way]}: ${gives}, ${times(speedupOf(data.here.curve, at))}. `
-        + `${longest ? `K = ${longest}` : "Not to draft"} is best. ${why[way]}`;
+      return `${ways[way]}: ${short(tokens)} tokens for ${short(passes)} plain passes, ${times(speedup)}. `
+        + `${best ? `K = ${best}` : "Not to draft"} is best. ${why[way]}`;
     },
   },
   sampling: {
@@ -323,7 +319,7 @@ export const CHAPTERS = {
       ["the guess", "u", ...DRAWS.slice(2)]]],
     right: () => 1,
     start: () => ["draws", 2, PHASE_MS],
-    play: () => ["draws", DRAWS.length - 1, 450],
+    play: () => ["draws", 2, DRAWS.length - 1, 450],
     draw(scene, { drawn }, { at: { draws: stop } }) {
       if (!drawn) return UNDRAWN;
       const { all, guess, u, isKept, token } = drawnByRejection(likeliest(drawn.over.entries), DRAWS[stop]);
@@ -346,17 +342,15 @@ export const CHAPTERS = {
   },
   who: {
     kinds: ["accepted", "recovered", "bonus", "plain"],
-    ways: () => ["text", ["copy", "new"]],
     movers: () => [["share", "time, in % of the slowest", [0, 100, 1], 0]],
     choices: (data) => data.racers("copy").map(({ name }) => name),
     right(data) {
       const ends = data.racers("copy").map(({ endMs }) => endMs);
       return ends.indexOf(Math.min(...ends));
     },
-    play: () => ["share", 100, 60],
-    replays: "share",
-    draw(scene, data, { at: { text, share }, chosen }) {
-      const racers = data.racers(text);
+    play: () => ["share", 0, 100, 60],
+    draw(scene, data, { at: { way, share }, chosen }) {
+      const racers = data.racers(way);
       const ms = (share / 100) * Math.max(...racers.map(({ endMs }) => endMs));
       const first = racers.reduce((a, b) => (b.endMs < a.endMs ? b : a));
       scene.strip("", first.at(ms));

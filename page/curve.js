@@ -32,21 +32,21 @@ export function passMs(curve, rows) {
   return ms1 + ((ms1 - ms0) * (rows - n1)) / (n1 - n0);
 }
 
-/** What a cycle takes, in plain passes of the same batch: {draft, verify}. */
-export function cycleCost(curve, { k, c, batch = 1, factor = () => 1 }) {
+/** What a cycle gives, and takes in plain passes of the same batch: with a speedup above 1 it pays. */
+export function balanceOf(curve, { alpha, k, c, batch = 1, factor = () => 1 }) {
   const ms = (rows) => passMs(curve, rows) * factor(rows);
-  return { draft: (k * c * ms(1)) / ms(batch), verify: ms(batch * (k + 1)) / ms(batch) };
+  const draft = (k * c * ms(1)) / ms(batch);
+  const verify = ms(batch * (k + 1)) / ms(batch);
+  const [tokens, passes] = [expectedTokens(alpha, k), draft + verify];
+  return { draft, verify, passes, tokens, speedup: tokens / passes };
 }
 
-/** Tokens per time of a plain pass: above 1 speculation is faster. */
-export function speedupOf(curve, at) {
-  const { draft, verify } = cycleCost(curve, at);
-  return expectedTokens(at.alpha, at.k) / (draft + verify);
-}
+/** The same for each k. */
+const byK = (curve, at) => Array.from({ length: LARGEST_K + 1 }, (_, k) => balanceOf(curve, { ...at, k }));
 
 /** The acceptance from which k drafts pay; null where even a drafter that is always right would not. */
 export function breakEven(curve, at) {
-  const pays = (alpha) => speedupOf(curve, { ...at, alpha }) >= 1;
+  const pays = (alpha) => balanceOf(curve, { ...at, alpha }).speedup >= 1;
   if (!pays(1)) return null;
   let [low, high] = [0, 1];
   for (let i = 0; i < 40; i += 1) {
@@ -59,7 +59,7 @@ export function breakEven(curve, at) {
 
 /** The k that pays best, 0 where none does. */
 export function bestK(curve, at) {
-  const all = Array.from({ length: LARGEST_K + 1 }, (_, k) => speedupOf(curve, { ...at, k }));
+  const all = byK(curve, at).map(({ speedup }) => speedup);
   return all.indexOf(Math.max(...all));
 }
 
@@ -122,18 +122,18 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64],
     yWords: "ms of one pass", xWords: "positions in the pass", label, moves });
   const last = Math.min(MOST_POSITIONS, most / one); // what as many passes over one would take
-  plot.path([[1, one], [last, last * one]], "plain-line");
+  plot.path([[1, one], [last, last * one]], "plain");
   plot.text(plot.x(last) + 8, plot.y(last * one) + 14, "one by one", "start");
   if (isShown) {
-    plot.path(all, "pass-line");
-    for (const rows of Object.keys(curve.pass_ms)) plot.dot(Number(rows), at(Number(rows)), "pass-dot", 3);
+    plot.path(all, "pass");
+    for (const rows of Object.keys(curve.pass_ms)) plot.dot(Number(rows), at(Number(rows)), "pass", 3);
   }
-  plot.dot(1, one, "pass-dot", 4);
+  plot.dot(1, one, "pass", 4);
   for (const guess of guesses) plot.dot(6, guess * one, "guess", 7);
   if (!isShown) return;
   handles.forEach(({ rows, words: what }, i) => {
     plot.line(rows, 0, rows, at(rows), "leader");
-    plot.dot(rows, at(rows), "handle", 7);
+    plot.dot(rows, at(rows), "pass.handle", 7);
     plot.note(i, `${what}: ${times(at(rows) / one)}`);
   });
 }
@@ -142,44 +142,48 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
  * What a cycle gives against what it takes, over K: where the line of tokens is above both areas,
  * speculation pays. `at` has alpha, k, c, batch; `points`, [{k, tokens, name, isChosen}], were measured.
  */
-export function drawGain(box, curve, at, { isShown = true, points = [], moves } = {}) {
-  const ks = Array.from({ length: LARGEST_K + 1 }, (_, k) => k);
-  const costs = ks.map((k) => cycleCost(curve, { ...at, k }));
-  const tokens = ks.map((k) => expectedTokens(at.alpha, k));
-  const total = costs.map(({ draft, verify }) => draft + verify);
-  const needed = 1.1 * Math.max(...tokens, ...total, ...points.map((point) => point.tokens));
+function drawGain(box, curve, at, { isShown = true, points = [], moves }) {
+  const [all, now] = [byK(curve, at), balanceOf(curve, at)];
+  const last = all.at(-1);
+  const gives = `${short(now.tokens)} tokens in ${short(now.passes)} plain passes`;
+  const needed = 1.1 * Math.max(...[...all, ...points].flatMap(({ tokens, passes = 0 }) => [tokens, passes]));
   const most = [4, 8, 16].find((end) => end >= needed) ?? needed; // seldom another axis
-  const speedup = tokens[at.k] / total[at.k];
-  const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${short(tokens[at.k])} tokens in `
-    + `${short(total[at.k])} plain passes, ${times(speedup)}`;
+  const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${gives}, ${times(now.speedup)}`;
   const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15],
     xWords: "K, drafted tokens per cycle", yWords: "tokens, passes", label, moves });
-  const floor = [[LARGEST_K, 0], [0, 0]];
-  const verify = ks.map((k) => [k, costs[k].verify]);
-  plot.area([...verify, ...floor], "pass-area");
-  plot.area([...ks.map((k) => [k, total[k]]), ...[...verify].reverse()], "draft-area");
-  if (isShown) plot.path(ks.map((k) => [k, tokens[k]]), "token-line");
-  plot.line(at.k, 0, at.k, Math.max(isShown ? tokens[at.k] : 0, total[at.k]), "leader");
-  if (isShown) plot.dot(at.k, tokens[at.k], "token-dot");
-  plot.dot(at.k, total[at.k], "pass-dot");
-  for (const { k, tokens: gave, name, isChosen } of points) {
-    plot.add("path.measured", { d: `M${plot.x(k)} ${plot.y(gave) - 7}l7 7l-7 7l-7 -7z`, tabindex: 0,
+  const over = (name) => all.map((cycle, k) => [k, cycle[name]]);
+  plot.area([...over("verify"), [LARGEST_K, 0], [0, 0]], "pass");
+  plot.area([...over("passes"), ...over("verify").reverse()], "drafting");
+  if (isShown) plot.path(over("tokens"), "accepted");
+  plot.line(at.k, 0, at.k, Math.max(isShown ? now.tokens : 0, now.passes), "leader");
+  if (isShown) plot.dot(at.k, now.tokens, "accepted");
+  plot.dot(at.k, now.passes, "pass");
+  for (const { k, tokens, name, isChosen } of points) {
+    plot.add("path.measured", { d: `M${plot.x(k)} ${plot.y(tokens) - 7}l7 7l-7 7l-7 -7z`, tabindex: 0,
       role: "img", "aria-label": name });
-    plot.text(plot.x(k) + 12, plot.y(gave) + 4, name, isChosen ? "start.value" : "start.value.unchosen");
+    plot.text(plot.x(k) + 12, plot.y(tokens) + 4, name, isChosen ? "start.value" : "start.value.unchosen");
   }
   if (points.length) box.firstChild.setAttribute("role", "group"); // in which one can go from mark to mark
+  const name = (y, dy, words) => plot.text(plot.right - 4, plot.y(y) + dy, words, "end.value");
   const hasRoom = !points.length && !isNarrow();
-  if (hasRoom) plot.text(plot.right - 4, plot.y(costs.at(-1).verify / 4), "time of the pass", "end.value");
-  if (hasRoom && costs.at(-1).draft > most / 12) {
-    plot.text(plot.right - 4, plot.y(total.at(-1) - costs.at(-1).draft / 2) + 5, "of guessing", "end.value");
-  }
-  if (isShown) {
-    const away = tokens.at(-1) > total.at(-1) ? -9 : 18; // from the areas
-    const isClear = Math.abs(tokens.at(-1) - costs.at(-1).verify / 4) > most / 12;
-    if (hasRoom && isClear) {
-      plot.text(plot.right - 4, plot.y(tokens.at(-1)) + away, "tokens it gives", "end.value");
-    }
-    plot.note(0, `${short(tokens[at.k])} tokens in ${short(total[at.k])} plain passes`);
-    plot.note(1, `${times(speedup)} as fast`);
-  }
+  if (hasRoom) name(last.verify / 4, 0, "time of the pass");
+  if (hasRoom && last.draft > most / 12) name(last.passes - last.draft / 2, 5, "of guessing");
+  if (!isShown) return;
+  const isClear = Math.abs(last.tokens - last.verify / 4) > most / 12; // of the name of the pass
+  if (hasRoom && isClear) name(last.tokens, last.tokens > last.passes ? -9 : 18, "tokens it gives");
+  plot.note(0, gives);
+  plot.note(1, `${times(now.speedup)} as fast`);
+}
+
+/**
+ * Both figures, in two boxes: where the pass of a cycle stands on the curve, and what the cycle brings.
+ * `moves` is the name of a slider of K that one may drag in them.
+ */
+export function drawCosts([left, right], curve, at, { moves, ...shown }) {
+  const { k, batch = 1, factor } = at;
+  const rows = Math.min(MOST_POSITIONS, batch * (k + 1));
+  const handles = [{ rows, words: batch > 1 ? `${batch} × (K + 1)` : "K + 1" }];
+  if (batch > 1) handles.unshift({ rows: batch, words: `${batch}, plain` });
+  drawTimes(left, curve, { handles, factor, moves: moves && [moves, (value) => value / batch - 1] });
+  drawGain(right, curve, at, { ...shown, moves: moves && [moves, (value) => value] });
 }

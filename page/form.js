@@ -5,9 +5,9 @@ import { byId, element, write } from "./elements.js";
 import { ServerError } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 
-const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
-const CHOICES = ["drafter", "verification"];
-const FIELDS = ["prompt", "json_schema", ...CHOICES, ...NUMBERS];
+const ELSEWHERE = ["temperature", "top_p", "max_tokens", "seed"]; // what another engine takes, too
+const NUMBERS = ["num_speculative_tokens", ...ELSEWHERE];
+const FIELDS = ["prompt", "drafter", "verification", "json_schema", ...NUMBERS];
 const NUMBER = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i;
 const FIRST_PROMPT = "code_function";
 
@@ -16,7 +16,7 @@ const labelOf = (name) => byId(name).labels[0].textContent.split(",")[0].trim();
 export class RequestForm {
   #demo = byId("demo-prompt");
   #prompt = byId("prompt");
-  #isElsewhere = false; // another engine has chosen the drafter, and tells of no cycle
+  #fields = FIELDS.slice(1); // that go into a request beside the prompt
   #prompts = {}; // by name
   constructor() {
     this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
@@ -36,7 +36,7 @@ export class RequestForm {
   }
   /** Offer these drafters, once, and the chat template if the model has one; begin with these fields. */
   offer({ chat_template, engine }, drafters, fields) {
-    this.#isElsewhere = Boolean(engine);
+    if (engine) this.#fields = ELSEWHERE; // it has chosen the drafter, and tells of no cycle
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
     byId("drafter").append(...drafters.map((name) => element("option", name)));
@@ -55,36 +55,27 @@ export class RequestForm {
   }
   get key() { return byId("key").value; }
   askForKey() { byId("key-field").hidden = !(byId("more").open = true); }
+  /** What is filled in, by field, as it stands there: without the prompt. */
+  get #filled() {
+    const texts = this.#fields.map((name) => [name, byId(name).value.trim()]);
+    return Object.fromEntries(texts.filter(([, text]) => text));
+  }
   /**
    * The request as the server wants it; empty fields are left to its defaults. A named drafter drafts as
    * many tokens as K says; with auto the controller decides. `messages` go instead of the prompt.
    */
   request(isRace, messages = null) {
-    const body = { prompt: messages ?? this.#prompt.value, stream: true, trace: !this.#isElsewhere };
+    const body = { prompt: messages ?? this.#prompt.value, stream: true, ...this.#filled };
     if (!body.prompt.length) throw new ServerError("Write a prompt first.", { param: "prompt" });
+    for (const name of NUMBERS.filter((number) => number in body)) body[name] = numberIn(name, body[name]);
+    if (this.#fields !== ELSEWHERE) body.trace = true;
     if (isRace) body.compare = true;
     if (messages || (!byId("chat-field").hidden && byId("chat").checked)) body.chat = true;
-    if (!this.#isElsewhere) {
-      for (const name of [...CHOICES, "json_schema"]) {
-        if (byId(name).value.trim()) body[name] = byId(name).value.trim();
-      }
-    }
     if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
-    for (const name of NUMBERS.slice(this.#isElsewhere ? 1 : 0)) {
-      const text = byId(name).value.trim().replace(",", ".");
-      const wrong = !NUMBER.test(text) ? `“${text}” is not a number.`
-        : name === "seed" && Math.abs(text) > Number.MAX_SAFE_INTEGER
-          ? "a browser cannot send a number of more than 53 bits." : "";
-      if (text && wrong) throw new ServerError(`${labelOf(name)}: ${wrong}`, { param: name });
-      if (text) body[name] = Number(text);
-    }
     return body;
   }
   /** The settings that it has, in words. */
-  get settings() {
-    const names = [...NUMBERS.slice(this.#isElsewhere ? 1 : 0), "verification", "json_schema"];
-    return settingsWords(Object.fromEntries(names.map((name) => [name, byId(name).value.trim()])));
-  }
+  get settings() { return settingsWords(this.#filled); }
   /** Mark the field that an error is about, if it is one of these; null marks none. */
   mark(param) {
     for (const name of FIELDS) byId(name).setAttribute("aria-invalid", name === param);
@@ -94,6 +85,16 @@ export class RequestForm {
   words({ message, param }) {
     return NUMBERS.includes(param) ? message.replace(param, labelOf(param)) : message;
   }
+}
+
+/** The number that a field has, or an error that is about this field. */
+function numberIn(name, text) {
+  const number = text.replace(",", ".");
+  const wrong = !NUMBER.test(number) ? `“${number}” is not a number.`
+    : name === "seed" && Math.abs(number) > Number.MAX_SAFE_INTEGER
+      ? "a browser cannot send a number of more than 53 bits." : "";
+  if (wrong) throw new ServerError(`${labelOf(name)}: ${wrong}`, { param: name });
+  return Number(number);
 }
 
 /** The settings of a request, in words; fields that are left out, or empty, have none. */

@@ -14,8 +14,7 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
   const vocabulary = `vocabulary ${target.vocabulary}, context ${target.context}`;
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
     + "by the rule of rejection only the distribution is the same";
-  const costs = health.controller?.costs_by_batch?.["1"];
-  const pass = costs ? costs.pass_ms : null;
+  const { pass_ms: pass, draft_step_ms: steps } = health.controller?.costs_by_batch?.["1"] ?? {};
   byId("model-card").replaceChildren(
     entry("model", model, card ? `${card.origin}, ${card.licence}` : ""),
     entry("parameters", parameters, vocabulary),
@@ -27,7 +26,7 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
       : entry("exact", "not to the bit", "rounding may decide near-ties"),
   );
   drawDrafters(drafters, "A drafter of your own.", (name) => {
-    const step = costs?.draft_step_ms[name];
+    const step = steps?.[name];
     return step && pass ? `${milliseconds(step)} for each guess, c = ${short(step / pass)}.` : "";
   });
 }

@@ -2,15 +2,12 @@
 // goes to both.
 
 import { byId, element } from "./elements.js";
-import { keyOf } from "./popup.js";
 import { Story } from "./story.js";
 import { recording } from "./stream.js";
-import { MARKS } from "./words.js";
 import "./workbench.js";
 
-const story = new Story();
-byId("scene-legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
-recording.then((recorded) => story.tell(recorded), (error) => (
-  byId("story").replaceChildren(element("p.error", `The story cannot be told: ${error.message}`))));
+const story = recording.then((recorded) => new Story(recorded));
+story.catch(({ message }) => (
+  byId("story").replaceChildren(element("p.error", `The story cannot be told: ${message}`))));
 addEventListener("curve", ({ detail: { curve, health } }) => (
-  recording.then(() => story.measured(curve, health), () => {})));
+  story.then((told) => told.measured(curve, health), () => {})));

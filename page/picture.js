@@ -3,7 +3,7 @@
 // has come: parts that come later are unseen. So a story plays it and a step shows its end.
 
 import { element, explained } from "./elements.js";
-import { numAccepted, ownToken, placesOf } from "./trace.js";
+import { numAccepted, ownToken, placesOf, tokensIn } from "./trace.js";
 import { counted, MARKS, quoted, visible } from "./words.js";
 
 const WINDOW = 4; // cells of what was cached before; what lies further back is a number
@@ -80,7 +80,7 @@ export class Picture {
     const read = cycle.pending ? `over ${counted(cycle.fed.length + 1, "position")}` : "over the prompt";
     const draft = stage(this.#slots(cycle), `${MARKS.pass} one pass ${read}`, this.#least);
     this.#from(cycle.proposals.length + 1, "lit", draft.lastChild);
-    this.#box.replaceChildren(draft, this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens)),
+    this.#box.replaceChildren(draft, this.#cache(cycle, tokensIn(cycles)),
       cycle.recurrent ? this.#states(cycle) : "");
     this.show(Infinity);
   }

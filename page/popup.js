@@ -52,6 +52,9 @@ function place() {
   [box.style.left, box.style.top] = [left, Math.max(GAP, Math.min(top, lowest))].map((px) => `${px}px`);
 }
 
+for (const legend of document.querySelectorAll(".legend")) {
+  legend.append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
+}
 for (const kind of ["pointerover", "focusin", "click"]) addEventListener(kind, show);
 for (const kind of ["pointerout", "focusout"]) addEventListener(kind, (at) => aboutOf(at) && hidePopup());
 addEventListener("keydown", ({ key }) => key === "Escape" && hidePopup());

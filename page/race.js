@@ -6,6 +6,7 @@ import { bar, drawRows, row, scale } from "./charts.js";
 import { byId, explained, mayMove, onPress, write } from "./elements.js";
 import { isRecorded } from "./stream.js";
 import { tokensOf } from "./tokens.js";
+import { spentMs } from "./trace.js";
 import { counted, milliseconds, times, visible } from "./words.js";
 
 const REPLAY_MS = 7000; // what the slower lane takes on the screen
@@ -13,33 +14,30 @@ const NAMES = ["speculative", "plain"];
 
 /** One way's text, as far as a clock has come. */
 class Lane {
-  #events = [{ at: 0, tokens: 0, passes: 0, elements: [] }]; // at: ms since the prefill's end; counts so far
-  #shown = 1;
   #name;
+  #cycles = []; // {at: its end, in ms since the prefill's, elements: of its tokens, isPass}
   constructor(name) { this.#name = name; }
-  get last() { return this.#events.at(-1); }
+  get endMs() { return this.#cycles.at(-1)?.at ?? 0; }
+  get numTokens() { return this.#cycles.flatMap(({ elements }) => elements).length; }
   add({ step, tokens, text, ms }) {
-    const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the clock starts behind the prompt
-    const [{ at, tokens: count, passes }, elements] = [this.last, tokensOf({ tokens, text })];
-    const more = { tokens: count + tokens.length, passes: passes + (step > 0) };
-    this.#events.push({ at: at + took, ...more, elements });
+    const took = step ? spentMs(ms) : 0; // the clock starts behind the prompt
+    const elements = tokensOf({ tokens, text });
+    this.#cycles.push({ at: this.endMs + took, elements, isPass: step > 0 });
   }
   /** Show what had come by then; the clock may go back. */
   show(ms) {
     const [counts, box] = byId(`lane-${this.#name}`).querySelectorAll(".counts, .text");
-    const events = this.#events.slice(0, this.#events.findLastIndex(({ at }) => at <= ms) + 1);
-    if (events.length < this.#shown || events.length === 1) [this.#shown] = [1, box.replaceChildren()];
-    for (const { elements } of events.slice(this.#shown)) box.append(...elements);
-    this.#shown = events.length;
-    const { tokens, passes } = events.at(-1);
-    counts.textContent = `${counted(tokens, "token")} · ${counted(passes, "pass", "passes")}`;
+    const shown = this.#cycles.filter(({ at }) => at <= ms);
+    const tokens = shown.flatMap(({ elements }) => elements);
+    const passes = shown.filter(({ isPass }) => isPass).length;
+    if (box.children.length !== tokens.length) box.replaceChildren(...tokens);
+    counts.textContent = `${counted(tokens.length, "token")} · ${counted(passes, "pass", "passes")}`;
     box.scrollTop = box.scrollHeight;
   }
 }
 
 export class Race {
   #lanes = {};
-  #isOver = false; // whether both lanes have all of their tokens
   #clock = 0; // ms, the server's,
   #slower = 1; // which runs so many times slower here
   #before = 0; // when it was looked at last
@@ -57,17 +55,16 @@ export class Race {
     if (!isRace) return;
     this.#about = about;
     cancelAnimationFrame(this.#frame);
-    [this.#isOver, this.#clock, this.#slower, this.#frame, this.#finished] = [false, 0, 1, 0, null];
+    [this.#clock, this.#slower, this.#frame, this.#finished] = [0, 1, 0, null];
     for (const name of NAMES) (this.#lanes[name] = new Lane(name)).show(0);
     byId("chart-race").hidden = byId("race-again").hidden = true;
     write("race-pace", "");
   }
   add(name, event) {
     this.#lanes[name].add(event);
-    this.#isOver = this.#lanes.plain.last.tokens >= this.#lanes.speculative.last.tokens;
     if (name === "plain") this.#move();
     write("race-pace", name === "plain" ? "on the run’s clock" : "Decoding with drafts comes first: "
-      + `${counted(this.#lanes[name].last.tokens, "token")} so far. Both lanes start with plain decoding.`);
+      + `${counted(this.#lanes[name].numTokens, "token")} so far. Both lanes start with plain decoding.`);
   }
   say(...words) { byId("race-says").replaceChildren(...words); }
   /** No more will come of it. */
@@ -78,7 +75,7 @@ export class Race {
   }
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
   finish({ compare }, textOf) {
-    [this.#isOver, this.#finished] = [true, () => this.#tell(compare, textOf)];
+    this.#finished = () => this.#tell(compare, textOf);
     this.#move();
   }
   #tell(compare, textOf) {
@@ -90,14 +87,15 @@ export class Race {
     const spent = timings.map(({ predicted_ms: ms, predicted_n: count }) => ms / Math.max(1, count - 1));
     const [most, words] = [Math.max(...spent) || 1, spent.map((ms) => `${ms.toFixed(2)} ms per token`)];
     const bars = ["ours", "plain"].map((kind, i) => [bar(kind, 0, spent[i] / most)]);
-    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`,
-      ...bars.map((each, i) => row("", NAMES[i], each, words[i])), row(".scale", "ms", scale(0, most)));
+    const rows = NAMES.map((name, i) => row("", name, bars[i], words[i]));
+    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`, ...rows,
+      row(".scale", "ms", scale(0, most)));
     byId("chart-race").hidden = false;
     return this.say("Medians of three runs. ", ...speedWords(compare), ` ${textWords(compare, textOf)}`);
   }
   #replay() {
     cancelAnimationFrame(this.#frame);
-    const end = Math.max(...NAMES.map((name) => this.#lanes[name].last.at));
+    const end = Math.max(...NAMES.map((name) => this.#lanes[name].endMs));
     [this.#clock, this.#frame, this.#slower] = [0, 0, Math.max(1, REPLAY_MS / (end || 1))];
     byId("chart-race").hidden = true;
     write("race-pace", `replayed ${this.#slower.toFixed(this.#slower < 10 ? 1 : 0)} times slower`);
@@ -107,8 +105,9 @@ export class Race {
   #move() { if (!this.#frame) this.#tick(this.#before = performance.now()); }
   /** Bring the clock and the lanes to where they are now: at most to where both are known. */
   #tick(now) {
-    const ends = NAMES.map((name) => this.#lanes[name].last.at);
-    const end = this.#isOver ? Math.max(...ends) : ends[1];
+    const { speculative, plain } = this.#lanes;
+    const isWhole = this.#finished || plain.numTokens >= speculative.numTokens;
+    const end = Math.max(plain.endMs, isWhole ? speculative.endMs : 0);
     const passed = Math.max(0, now - this.#before) / this.#slower;
     this.#clock = mayMove() ? Math.min(end, this.#clock + passed) : end;
     [this.#before, this.#frame] = [now, 0];

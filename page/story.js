@@ -2,14 +2,14 @@
 // that it tells was recorded (recordings/), but for the cost curve, which is this server's as soon as it
 // has measured one.
 
-import { atWay, CHAPTERS, QUESTION } from "./chapters.js";
-import { bestK, costOfDraft, expectedTokens, passMs, speedupOf } from "./curve.js";
+import { atWay, CHAPTERS, gainOf, QUESTION } from "./chapters.js";
+import { bestK, costOfDraft, expectedTokens, passMs } from "./curve.js";
 import { top, withNoise } from "./distribution.js";
 import { byId, element, isNarrow, mayMove, reveal, slider, write } from "./elements.js";
 import { Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
-import { figuresOf, numAccepted, readCycle, readCycles } from "./trace.js";
-import { bytes, chance, counted, milliseconds, quoted, short, times, visible } from "./words.js";
+import { figuresOf, numAccepted, readCycle, readRun, spentMs, tokensIn } from "./trace.js";
+import { bytes, chance, counted, milliseconds, quoted, short, times } from "./words.js";
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
 const MODELS = ["draft_model", "eagle3", "mtp", "dflash", "self_int8"]; // the first that was recorded is told
@@ -39,28 +39,30 @@ class Data {
   #recorded; // curve
   #racers = {}; // by prompt
   constructor({ health: { target }, runs, prompts, curve }, here) {
-    [this.#runs, this.#prompts, this.#recorded] = [runs, prompts, curve];
+    [this.#runs, this.#prompts, this.#recorded] = [runs.map(readRun), prompts, curve];
     [this.weights, this.plainMs] = [target.weight_bytes, this.passMs(1)];
     this.here = here ?? { curve, weights: this.weights };
     const names = runs.map(({ request }) => request.drafter);
     this.drafter = [...MODELS, ...names].find((name) => names.includes(name));
-    this.told = { cycles: this.#cycles("first", this.drafter), prompt: prompts.first };
-    const drafted = this.told.cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
-    const able = drafted.length ? drafted : this.told.cycles.slice(-2);
+    const { cycles } = this.#run("first", this.drafter);
+    this.told = { cycles, prompt: prompts.first };
+    this.tokens = tokensIn(cycles);
+    const drafted = cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
+    const able = drafted.length ? drafted : cycles.slice(-2);
     this.whole = able.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(able);
     this.cut = mostTelling(able.filter((cycle) => cycle !== this.whole || able.length === 1));
-    this.behind = this.told.cycles[this.cut.step + 1];
-    this.tokens = this.told.cycles.flatMap(({ tokens }) => tokens);
-    const sampled = runs.find(({ request }) => request.temperature > 0 && request.verification === "coupled");
+    this.behind = cycles[this.cut.step + 1];
+    const sampled = this.#runs.find(({ request }) => (
+      request.temperature > 0 && request.verification === "coupled"));
     this.drawn = sampled ? this.#drawnOf(sampled) : null;
     const known = [this.drafter, ...Object.keys(this.here.curve.drafters)];
     const costs = known.map((name) => costOfDraft(this.here.curve, name, QUESTION.k));
     this.c = costs.find((cost) => cost !== null) ?? costOfDraft(curve, this.drafter, QUESTION.k) ?? 0.1;
   }
   #run(prompt, drafter, temperature = 0) {
-    return this.#runs.find(({ prompt: name, request }) => (
-      name === prompt && request.drafter === drafter && request.temperature === temperature))
-      ?? this.#runs.find(({ prompt: name }) => name === prompt) ?? this.#runs[0];
+    const ofPrompt = this.#runs.filter((run) => run.prompt === prompt);
+    return ofPrompt.find(({ request }) => request.drafter === drafter && request.temperature === temperature)
+      ?? ofPrompt[0] ?? this.#runs[0];
   }
   /** The request of a recorded run, with its prompt. */
   request(prompt, drafter, temperature = 0) {
@@ -69,13 +71,9 @@ class Data {
   passMs(rows) { return passMs(this.#recorded, rows); }
   /** The time of a pass here, in passes over one position. */
   factorOf(rows) { return passMs(this.here.curve, rows) / passMs(this.here.curve, 1); }
-  #cycles(prompt, drafter) {
-    return readCycles(this.#run(prompt, drafter).events.filter((event) => "step" in event));
-  }
   /** Where target and drafter of a sampled run agree about half; `over`, where q is far above p. */
-  #drawnOf({ events }) {
-    const [cycles, answer] = [readCycles(events.filter((event) => "step" in event)), events.at(-1)];
-    const written = cycles.flatMap(({ tokens }) => tokens);
+  #drawnOf({ cycles, answer }) {
+    const written = tokensIn(cycles);
     const places = cycles.flatMap(({ distributions, first, step }) => distributions.flatMap((all, i) => {
       const entries = withNoise(all.filter(({ q, noise }) => q !== undefined && noise !== undefined));
       if (entries.length < 3) return [];
@@ -94,20 +92,23 @@ class Data {
     return isLong ? this.cut : this.told.cycles[0];
   }
   /**
-   * What the reader's picks make: the cycles that are `judged`, the one at hand (null at the end), how many
-   * picks it lacks, and what is offered for the next: what the target says there, and two likely tokens.
+   * What the reader's `picks` make, behind the cycles that are `judged`: the one at hand (null at the end),
+   * how many picks it lacks, and what is offered for the next: what the target says there, and two likely
+   * tokens. What was judged last stays in sight until the next pass is opened.
    */
-  game(picks = [], base = this.#base, judged = []) {
+  game(judged = [], picks = []) {
+    const base = judged.at(-1) ?? this.#base;
     const [{ tokens, told }, at] = [this, endOf(base)];
     const size = judged.length < ROUNDS ? Math.min(PLACES, tokens.length - 1 - at) : 0;
-    if (size < 1) return { judged: judged.length ? judged : [base], cycle: null };
-    const cycle = this.#judged(base, picks.slice(0, size));
-    if (picks.length >= size) return this.game(picks.slice(size), cycle, [...judged, cycle]);
+    if (size < 1) return { judged: judged.length ? judged : [base], cycle: null, isOpen: false };
+    const cycle = this.#judged(base, picks);
+    if (picks.length === size) return this.game([...judged, cycle]);
     const said = tokens[at + picks.length];
     const chances = told.cycles.flatMap((one) => one.tokens.map((_, i) => one.distributions[i] ?? []));
     const others = chances[at + picks.length].filter(({ id }) => id !== said.id).slice(0, 2);
     const offered = [said, ...others].sort((a, b) => a.id - b.id);
-    return { judged, cycle, missing: size - picks.length, offered };
+    const isOpen = !judged.length || picks.length > 0;
+    return { judged, picks, cycle, missing: size - picks.length, offered, isOpen };
   }
   /** The cycle behind `base` in which these tokens are drafted: the target says what it has said. */
   #judged(base, picks) {
@@ -128,25 +129,21 @@ class Data {
   #racersOf(prompt) {
     const runs = this.#runs.filter(({ prompt: name, request }) => name === prompt && !request.temperature);
     const racer = (name, cycles) => {
+      const { passes, tokensPerPass, alpha, ms: { draft } } = figuresOf(cycles);
       let endMs = 0;
-      const timed = cycles.flatMap(({ step, tokens, ms: { draft = 0, verify = 0, other = 0 } }) => {
+      const timed = cycles.flatMap(({ step, tokens, ms }) => {
         const begin = endMs; // a cycle's tokens share its time
-        endMs += step ? draft + verify + other : 0; // the clock starts behind the prompt
+        endMs += step ? spentMs(ms) : 0; // the clock starts behind the prompt
         const at = (i) => begin + ((endMs - begin) * i) / tokens.length;
-        return tokens.map((token, i) => ({ ...token, ms: endMs, from: at(i), to: at(i + 1) }));
+        return tokens.map((token, i) => ({ ...token, seen: endMs, from: at(i), to: at(i + 1) }));
       });
-      const [numTokens, passes] = [timed.length, cycles.length - 1];
       const guesses = cycles.flatMap(({ proposals }) => proposals).length;
-      const c = cycles.reduce((sum, { ms: { draft = 0 } }) => sum + draft, 0) / guesses / this.plainMs;
-      return { name, endMs, passes, numTokens, tokensPerPass: (numTokens - 1) / passes,
-        costs: `, ${passes} passes${guesses ? `, α ${short(figuresOf(cycles).alpha)}, c ${short(c)}` : ""}`,
-        at: (now) => timed.filter(({ ms }) => ms <= now) };
+      const costs = guesses ? `, α ${short(alpha)}, c ${short(draft / guesses / this.plainMs)}` : "";
+      return { name, passes, tokensPerPass, numTokens: timed.length, endMs,
+        costs: `, ${passes} passes${costs}`, at: (now) => timed.filter(({ seen }) => seen <= now) };
     };
-    const plain = runs[0].events.filter((event) => "plain" in event).map(({ plain: one }) => (
-      { ...one, proposals: [],
-        tokens: one.tokens.map((token) => ({ ...token, kind: "plain", text: one.text })) }));
-    const drafted = runs.map(({ request: { drafter } }) => racer(drafter, this.#cycles(prompt, drafter)));
-    return [racer("plain", plain), ...drafted];
+    const drafted = runs.map(({ request, cycles }) => racer(request.drafter, cycles));
+    return [racer("plain", runs[0].plain), ...drafted];
   }
   /** How many times as fast the drafter's run of the told text is as plain decoding. */
   get gain() {
@@ -160,7 +157,7 @@ class Data {
     const ranked = (text) => [...this.racers(text)].sort((a, b) => a.endMs - b.endMs);
     const [copy, fresh] = ["copy", "new"].map(ranked);
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
-    const speed = (way) => times(speedupOf(curve, atWay(this, way)));
+    const speed = (way) => times(gainOf(this, way));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
     const liked = this.drawn?.over.liked ?? { text: "…" };
     return {
@@ -184,12 +181,12 @@ class Data {
 export class Story {
   #scene = new Scene();
   #recording;
-  #data = null;
+  #data;
   #states = {}; // by chapter, {at: the movers' values, chosen}
   #id = null; // of the chapter that is shown
   #timer = 0;
   /** Tell a recording; its own curve is used until `measured` gives this server's. */
-  tell(recording) {
+  constructor(recording) {
     this.#recording = recording;
     this.#take();
     const seen = new IntersectionObserver((entries) => {
@@ -216,7 +213,7 @@ export class Story {
   };
   /** Take the curve that this server has measured, of the model that it has loaded. */
   measured(curve, { model, target }) {
-    if (!this.#recording || Object.keys(curve.pass_ms ?? {}).length < 3) return;
+    if (Object.keys(curve.pass_ms ?? {}).length < 3) return;
     this.#take({ curve, weights: target.weight_bytes }, ` The curve: ${model}, measured by this server.`);
   }
   #take(here = null, more = "") {
@@ -228,12 +225,12 @@ export class Story {
     if (this.#id) this.#draw();
   }
   #state(id) {
-    return this.#states[id] ??= { chosen: null, at: this.#firstOf(CHAPTERS[id]) };
+    return this.#states[id] ??= { chosen: null, at: this.#firstOf(CHAPTERS[id], texts.chapters[id]) };
   }
-  #firstOf({ movers, ways = () => [] }) {
-    const [name, [way] = []] = ways();
-    const first = movers(this.#data).map(([mover, , , value]) => [mover, value]);
-    return Object.fromEntries(name ? [...first, [name, way]] : first);
+  #firstOf({ movers, first }, { ways = {} }) {
+    const [way] = Object.keys(ways);
+    const values = movers(this.#data).map(([mover, , , value]) => [mover, value]);
+    return { way, ...Object.fromEntries(values), ...first?.(this.#data) };
   }
   /** The question of a chapter, and its answers to choose from. */
   #ask(article) {
@@ -252,7 +249,7 @@ export class Story {
       says.replaceChildren(verdict, filled(words.tell, this.#data.facts));
       state.chosen = at;
       Object.assign(state.at, chapter.answered?.(this.#data));
-      this.#enter(id, chapter.play ?? (() => []));
+      this.#enter(id, "answer");
       if (isNarrow()) reveal(says); // below the picture
     };
     const { facts } = this.#data;
@@ -270,38 +267,41 @@ export class Story {
     const label = "See this run in the workbench";
     if (request) article.append(element("button.quiet", { type: "button", click }, label));
   }
-  /** Show a chapter; what it plays at its start, or with the answer, begins. */
-  #enter(id, play = null) {
-    const [chapter, isNew] = [CHAPTERS[id], this.#id !== id];
-    if (!isNew && !play) return; // what it plays goes on
+  /** Show a chapter; what it plays at its start, or where an answer or a button was pressed, begins. */
+  #enter(id, pressed = null) {
+    const chapter = CHAPTERS[id];
+    if (this.#id === id && !pressed) return; // what it plays goes on
     this.#id = byId("scene").dataset.at = id;
     for (const article of document.querySelectorAll("[data-chapter]")) {
       article.toggleAttribute("data-shown", article.dataset.chapter === id);
     }
     for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
+    const { at, chosen } = this.#state(id);
+    const plays = pressed ? chapter.play : chosen === null ? chapter.start : null;
+    const [name, ...how] = plays?.(this.#data) ?? [];
+    if (name && pressed) at[name] = how.shift();
     this.#drawMovers(chapter);
-    const start = play ?? (this.#state(id).chosen === null ? chapter.start : null);
     this.#stop();
-    const [mover, ...how] = start?.(this.#data) ?? [];
-    if (mover) this.#play(mover, ...how);
-    else this.#draw();
+    if (name) this.#play(name, ...how);
+    else this.#draw(pressed === "button");
   }
   #drawMovers(chapter) {
     const { at, chosen } = this.#state(this.#id);
-    if (chapter.picks) return this.#offer(chapter, at);
-    const [name, ways] = chapter.ways?.() ?? [null, []];
-    const choose = (value) => {
-      at[name] = value;
-      if (chapter.replays) at[chapter.replays] = 0;
-      this.#enter(this.#id, chapter.replays ? chapter.play : () => []);
-      byId("scene-movers").querySelector(`[data-way=${value}]`).focus();
+    const choose = (changes, place) => {
+      Object.assign(at, changes);
+      this.#enter(this.#id, "button");
+      const buttons = byId("scene-movers").querySelectorAll("button");
+      (buttons[place] ?? buttons[0]).focus();
     };
-    const labels = texts.chapters[this.#id].ways;
-    const press = (way) => ({ type: "button", "data-way": way, click: () => choose(way) });
-    const gains = () => (!chapter.gains || isNarrow() ? null
-      : element(chosen === null ? "span.later" : "span.later.on"));
-    const buttons = ways.map((way) => element("button", press(way), labels[way], gains()));
-    const sliders = chapter.movers(this.#data).map(([mover, words, range]) => {
+    const hasGains = chapter.gains && !isNarrow();
+    const gain = element(chosen === null ? "span.later" : "span.later.on");
+    const ways = Object.entries(texts.chapters[this.#id].ways ?? {}).map(([way, words]) => (
+      [words, () => ({ way }), { "data-way": way }]));
+    const buttons = (chapter.presses?.(this.#data, at) ?? ways).map(([words, set, attributes], i) => (
+      element("button", { type: "button", ...attributes, click: () => choose(set(), i) },
+        words, hasGains ? gain.cloneNode() : null)));
+    const sliders = chapter.movers(this.#data, at).map(([mover, words, range]) => {
+      at[mover] = Math.min(at[mover], range[1]);
       const label = slider(`move-${mover}`, words, at[mover], range);
       label.addEventListener("input", ({ target }) => {
         this.#stop();
@@ -310,28 +310,9 @@ export class Story {
       });
       return label;
     });
-    const group = element("div.buttons", { role: "group", "aria-label": "What is shown" }, ...buttons);
-    return byId("scene-movers").replaceChildren(...(name ? [group, ...sliders] : sliders));
-  }
-  /** Offer the tokens of the next place to choose from, or to begin anew. */
-  #offer(chapter, at) {
-    const take = (...picks) => {
-      [at.picks, at.isNext] = [picks, false];
-      show();
-    };
-    const show = () => {
-      this.#offer(chapter, at);
-      this.#draw(true);
-      byId("scene-movers").querySelector("button").focus();
-    };
-    const press = (token) => ({ "data-id": token.id, click: () => take(...at.picks ?? [], token) });
-    const tokens = chapter.picks(this.#data, at);
-    const options = tokens?.map((token) => (
-      element("button", { type: "button", ...press(token) }, visible(token.text))));
-    const next = () => { at.isNext = true; show(); };
-    const go = { type: "button", click: tokens ? next : () => take() };
-    byId("scene-movers").replaceChildren(element("div.buttons", { role: "group", "aria-label": "Your guess" },
-      ...options?.length ? options : [element("button", go, tokens ? "Next pass" : "Begin anew")]));
+    const group = { role: "group", "aria-label": chapter.presses ? "Your guess" : "What is shown" };
+    const groups = buttons.length ? [element("div.buttons", group, ...buttons)] : [];
+    byId("scene-movers").replaceChildren(...groups, ...sliders);
   }
   #stop() { clearInterval(this.#timer); }
   /** Let a mover go to `last` by itself, from where it is. */
@@ -356,13 +337,13 @@ export class Story {
     draw();
     const { scrollHeight, clientHeight } = byId("scene-plot");
     if (scrollHeight > clientHeight) draw(); // its words take more lines now
-    for (const [name, , [, , step], , values] of chapter.movers(this.#data)) {
+    for (const [name, , [, , step], , values] of chapter.movers(this.#data, state.at)) {
       const value = state.at[name];
       byId(`move-${name}`).value = value;
       write(`move-${name}-value`, values?.[value] ?? (step < 1 ? short(value) : value));
     }
     for (const button of byId("scene-movers").querySelectorAll("[data-way]")) {
-      button.setAttribute("aria-pressed", Object.values(state.at).includes(button.dataset.way));
+      button.setAttribute("aria-pressed", state.at.way === button.dataset.way);
     }
   }
 }

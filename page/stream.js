@@ -3,6 +3,7 @@
 // whose message is a sentence for the reader.
 
 import { mayMove } from "./elements.js";
+import { spentMs } from "./trace.js";
 
 const page = document.documentElement.dataset;
 
@@ -84,8 +85,7 @@ async function* replay(request, signal) {
   if (!run) throw unrecorded();
   for (const { compare, ...event } of run.events) {
     if ("plain" in event && !request.compare) continue;
-    const { draft = 0, verify = 0, other = 0 } = (event.plain ?? event).ms ?? {};
-    const ms = (draft + verify + other) * (request.compare ? 1 : SLOWER);
+    const ms = spentMs((event.plain ?? event).ms) * (request.compare ? 1 : SLOWER);
     if (mayMove()) await new Promise((resolve) => setTimeout(resolve, ms));
     signal?.throwIfAborted();
     if (compare) event.warnings = [...event.warnings, ...differences(request, run.request)];

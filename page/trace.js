@@ -3,8 +3,8 @@
 
 /** A cycle from its event and the cycle before it (none for the prefill). */
 export function readCycle(event, previous) {
-  const { step, proposals, tokens, rejected, cached, ms, text, drafter = null, recurrent = null,
-    controller = null, grammar = null, distributions = [], tree,
+  const { step, tokens, ms, text, proposals = [], rejected = null, cached = [], drafter = null,
+    recurrent = null, controller = null, grammar = null, distributions = [], tree,
     prompt_text = "", prompt_tail: tail = [] } = event;
   const named = (token) => ({ ...token, text: event.texts?.[token.id] ?? `#${token.id}` });
   // What follows no draft is nobody's bonus: it is the token of plain decoding.
@@ -26,8 +26,20 @@ export function readCycle(event, previous) {
   };
 }
 
-/** All cycles of a list of events. */
-export const readCycles = (events) => events.reduce((all, one) => [...all, readCycle(one, all.at(-1))], []);
+const readCycles = (events) => events.reduce((all, event) => [...all, readCycle(event, all.at(-1))], []);
+
+/** A recorded run: its cycles, plain decoding's, and the answer. */
+export function readRun({ prompt, request, events }) {
+  const plain = events.flatMap(({ plain: event }) => (
+    event ? { ...event, texts: { [event.tokens[0].id]: event.text } } : []));
+  const cycles = readCycles(events.filter((event) => "step" in event));
+  return { prompt, request, cycles, plain: readCycles(plain), answer: events.at(-1) };
+}
+
+/** All tokens that cycles have written. */
+export const tokensIn = (cycles) => cycles.flatMap(({ tokens }) => tokens);
+/** What a cycle took, or a part of it that is known. */
+export const spentMs = ({ draft = 0, verify = 0, other = 0 } = {}) => draft + verify + other;
 
 /** Where, among all that was drafted, the proposals are: the branch that the text took. */
 export function placesOf({ fed, proposals }) {
@@ -69,7 +81,7 @@ export function figuresOf(cycles) {
     reached: count((cycle) => cycle.drafted > i && cycle.accepted >= i),
     accepted: count((cycle) => cycle.accepted > i),
   }));
-  const [tokens, passes] = [cycles.flatMap((cycle) => cycle.tokens).length, later.length];
+  const [tokens, passes] = [tokensIn(cycles).length, later.length];
   const told = later.findLast(({ controller }) => controller);
   const spent = later.map(({ ms }) => ms);
   const [draft, verify, other] = ["draft", "verify", "other"].map((name) => sum(spent, name));

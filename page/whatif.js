@@ -1,8 +1,7 @@
 // What if: what a cycle gives and takes for an α, K, c and a batch of one's choice, on the cost curve
 // that was measured here, beside what each drafter has brought here.
 
-import { bestK, breakEven, cycleCost, drawGain, drawTimes, expectedTokens, LARGEST_K, MOST_POSITIONS,
-  speedupOf } from "./curve.js";
+import { balanceOf, bestK, breakEven, drawCosts, LARGEST_K } from "./curve.js";
 import { byId, element, slider, write } from "./elements.js";
 import { short, times } from "./words.js";
 
@@ -12,6 +11,7 @@ const SLIDERS = {
   c: ["c, the time of a draft step in passes", 0.1, [0, 1.5, 0.01]],
   batch: ["requests in a pass", 1, [1, 16, 1]],
 };
+const FIGURES = ["times", "gain"];
 const idOf = (name) => `whatif-${name}`;
 const ONE = { pass_ms: { 1: 1, 2: 1 } }; // before anything is known: a pass over more costs no more
 
@@ -24,7 +24,7 @@ export class WhatIf {
   constructor() {
     const sliders = Object.entries(SLIDERS).map(([name, about]) => slider(idOf(name), ...about));
     byId("whatif").append(element("div.movers", { input: () => this.#touch(true) }, ...sliders),
-      element("div.halves", ...["times", "gain"].map((id) => element("figure", { id: idOf(id) }))),
+      element("div.halves", ...FIGURES.map((id) => element("figure", { id: idOf(id) }))),
       element("p.says", { id: "whatif-says" }), element("p.note", { id: "whatif-source" }),
       element("p.note", { id: "measured" }));
     new ResizeObserver(() => this.draw()).observe(byId("whatif"));
@@ -40,9 +40,9 @@ export class WhatIf {
     this.#chosen = name;
     this.#touch(false);
   }
-  /** Take /health, or null of a recording, and /curve; without one, what the controller believes. */
+  /** Take /health and /curve; without a curve, what the controller believes. */
   learn(health, curve) {
-    const costs = health?.controller?.costs_by_batch?.["1"];
+    const costs = health.controller?.costs_by_batch?.["1"];
     if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
       this.#curve = curve;
       const [one, six] = [costs?.pass_ms, costs?.pass_ms + 5 * costs?.token_ms];
@@ -52,7 +52,7 @@ export class WhatIf {
       this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
       this.#source = "No curve was measured yet: this is what the controller believes.";
     }
-    this.add(health ? fromHealth(health) : []);
+    this.add(costs?.pass_ms ? fromHealth(health, costs) : []);
   }
   /** Points, one for each drafter: a newer one takes the place of one that is not better. */
   add(points) {
@@ -76,15 +76,11 @@ export class WhatIf {
       at[name] = Number(byId(idOf(name)).value);
       write(`${idOf(name)}-value`, Number.isInteger(at[name]) ? at[name] : short(at[name]));
     }
-    const rows = Math.min(MOST_POSITIONS, Math.round(at.batch * (at.k + 1)));
-    const handles = [{ rows, words: at.batch > 1 ? `${at.batch} × (K + 1)` : "K + 1" }];
-    if (at.batch > 1) handles.unshift({ rows: at.batch, words: "plain" });
-    drawTimes(byId("whatif-times"), this.#curve, { handles });
     const points = [...at.batch > 1 ? [] : this.#points.values()].map((point) => (
       { ...point, isChosen: point.name === this.#chosen })).sort((a, b) => a.isChosen - b.isChosen);
-    drawGain(byId("whatif-gain"), this.#curve, at, { points });
+    drawCosts(FIGURES.map((id) => byId(idOf(id))), this.#curve, at, { points });
     write("whatif-says", sentence(this.#curve, at));
-    write("whatif-number", `${times(speedupOf(this.#curve, at))} as fast at α ${short(at.alpha)}, `
+    write("whatif-number", `${times(balanceOf(this.#curve, at).speedup)} as fast at α ${short(at.alpha)}, `
       + `K = ${at.k}, c ${short(at.c)}`);
     write("whatif-source", this.#source);
   }
@@ -92,12 +88,12 @@ export class WhatIf {
 
 function sentence(curve, at) {
   if (!at.k) return "K = 0 is plain decoding: 1.00×.";
-  const [{ draft, verify }, least, best] = [cycleCost(curve, at), breakEven(curve, at), bestK(curve, at)];
+  const { tokens, passes, speedup } = balanceOf(curve, at);
+  const [least, best] = [breakEven(curve, at), bestK(curve, at)];
   const pays = least === null ? "it cannot pay" : `it pays from α ${short(least)} on`;
-  const gives = `${short(expectedTokens(at.alpha, at.k))} tokens in ${short(draft + verify)} plain passes`;
-  return `K = ${at.k}: expected ${times(speedupOf(curve, at))}, ${gives}; ${pays}. `
-    + `Best is ${best ? `K = ${best}, ${times(speedupOf(curve, { ...at, k: best }))}`
-      : "no draft"}.`;
+  const ofBest = best ? `K = ${best}, ${times(balanceOf(curve, { ...at, k: best }).speedup)}` : "no draft";
+  return `K = ${at.k}: expected ${times(speedup)}, ${short(tokens)} tokens in ${short(passes)} plain passes; `
+    + `${pays}. Best is ${ofBest}.`;
 }
 
 function measuredWords({ name, alpha, k, c, speedup, source, disturbed }) {
@@ -119,16 +115,12 @@ export function fromRace({ compare, metrics: { speculative_decoding: told } }, r
 }
 
 /** From each drafter's life so far, against the controller's idea of a plain pass. */
-function fromHealth(health) {
-  const costs = health.controller?.costs_by_batch?.["1"];
-  if (!costs?.pass_ms) return [];
-  const pass = costs.pass_ms;
+function fromHealth(health, { pass_ms: pass, token_ms: more, draft_step_ms: steps = {} }) {
   return Object.entries(health.speculative_decoding.per_drafter).flatMap(([name, metrics]) => {
     const alpha = metrics.conditional_acceptance_rate_per_position?.[0] ?? null;
-    const step = costs.draft_step_ms?.[name];
-    if (alpha === null || step === undefined || !metrics.target_passes) return [];
-    const [k, c, tokens] = [draftedPerCycle(metrics), step / pass, metrics.tokens_per_pass];
-    const speedup = tokens / (k * c + 1 + (k * costs.token_ms) / pass);
+    if (alpha === null || steps[name] === undefined || !metrics.target_passes) return [];
+    const [k, c, tokens] = [draftedPerCycle(metrics), steps[name] / pass, metrics.tokens_per_pass];
+    const speedup = tokens / (k * c + 1 + (k * more) / pass);
     return [{ name, alpha, k, c, tokens, speedup, source: `all runs of ${name} so far`, rank: 0 }];
   });
 }

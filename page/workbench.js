@@ -12,7 +12,6 @@ import { byId, element, enable, isNarrow, isOff, mayMove, onPress, reveal, write
 import { RequestForm, settingsWords } from "./form.js";
 import { drawModel } from "./model.js";
 import { phasesOf, Picture } from "./picture.js";
-import { keyOf } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
 import { getJson, isRecorded, isUnrecorded, recordedRun, recording, unrecorded } from "./stream.js";
@@ -20,7 +19,7 @@ import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
 import { fromRace, WhatIf } from "./whatif.js";
-import { MARKS, pace, summary, toldWords } from "./words.js";
+import { pace, summary, toldWords } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
@@ -46,6 +45,7 @@ let health = null;
 let [isLoading, isOpening] = [false, true]; // the model; the page, until it has what it needs
 
 const say = (words) => write("status", words);
+const askedFor = (request) => `${request.drafter}, ${settingsWords(request)}`;
 
 // ---------------------------------------------------------------------------------- a run
 
@@ -62,7 +62,7 @@ function begin(wanted, messages = null, answer = null, ended = () => {}) {
   else text.clear(request.prompt + (request.chat || (isRecorded && health.chat_template) ? "\n" : ""));
   showTalk(Boolean(answer));
   look(session);
-  race.begin(`${request.drafter}, ${settingsWords(request)}: ${request.prompt}`, request.compare);
+  race.begin(`${askedFor(request)}: ${request.prompt}`, request.compare);
   const seen = byId(request.compare ? "racing" : "cycle");
   if (session.isAsked && isNarrow()) seen.scrollIntoView(); // below the text, which sticks to the top
   else if (session.isAsked) [byId("reading"), seen].forEach(reveal);
@@ -223,7 +223,7 @@ function showError(error) {
 
 /** Say what the run had where the form has something else by now; What if? follows the form. */
 function tellSettings() {
-  const had = `${now.request.drafter}, ${settingsWords(now.request)}`;
+  const had = askedFor(now.request);
   const isOther = now.cycles.length && had !== `${byId("drafter").value}, ${form.settings}`;
   write("cycle-settings", isOther ? `This run had other settings than the form has now: ${had}.` : "");
   whatIf.follow(byId("drafter").value);
@@ -279,7 +279,6 @@ function runAgain({ at, ...fields }) {
     session && at && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
 }
 
-document.querySelector("#workbench .legend").append(...Object.keys(MARKS).map((kind) => keyOf(kind)));
 byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
   if (isOff("run")) return;
@@ -312,17 +311,15 @@ byId("request").addEventListener("input", ({ target }) => {
   tellSettings();
   if (target.matches("[aria-invalid=true], #demo-prompt")) showError(null); // it is being corrected
 });
-byId("request").addEventListener("change", ({ target }) => { // another temperature may not be recorded
+byId("request").addEventListener("change", ({ target }) => {
+  if (!isRecorded || !target.matches("#demo-prompt, #drafter")) return;
   const names = ["prompt", "drafter", "temperature", "verification"];
-  const asked = Object.fromEntries(names.map((name) => [name, byId(name).value]));
-  const isNew = isUnrecorded({ ...asked, temperature: Number(asked.temperature) });
-  if (!target.matches("#demo-prompt, #drafter")) return;
-  if (isNew) form.fill({ temperature: 0 });
-  if (!isRecorded) return;
-  if (run) {
-    run.ended = () => begin("running");
-    run.stream.stop();
-  } else begin("running"); // it is there already
+  const [prompt, drafter, temperature, verification] = names.map((name) => byId(name).value);
+  const asked = { prompt, drafter, temperature: Number(temperature), verification };
+  if (isUnrecorded(asked)) form.fill({ temperature: 0 }); // another one may not be recorded
+  if (!run) return begin("running"); // it is there already
+  run.ended = () => begin("running");
+  run.stream.stop();
 });
 addEventListener("hashchange", followLink);
 addEventListener("try", ({ detail }) => runAgain(detail));
@@ -343,11 +340,11 @@ async function askHealth() {
   const warnings = [health.status !== "ok" && `the server is ${health.status}`, ...health.warnings ?? []];
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
-  if (isRecorded) health = { ...health, drafters: offerRecorded(await recording) };
+  if (isRecorded) health = offerRecorded(await recording);
   else form.offer(health, [...drafters, "none"], health);
   byId("views").hidden = !health.chat_template || isRecorded;
   if (!health.engine) learnCurve(); // another engine has none
-  drawModel(isRecorded ? { ...health, controller: null } : health); // its clock was of many runs
+  drawModel(health);
   return true;
 }
 
@@ -355,7 +352,7 @@ async function askHealth() {
 async function learnCurve() {
   tellSettings();
   const curve = await getJson("curve", form.key).catch(() => null);
-  whatIf.learn(isRecorded ? null : health, curve);
+  whatIf.learn(health, curve);
   if (isRecorded) {
     const isFirst = ({ prompt, request }) => prompt === "first" && !request.temperature;
     const points = ({ events }) => fromRace(events.at(-1), "first");
@@ -363,7 +360,7 @@ async function learnCurve() {
   } else if (curve) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
 
-/** Offer what was recorded, where no server of ours sends the page. */
+/** Offer what was recorded, where no server of ours sends the page; gives /health as it is for that. */
 function offerRecorded({ runs, model, recorded_at: day, machine }) {
   const requests = runs.map(({ request }) => request);
   const first = requests.find(({ drafter }) => drafter === "draft_model") ?? requests[0];
@@ -373,7 +370,7 @@ function offerRecorded({ runs, model, recorded_at: day, machine }) {
   byId("recorded-settings").hidden = false;
   byId("prompt").readOnly = true;
   write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
-  return drafters;
+  return { ...health, drafters, controller: null }; // its clock was of many runs
 }
 
 async function load() {
