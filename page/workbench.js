@@ -316,7 +316,7 @@ byId("request").addEventListener("change", ({ target }) => {
   const names = ["prompt", "drafter", "temperature", "verification"];
   const [prompt, drafter, temperature, verification] = names.map((name) => byId(name).value);
   const asked = { prompt, drafter, temperature: Number(temperature), verification };
-  if (isUnrecorded(asked)) form.fill({ temperature: 0 }); // another one may not be recorded
+  if (isUnrecorded(asked)) form.fill({ temperature: 0, drafter }); // another one may not be recorded
   if (!run) return begin("running"); // it is there already
   run.ended = () => begin("running");
   run.stream.stop();
@@ -366,6 +366,15 @@ function offerRecorded({ runs, model, recorded_at: day, machine }) {
   const first = requests.find(({ drafter }) => drafter === "draft_model") ?? requests[0];
   const drafters = [...new Set(requests.map(({ drafter }) => drafter))];
   form.offer(health, drafters, first);
+  const sampled = runs.filter(({ request }) => request.temperature);
+  for (const { request: { drafter: value, verification } } of sampled) {
+    byId("drafter").append(element("option", { value }, `sampled, ${verification}`));
+  }
+  byId("drafter").addEventListener("change", ({ target: { selectedIndex } }) => {
+    const run = sampled[selectedIndex - drafters.length];
+    const { temperature, verification } = run?.request ?? first;
+    form.fill({ temperature, verification, demo: run?.prompt }); // a prompt that was sampled
+  });
   for (const id of NOT_RECORDED) byId(id).closest("label, span").hidden = true;
   byId("recorded-settings").hidden = false;
   byId("prompt").readOnly = true;
