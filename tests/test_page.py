@@ -85,11 +85,24 @@ TAKEN = {"#whatif-alpha-value": ".62", "#whatif-c-value": "4.20"}
 NO_RACE = "^Nothing was drafted, so this was no race[^×]*$"
 
 
+def shares(*wanted):
+    """What is seen of the distribution when its bars of p are so long."""
+    widths = "all => all.map((bar) => parseFloat(bar.style.width) / 100)"
+    seen = pytest.approx(wanted, abs=0.01)
+    return {"#distribution .bar.p": lambda bars: tuple(bars.evaluate_all(widths)) == seen}
+
+
+def is_the_text(lane):
+    return lane.text_content() == lane.page.text_content("#text .tokens") != ""
+
+
 def is_right_of_the_text(prompt):
     left = "one => one.getBoundingClientRect().left"
     return prompt.evaluate(left) > prompt.page.locator(TOKENS).first.evaluate(left)
 
 
+HERE = {"#distribution .note": "Worked out here"}
+AS_SENT = {"#distribution .note": "as the run had them"} | shares(0.3, 0.4, 0.2, 0.1)
 # By what is claimed.
 VIEWS = {
     "greedy: the best is taken and nothing is drawn": (ran(GREEDY | {"drafter": "draft_model"}),
@@ -134,6 +147,15 @@ VIEWS = {
             "#verdict": "rejected",
             "#distribution .bar.p": 4, "#distribution .bar.q": 4, "#distribution .bar.recovered": 2,
             "#distribution .bars .tick": [*map(exactly, ("0", ".2", ".4", ".6", ".8", "1"))]})),
+    "temperature and top-p change the bars": (
+        ({"temperature": 0.8}, "#cycle-title", {}),
+        *came(FIRST, JUDGED),
+        ("click", ACCEPTED, AS_SENT),
+        (0.05, "#heat", HERE | shares(1, 0, 0, 0)),  # nearly greedy
+        (2, "#heat", HERE | shares(0.455, 0.276, 0.167, 0.102)),
+        (0.05, "#nucleus", HERE | shares(1, 0, 0, 0)),
+        (1, "#nucleus", HERE | shares(0.455, 0.276, 0.167, 0.102)),
+        (0.8, "#heat", AS_SENT)),
     "parts of characters, and a token that has but a name": (
         *came(event(0, [("caf", "bonus")]),
               event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
@@ -182,6 +204,13 @@ VIEWS = {
             "#whatif-number": re.compile(r"as fast at α .62, K = \d, c 4.20$")}),
         (0.1, "#whatif-alpha", {"#whatif-alpha-value": ".10", "#measured": "α .62"}),
         ("click", "text=Set the sliders to it", TAKEN)),
+    "a race gives the same text twice, and what was measured": (
+        (COLOURS, "#race", DONE | dict.fromkeys(LANES, is_the_text) | {
+            "#race-says": ("Medians of three runs.", "identical, token for token"),
+            "#lane-plain .counts": "40 tokens · 39 passes",
+            "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
+            "#chart-race .row:not(.scale)": 2,
+            "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race")}),),
     "what drafts nothing is no race": (
         (FEW | {"drafter": "none"}, "#race", DONE | {
             "#race-says": re.compile(NO_RACE), "#chart-race:visible": 0}),),
@@ -331,23 +360,6 @@ def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
     page.act(("click", f"{TOKENS} >> nth=1", {"#grammar:visible": 0, "#verdict": "target"}))
 
 
-def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
-    def widths(said, **moved):
-        page.act(*((value, f"#{name}", {"#distribution .note": said})
-                   for name, value in moved.items()))  # fmt: skip
-        bars = page.locator("#distribution .bar.p")
-        return bars.evaluate_all("all => all.map((bar) => parseFloat(bar.style.width))")
-
-    here = "Worked out here"
-    page.run(**SAMPLED, verification="rejection")
-    as_sent, cold = widths(""), widths(here, heat=0.05)
-    assert cold != as_sent and max(cold) == pytest.approx(sum(cold), rel=0.05)  # nearly greedy
-    assert max(widths(here, heat=2)) < max(cold)
-    assert sum(width > 1 for width in widths(here, nucleus=0.05)) == 1
-    assert widths("", heat=0.8, nucleus=1) == as_sent
-    page.see({"#distribution .note": "as the run had them"})
-
-
 # ------------------------------------------------------------------ the form, the model, its words
 
 
@@ -402,19 +414,6 @@ def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_pag
 
 
 # --------------------------------------------------------------------------- races and drafters
-
-
-def test_a_race_shows_both_texts_and_what_was_measured(page):
-    page.run("#race", **COLOURS)
-    ours, theirs = map(page.text_content, LANES)
-    assert ours == theirs == page.text_content("#text .tokens") != ""
-    page.see({
-        "#race-says": ("Medians of three runs.", "identical, token for token"),
-        "#lane-plain .counts": "40 tokens · 39 passes",
-        "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
-        "#chart-race .row:not(.scale)": 2,
-        "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race"),
-    })  # fmt: skip
 
 
 STREAMED = """const real = window.fetch;

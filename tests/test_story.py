@@ -8,7 +8,6 @@ worked out here once more, from what was recorded.
 """
 
 import hashlib
-import json
 import re
 import shutil
 import subprocess
@@ -21,8 +20,9 @@ import browsing
 import numpy as np
 import pytest
 import speculative_decoding as core
-from browsing import DONE, NARROW, READY, SIZES, WIDE, exactly, value
+from browsing import DONE, NARROW, READY, SIZES, WIDE, event, exactly, value
 from server import ROOT, free_port, until
+from test_export import cycles_of, read
 
 pytestmark = pytest.mark.browser
 browser, open_page = browsing.browser, browsing.open_page
@@ -61,14 +61,6 @@ def open_story(site, open_page):
 # ------------------------------------------------------------------------- what was recorded
 
 
-def read(path):
-    return json.loads(path.read_text("utf-8"))
-
-
-def cycles_of(run):
-    return [event for event in run["events"] if "step" in event]
-
-
 def runs_of(prompt):
     """The greedy runs of a prompt, by drafter: events of the cycles."""
     runs = (r for r in TOLD["runs"] if r["prompt"] == prompt and not r["request"]["temperature"])
@@ -105,7 +97,7 @@ def times(factor):
     return f"{factor:.2f}×"
 
 
-TOLD = read(ROOT / "page" / "recordings" / "smollm2.json")
+TOLD = read(ROOT / "page", "smollm2")
 CYCLES = runs_of("first")["draft_model"]
 TEXT = "".join(cycle["text"] for cycle in CYCLES)
 CUT = next(cycle for cycle in CYCLES if cycle["rejected"])
@@ -238,7 +230,8 @@ CHAPTERS = {
     "sampling": ({".twin:visible": 0}, 1, ["belongs to the seed"],
         ("focus", "#move-noise", {
             ".twin": 2, "#scene-pass": (SAMPLED["text"][-40:], "with drafts", "without"),
-            "#scene-plot .row.drafting": 1, "#scene-plot .row.recovered": 1, SAYS: "rejected"})),
+            "#scene-plot .row.drafting": 1, "#scene-plot .row.recovered": 1, SAYS: "rejected"}),
+        (3, "#move-noise", {"#scene-plot .row.accepted": 1, SAYS: "accepted"})),
     "rejection": ({SAYS: "drawn from the shaded part", "#scene-plot .slot": 3,
                    "#move-draws-value": exactly("1"), "#scene-plot .recovered.bar >> nth=0": 1,
                    "[data-chapter=rejection] h3": is_liked_too_much},
@@ -301,62 +294,40 @@ def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_story):
 # --------------------------------------------------------------------- the recording's workbench
 
 
-@pytest.mark.parametrize(
-    ("address", "name"),
-    [("export/", "embedded"), ("page/", "smollm2"), ("page/?model=embedded", "embedded")],
-)
-def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
-    address, name, site, open_story
-):
-    told = (
-        read(ROOT / "page" / "recordings" / "smollm2.json")
-        if name == "smollm2"
-        else json.loads(urlopen(f"{site}{address.partition('?')[0]}recordings/{name}.json").read())
-    )
-    page, prompts = open_story(address), told["prompts"]
-    page.see({"#demo-prompt option": 1 + len(prompts), "#server": (
-        "Recorded on {recorded_at} with {model} on {machine}".format(**told))})  # fmt: skip
+OTHERS = [{"prompt": "mine"}, {"temperature": 1}, {"json_schema": "{}"}]
+REFUSAL = "This page has no server", "ngram", "08_speculative_decoding.py --port 5000"
+
+
+@pytest.mark.parametrize("address", ["export/", "page/", "page/?model=embedded"])
+def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(address, open_story):
+    page, name = open_story(address), "smollm2" if address == "page/" else "embedded"
+    told = page.evaluate(f"fetch('recordings/{name}.json').then((file) => file.json())")
+    prompts, day = told["prompts"], f"Recorded on {told['recorded_at']} with {told['model']} on "
+    page.see({"#demo-prompt option": 1 + len(prompts), "#server": day + told["machine"]})
     offered = page.locator("#drafter option").all_text_contents()
     assert {*offered} == {run["request"]["drafter"] for run in told["runs"]}
 
-    def ask(expected, button=None, **fields):
-        page.act(("#" + urlencode(fields | {"at": 99}), "", expected))
+    def ask(request, seen):
+        return f"#{urlencode(request | {'at': 99})}", "", seen
 
     for run in told["runs"]:
-        answer, cycles, request = run["events"][-1], cycles_of(run), run["request"]
-        last, tokens = len(cycles) - 1, answer["usage"]["completion_tokens"]
-        texts = {"#whole-text": exactly(f"The whole text: {answer['text']}")}
-        ask(
-            {"#drafter": value(request["drafter"]), COUNT: f"{last} of {last}"} | texts | DONE,
-            prompt=prompts[run["prompt"]],
-            **request,
-        )
-        page.act(
-            (
-                "click",
-                "#race",
-                texts
-                | DONE
-                | {
-                    "#race-says": "Medians of three runs",
-                    "#lane-speculative .counts": f"{tokens} tokens · {last} passes",
-                    "#lane-plain .counts": f"{tokens} tokens · {tokens - 1} passes",
-                },
-            )
-        )
-    first = told["runs"][0]["request"] | {"prompt": prompts["first"]}
-    words = (
-        "This page has no server",
-        told["recorded_at"],
-        "ngram",
-        "08_speculative_decoding.py --port 5000",
-    )
-    for other in ({"prompt": "mine"}, {"temperature": 1}, {"json_schema": "{}"}):
-        ask({"#error": words}, **first | other)
-    ask(
-        {"#notes": "recorded with num_speculative_tokens 5."},
-        **first | {"num_speculative_tokens": 7},
-    )
+        answer, last, request = run["events"][-1], len(cycles_of(run)) - 1, run["request"]
+        raced, tokens = answer["compare"], answer["usage"]["completion_tokens"]
+        seen = DONE | {
+            "#whole-text": exactly(f"The whole text: {answer['text']}"),
+            "#drafter": value(request["drafter"]), COUNT: f"{last} of {last}"}  # fmt: skip
+        lanes = {
+            "#lane-speculative .counts": f"{tokens} tokens · {last} passes",
+            "#lane-plain .counts": f"{tokens} tokens · {tokens - 1} passes",
+            "#race-says": ("Medians of three runs", times(raced["measured_speedup"]),
+                           "identical" if raced["identical"] else "not compared")}  # fmt: skip
+        request |= {"prompt": prompts[run["prompt"]]}
+        page.act(ask(request, seen), ("click", "#race", seen | {COUNT: f"of {last}"} | lanes))
+    first = told["runs"][0]["request"]
+    page.act(
+        *(ask(first | other, {"#error": (*REFUSAL, told["recorded_at"])}) for other in OTHERS),
+        ask(first | {"num_speculative_tokens": 7}, {
+            "#notes": "recorded with num_speculative_tokens 5."}))  # fmt: skip
 
 
 KEPT = DONE | {"#cycle-says": "tells most"}
@@ -485,16 +456,12 @@ def test_a_recording_takes_its_time_where_pictures_may_move_and_can_be_stopped(o
 
 def test_a_model_without_a_drafter_has_its_story_too(open_story):
     """Whatever a chapter would show of drafts, it shows of plain cycles, and nothing fails."""
-    run, plain = TOLD["runs"][0], []
-    nothing = {"proposals": [], "distributions": [[]]} | dict.fromkeys(
-        ("tree", "rejected", "recurrent")
-    )
-    for at, event in enumerate(e["plain"] for e in run["events"] if "plain" in e):
-        texts = {str(event["tokens"][0]["id"]): event["text"]}
-        cached = [run["events"][0]["cached"][1] + at] * 2
-        plain.append(event | nothing | {"texts": texts, "cached": cached})
+    run = TOLD["runs"][0]
+    texts = [event["plain"]["text"] for event in run["events"] if "plain" in event]
+    cycles = [event(i, [(text, "bonus")], 39 + i, distributions=[[]])
+              for i, text in enumerate(texts)]  # fmt: skip
     run = run | {"request": run["request"] | {"drafter": "none"},
-                 "events": plain + run["events"][len(cycles_of(run)):]}  # fmt: skip
+                 "events": cycles + run["events"][len(cycles_of(run)) :]}  # fmt: skip
     told = TOLD | {"runs": [run | {"prompt": name} for name in TOLD["prompts"]],
                    "curve": TOLD["curve"] | {"drafters": {}}}  # fmt: skip
     page = open_story()
