@@ -188,7 +188,7 @@ def open_page(browser):
     opened = []
 
     def open_one(at, expected=READY, address="", **options):
-        """Of a server, or of a folder, which has all that the page may ask for."""
+        """Of a server, or at the address of a folder, which has all that it may ask for."""
         home = at if isinstance(at, str) else f"http://127.0.0.1:{at.port}/"
         url = home + ("" if home == at else "page/") + address
         options = {"viewport": WIDE, "reduced_motion": "reduce"} | options

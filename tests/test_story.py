@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -49,13 +50,8 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def open_story(site, open_page):
-    """Opens the repository's page, or another one of the site."""
-
-    def open_one(address="page/", expected=DONE, **options):
-        folder, _, rest = address.partition("/")
-        return open_page(f"{site}{folder}/", expected, rest, **options)
-
-    return open_one
+    """Opens the repository's page, whose recording is SmolLM2's."""
+    return partial(open_page, f"{site}page/", expected=DONE)
 
 
 # ------------------------------------------------------------------------- what was recorded
@@ -259,7 +255,8 @@ def test_a_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_sight
     page, (before, right, words, *steps) = open_story(viewport=size), CHAPTERS[chapter]
     page.act(("reach", chapter, {}))
     article = page.locator(f"[data-chapter={chapter}]")
-    said, marked = article.locator(".answer-says"), article.locator(".is-true, .is-false")
+    told = ".is-true, .is-false, .answer-room:visible"  # a room is as large as the answer, unseen
+    said, marked = article.locator(".answer-says"), article.locator(told)
     assert said.text_content() == "" and marked.count() == 0
     page.see(before if size == WIDE else {})
     for at, button in enumerate(article.locator(".answer-button").all()):
@@ -298,9 +295,13 @@ OTHERS = [{"prompt": "mine"}, {"temperature": 1}, {"json_schema": "{}"}]
 REFUSAL = "This page has no server", "ngram", "08_speculative_decoding.py --port 5000"
 
 
-@pytest.mark.parametrize("address", ["export/", "page/", "page/?model=embedded"])
-def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(address, open_story):
-    page, name = open_story(address), "smollm2" if address == "page/" else "embedded"
+@pytest.mark.parametrize(("folder", "address", "name"), [
+    ("export", "", "embedded"), ("page", "", "smollm2"), ("page", "?model=embedded", "embedded")
+])  # fmt: skip
+def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
+    folder, address, name, site, open_page
+):
+    page = open_page(f"{site}{folder}/", DONE, address)
     told = page.evaluate(f"fetch('recordings/{name}.json').then((file) => file.json())")
     prompts, day = told["prompts"], f"Recorded on {told['recorded_at']} with {told['model']} on "
     page.see({"#demo-prompt option": 1 + len(prompts), "#server": day + told["machine"]})
@@ -359,11 +360,11 @@ def follows(drafter):
 
 # By what is claimed: the address, and steps.
 RECORDED = {
-    "there is a run to look at that nobody asked for, with its own settings": ("page/",
+    "there is a run to look at that nobody asked for, with its own settings": ("",
         ("look", "", KEPT | {"html": is_left_alone}),
         ("click", "#more summary", {
             "#more": "A recorded run keeps its settings", "#more input:visible": 0})),
-    "what is shown stays where no other was recorded": ("page/",
+    "what is shown stays where no other was recorded": ("",
         (f"#{urlencode({'prompt': FIRST, 'temperature': 1})}", "", KEPT | REFUSED),
         ("click", "#race", KEPT | REFUSED),
         ({"drafter": "mtp"}, TITLE, KEPT | {
@@ -373,15 +374,15 @@ RECORDED = {
                                  "#track:visible": 0}),
         ({"demo-prompt": "copy"}, TITLE, KEPT | {
             "#settings-now": "greedy", "#error": exactly("")})),
-    "a link holds the request": ("page/",
+    "a link holds the request": ("",
         ("click", "#link", {"#status": "it holds the request",
                             "html": lambda html: "prompt=" in html.evaluate("location.hash")})),
-    "no server is spoken of, and what was measured is kept": ("page/",
+    "no server is spoken of, and what was measured is kept": ("",
         ("look", "", {"#workbench": speaks_of_no_server}),
         ("click", "#race", RACED_NOW),
         ("click", "#run", DONE | {
             "#workbench": speaks_of_no_server, "#measured": "the last race"})),
-    "the story is read by keyboard and leads to the workbench": ("page/",
+    "the story is read by keyboard and leads to the workbench": ("",
         ("focus", "[data-chapter=reject] .answer-button >> nth=1", {}),
         ("Enter", ":focus", {
             "[data-chapter=reject] .answer-says": "Yes.", "#scene[data-at=reject]": 1}),
@@ -392,17 +393,17 @@ RECORDED = {
         ("ArrowRight", ":focus", {SAYS: "The drafter guesses"}),
         ("click", "[data-chapter=reject] .quiet", DONE | {
             "#prompt": value(FIRST), COUNT: f"{CUT['step']} of"})),
-    "all but the text, the cycle and the race is folded until a key opens it": ("page/",
+    "all but the text, the cycle and the race is folded until a key opens it": ("",
         ("look", "", {f"{fold}[open]": 0 for fold in FOLDS} | {
             "#model-number": "134.5 M parameters", "#settings-now": "K = 5, greedy",
             "#statistics-number": "2.61 tokens per pass"}),
         *(("Enter", f"{fold} > summary", {f"{fold}[open]": 1}) for fold in FOLDS),
         ("click", "#run", DONE | {f"{fold}[open]": 1 for fold in FOLDS} | {
             "#statistics": "α counts a guess only if all before it were accepted"})),
-    "a link opens a fold, and settings that are not as usual open theirs": ("page/#whatif",
+    "a link opens a fold, and settings that are not as usual open theirs": ("#whatif",
         ("look", "", {"#whatif[open]": 1, "#model[open]": 0}),
         ("click", DRAWN, DONE | {"#more[open]": 1, "#settings-now": "temperature 0.8"})),
-    "What if? follows the form's drafter, and names others with the focus": ("page/#whatif",
+    "What if? follows the form's drafter, and names others with the focus": ("#whatif",
         follows("eagle3"),
         follows("ngram"),
         ("focus", "#whatif-gain .measured[aria-label=self_int8]", {NAMES: ["self_int8", "ngram"]})),
@@ -412,7 +413,7 @@ RECORDED = {
 @pytest.mark.parametrize("claim", RECORDED)
 def test_a_recorded_page(claim, open_story):
     address, *steps = RECORDED[claim]
-    page = open_story(address)
+    page = open_story(address=address)
     page.act(*steps)
     assert page.flaws() == page.violations() == []
 
@@ -444,7 +445,7 @@ def test_what_a_finger_presses_is_44_px_high_or_has_as_much_room(open_story):
 def test_a_recording_takes_its_time_where_pictures_may_move_and_can_be_stopped(open_story):
     page = open_story(expected=READY, reduced_motion="no-preference")
     page.clock.install(time=0)
-    page.clock.pause_at(1000)
+    page.clock.pause_at(100_000)
     page.reload()
     page.see(READY | {"#status": "Running", "#text .token": 0})
     page.click("#stop")
@@ -474,7 +475,7 @@ def test_a_model_without_a_drafter_has_its_story_too(open_story):
 
 
 def test_a_page_without_its_recording_says_so(open_story):
-    page = open_story("page/?model=nobody", {"#error": "no recording"})
+    page = open_story(address="?model=nobody", expected={"#error": "no recording"})
     page.see({"#story": "There is no recording recordings/nobody.json"})
     page.forgive("404")
 
