@@ -59,7 +59,11 @@ def ran(fields):
 
 def came(*cycles, button="#run", **answer):
     """Steps of a run that gives these cycles, and an answer with these fields."""
-    return ("answer", lines(*cycles, answer_of(cycles, **answer)), {}), ("click", button, DONE)
+    return answered(lines(*cycles, answer_of(cycles, **answer))), ("click", button, DONE)
+
+
+def answered(body, **more):
+    return "answer", {"body": body} | more, {}
 
 
 GREEDY = COLOURS | {"temperature": 0, "verification": "rejection", "seed": 1}
@@ -76,6 +80,14 @@ CHANCES = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in enumerate(
 JUDGED = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[CHANCES, CHANCES])
 JUDGED["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
 FOUR = [("b", "accepted"), ("c", "accepted"), ("d", "accepted"), ("e", "bonus")]
+FAILED = {"error": {"message": "the engine failed: out of memory"}}
+ATTACK = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+BOTH = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
+REFUSALS = [
+    (429, "64 requests wait already", "is busy .*Try again in 7 s"),
+    (503, "the server is shutting down", "cannot do this now: the server is shutting down"),
+    (401, "a key is needed", "asks for an API key"),
+    (400, ATTACK, re.escape(ATTACK))]  # fmt: skip
 TIMED = {"timings": {"predicted_ms": 10.0, "predicted_n": 3}}
 COMPARED = {
     "identical": True, "num_runs": 3, "speculative": TIMED, "plain": TIMED, "disturbed": True,
@@ -94,6 +106,10 @@ def shares(*wanted):
 
 def is_the_text(lane):
     return lane.text_content() == lane.page.text_content("#text .tokens") != ""
+
+
+def is_not_hacked(body):
+    return body.evaluate("'hacked' in window") is False
 
 
 def is_right_of_the_text(prompt):
@@ -211,6 +227,27 @@ VIEWS = {
             "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
             "#chart-race .row:not(.scale)": 2,
             "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race")}),),
+    **{f"a stream that ends with {words} tells it": (
+        answered(lines(*events)),
+        ("click", "#run", {"#error": words, "#text .tokens": exactly("a"), COUNT: "0 of 0"}))
+       for events, words in (([FIRST, FAILED], "out of memory"), ([FIRST], "broke off"))},
+    **{f"a refusal with {status} is told, and the old run goes": (
+        *came(FIRST),
+        answered(json.dumps({"error": {"message": message}}), status=status,
+                 headers={"Retry-After": "7"}),
+        ("click", "#run", {"#error": re.compile(words), COUNT: exactly(""), "img": 0,
+                           "#cycle-number:disabled": 1, "body": is_not_hacked}))
+       for status, message, words in REFUSALS},
+    "markup stays text, in prompts and outputs": (
+        ({"prompt": ATTACK}, "#cycle-title", {}),
+        *came(event(0, [(ATTACK, "bonus")]),
+              event(1, [(ATTACK, "accepted"), (ATTACK, "bonus")], 5, controller=ATTACK,
+                    distributions=[BOTH, BOTH]), warnings=[ATTACK]),
+        ("click", "#picture button.slot >> nth=0", {"#text .prompt": ATTACK}),
+        ("hover", f"{TOKENS} >> nth=1", {"#text .tokens": ATTACK * 3}),
+        ("click", "#picture button.slot >> nth=1", {
+            "#notes": ATTACK, "#controller-says": ATTACK, "img": 0, "body script": 0,
+            "body": is_not_hacked})),
     "what drafts nothing is no race": (
         (FEW | {"drafter": "none"}, "#race", DONE | {
             "#race-says": re.compile(NO_RACE), "#chart-race:visible": 0}),),
@@ -401,7 +438,7 @@ WRONG = [("temperature", "abc", "“abc” is not a number"), ("seed", "9" * 20,
 
 def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_page, server):
     """The button is hit although the field that the reader comes from shrinks."""
-    page = open_page(server, viewport=NARROW)
+    page = open_page(server, refusals=["status of 400"], viewport=NARROW)
     page.fill_in(**COLOURS)
     for name, wrong, words in WRONG:
         page.act(({name: wrong}, "#run", {
@@ -409,7 +446,6 @@ def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_pag
         assert bool(page.sent) == (wrong in ("99", "{"))
         page.fill_in(**{name: "1"})
         page.see({"#error p": 0, "[aria-invalid=true]": 0})  # as soon as it is right
-    page.forgive("400")
     page.run(json_schema="")
 
 
@@ -509,39 +545,6 @@ def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatt
 
 # ----------------------------------------------------------------------------- what goes wrong
 
-FAILED = {"error": {"message": "the engine failed: out of memory"}}
-ATTACK = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
-REFUSALS = [
-    (429, "64 requests wait already", {"Retry-After": "7"}, "is busy .*Try again in 7 s"),
-    (503, "the server is shutting down", {}, "cannot do this now: the server is shutting down"),
-    (401, "a key is needed", {}, "asks for an API key"),
-    (400, ATTACK, {}, re.escape(ATTACK)),
-]
-
-
-def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page):
-    """In prompts, outputs and errors."""
-    for events, words in (([FIRST, FAILED], "out of memory"), ([FIRST], "broke off")):
-        page.act(("answer", lines(*events), {}), ("click", "#run", {
-            "#error": words, "#text .tokens": exactly("a"), COUNT: "0 of 0"}))  # fmt: skip
-    both = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
-    told = {"controller": ATTACK, "distributions": [both, both]}
-    guessed = event(1, [(ATTACK, "accepted"), (ATTACK, "bonus")], 5, **told)
-    page.act(
-        ({"prompt": ATTACK}, "#cycle-title", {}),
-        *came(event(0, [(ATTACK, "bonus")]), guessed, warnings=[ATTACK]),
-        ("click", "#picture button.slot >> nth=0", {"#text .prompt": ATTACK}),
-        ("hover", f"{TOKENS} >> nth=1", {"#text .tokens": ATTACK * 3}),
-        ("click", "#picture button.slot >> nth=1", {
-            "#notes": ATTACK, "#controller-says": ATTACK}))  # fmt: skip
-    for status, message, headers, words in REFUSALS:
-        page.mock(json.dumps({"error": {"message": message}}), status=status, headers=headers)
-        gone = {COUNT: exactly(""), "#cycle-number:disabled": 1}  # the old run
-        page.act(("click", "#run", {"#error": re.compile(words)} | gone))
-        page.forgive(str(status))
-    assert page.evaluate("window.hacked") is None
-    page.see({"img": 0, "body script": 0})
-
 
 def test_a_server_that_loads_and_one_that_goes_away_are_told(open_page, tmp_path, chat_folder):
     """An answer that is stopped while it is held up is no turn."""
@@ -551,10 +554,10 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(open_page, tmp_path
         until(lambda: "all else answers 503" in server.log())
         page = open_page(server, {
             "#server": re.compile("The server loads llama.*: reading the weights")
-        } | {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")})  # fmt: skip
+        } | {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")},
+            refusals=["status of 503", "ERR_"])  # fmt: skip
         gate.open("load")
         page.see(READY | {"#server": "llama", "#run[aria-disabled=false]": 1})
-        page.forgive("503")
         gate.shut()
         page.act(
             ("click", "#show-chat", {}),
@@ -566,8 +569,6 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(open_page, tmp_path
         page.act(("click", "#run", {TOKENS: 1}))
     gone = {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1}
     page.act(("look", "", gone), ("click", "#run", {"#error": "The server cannot be reached"}))
-    page.close()  # its console has no more to say
-    page.forgive("ERR_")
 
 
 def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_are(
@@ -598,7 +599,9 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
     """Of a recorded vLLM, which gives one of its answers whatever is asked; keys stay in memory."""
     with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
         replay.is_lenient = True
-        page = open_page(server, {"#cycle-says": "vllm 0.32.0 runs this model", "#key:visible": 0})
+        page = open_page(server, {
+            "#cycle-says": "vllm 0.32.0 runs this model", "#key:visible": 0
+        }, refusals=["status of 401"])  # fmt: skip
         page.act(({"prompt": "x"}, "#run", {"#key:visible": 1}))
         page.run(prompt=COLOUR_LIST, key="secret")
         assert "prompt=" in page.url and "secret" not in page.url
@@ -606,7 +609,6 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and
         assert [body["prompt"] for body in page.sent] == ["x", COLOUR_LIST]
         kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
         assert kept == [0, 0, ""]
-        page.forgive("401")
         hidden = ("#race", "#step", "#drafter", "#racing", "#picture", "#whatif")
         told = {"#status": "Finished (length): 6 tokens, 5 of 5 drafted ones accepted"}
         page.act(

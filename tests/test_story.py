@@ -475,9 +475,9 @@ def test_a_model_without_a_drafter_has_its_story_too(open_story):
 
 
 def test_a_page_without_its_recording_says_so(open_story):
-    page = open_story(address="?model=nobody", expected={"#error": "no recording"})
-    page.see({"#story": "There is no recording recordings/nobody.json"})
-    page.forgive("404")
+    missing = "There is no recording recordings/nobody.json"
+    seen = {"#error": "no recording", "#story": missing}
+    open_story(address="?model=nobody", expected=seen, refusals=["status of 404"])
 
 
 def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_story):
