@@ -107,7 +107,7 @@ class Visitor:
             self.see(expected)
 
     def see(self, expected):
-        """Wait until each selector has so many elements, or all these words, or this is true."""
+        """Wait until each selector has so many elements, these words or texts, or this is true."""
         for selector, wanted in expected.items():
             seen = self.locator(selector)
             if callable(wanted):
@@ -115,6 +115,8 @@ class Visitor:
             elif isinstance(wanted, int):
                 api.expect(seen).to_have_count(wanted)
             else:
+                if isinstance(wanted, list):  # of which a text may be missing, for playwright
+                    api.expect(seen).to_have_count(len(wanted))
                 for words in wanted if isinstance(wanted, tuple) else (wanted,):
                     api.expect(seen).to_contain_text(words)
 
