@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -90,7 +91,8 @@ def speedup(k, alpha, c, batch=1):
 
 
 def times(factor):
-    return f"{factor:.2f}×"
+    """As JavaScript rounds: half of a digit goes up, so 1.625 is 1.63."""
+    return f"{Decimal(factor).quantize(Decimal('0.01'), ROUND_HALF_UP)}×"
 
 
 TOLD = read(ROOT / "page", "smollm2")
