@@ -1,92 +1,214 @@
-"""A browser with the page in it: what is done there, what is seen, answers of our own making.
+"""A visitor of the page in a browser: what is done there, what is seen, answers of our own making.
 
-Where NEEDS_AXE is set, the absence of axe-core or chromium is a failure.
+Tests are tables of steps, (what is done, where, {selector: what is seen then}); `Visitor.act` walks
+one. Where NEEDS_AXE is set, the absence of axe-core or chromium is a failure.
 """
 
 import json
 import os
 import re
 import shutil
+from contextlib import ExitStack
 
 import pytest
-from server import ROOT
+from server import ROOT, until
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 api.expect.set_options(timeout=20_000)
 
 AXE = ROOT / ".ci" / "axe.min.js"
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
+READY = {"#demo-prompt option >> nth=1": 1}  # the prompts are there
+DONE = {"#status": "Finished"}
+WATCH = """document.addEventListener("securitypolicyviolation",
+    (event) => console.error("policy: " + event.violatedDirective));"""
 SLIDE = """(slider, value) => {
-    slider.value = value;
+    slider.value = slider[value] || value;  // "min", "max", or a number
     slider.dispatchEvent(new Event("input", {bubbles: true}));
 }"""
-READY = {"#demo-prompt option >> nth=1": 1}  # the server's prompts are there
-DONE = {"#status": "Finished"}
+# What is wrong in a window: what should be in sight and is not, is too wide, broken, cut or small.
+FLAWS = """(inside) => {
+    const flaws = [...document.querySelectorAll("#workbench :not(.bars, .marks)")].filter((one) => {
+        const {overflowX, fontSize} = getComputedStyle(one);
+        const isText = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+        const isWord = one.matches("#picture :is(.word, .verdict, .chip)");
+        return one.checkVisibility() && (isText && parseFloat(fontSize) < 13
+            || isWord && one.offsetHeight > 32 || one.matches(".cell") && one.offsetWidth < 16
+            || one.clientWidth && one.scrollWidth > one.clientWidth + 1 && overflowX === "visible");
+    });
+    flaws.push(...[...document.querySelectorAll("#scene-plot:has(.rows), #scene")].filter((one) => (
+        one.scrollHeight > one.clientHeight + 1)));
+    flaws.push(...inside.map((name) => document.querySelector(name)).filter((one) => {
+        const {top, bottom, left, right, width} = one.getBoundingClientRect();
+        const isIn = top >= -1 && bottom <= innerHeight + 1 && left >= -1;
+        return !(width && isIn && right <= innerWidth + 1);
+    }));
+    if (document.documentElement.scrollWidth > innerWidth) flaws.push(document.documentElement);
+    return flaws.map((one) => one.outerHTML.slice(0, 200));
+}"""
 
 
-def module_browser():
-    """A fixture: chromium, for the tests of a module."""
+class Visitor:
+    """A page and who looks at it: a playwright page with more words."""
 
-    @pytest.fixture(scope="module")
-    def browser():
-        program = shutil.which("chromium")
-        if program is None:
-            assert "NEEDS_AXE" not in os.environ, "chromium is not installed"
-            pytest.skip("chromium is not installed")
-        with api.sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-            yield browser
-            browser.close()
+    def __init__(self, page, url, home, refusals):
+        self.page, self.home, self.refusals = page, home, [*refusals]
+        self.sent, self.complaints = [], []
+        page.set_default_timeout(20_000)
+        page.on("console", self._hear)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", self._note)
+        page.add_init_script(WATCH)
+        page.goto(url)
 
-    return browser
+    def __getattr__(self, name):
+        return getattr(self.page, name)
+
+    def _note(self, request):
+        """Keep what is sent; nothing is asked for that is not of its home."""
+        if not request.url.startswith(self.home):
+            self.complaints.append(f"{request.method} {request.url}")
+        if request.post_data:
+            self.sent.append(json.loads(request.post_data))
+
+    def _hear(self, said):
+        """Keep an error on the console, unless it is on an answer that the test asked for."""
+        is_load = "Failed to load resource" in said.text
+        if said.type == "error" and not (is_load and any(map(said.text.count, self.refusals))):
+            self.complaints.append(said.text)
+
+    def act(self, *steps):
+        """What is done is a word, a key, a slider's value, a drag (from, to) or #an-address.
+
+        Or fields, which are filled in before a click. Who looks does nothing.
+        """
+        for what, where, expected in steps:
+            if isinstance(what, dict):
+                self.fill_in(**what)
+            if isinstance(what, int | float) or what in ("min", "max"):
+                self.locator(where).evaluate(SLIDE, what)
+            elif isinstance(what, tuple):
+                self._drag(self.locator(where), *what)
+            elif isinstance(what, dict) or what == "click":
+                self.click(where)
+            elif what in ("hover", "focus"):
+                getattr(self, what)(where)
+            elif what == "reach":
+                chapter = self.locator(f"[data-chapter={where}]")
+                chapter.evaluate("node => node.scrollIntoView()")
+                self.see({f"#scene[data-at={where}]": 1})
+            elif what == "answer":
+                self.mock(**where)
+            elif what.startswith("#"):
+                self.evaluate("(address) => location.hash = address", what)
+            elif what != "look":
+                self.press(where, what)
+            self.see(expected)
+
+    def see(self, expected):
+        """Wait until each selector has so many elements, these words or texts, or this is true."""
+        for selector, wanted in expected.items():
+            seen = self.locator(selector)
+            if callable(wanted):
+                until(lambda seen=seen, wanted=wanted: wanted(seen))
+            elif isinstance(wanted, int):
+                api.expect(seen).to_have_count(wanted)
+            else:
+                if isinstance(wanted, list):  # of which a text may be missing, for playwright
+                    api.expect(seen).to_have_count(len(wanted))
+                for words in wanted if isinstance(wanted, tuple) else (wanted,):
+                    api.expect(seen).to_contain_text(words)
+
+    def _drag(self, figure, at, to):
+        """From one value of a figure's axis to another, with the mouse."""
+        box, data = figure.bounding_box(), figure.evaluate("svg => ({...svg.dataset})")
+        begin, end, left, right = (float(data[name]) for name in ("from", "to", "left", "right"))
+        for step, place in ((self.mouse.down, at), (self.mouse.up, to)):
+            x = left + (right - left) * (place - begin) / (end - begin)
+            self.mouse.move(box["x"] + x, box["y"] + box["height"] / 2)
+            step()
+
+    def fill_in(self, **fields):
+        """Fill in a part of the form, which shows its settings for that."""
+        for name, value in fields.items():
+            if not self.locator(f"#{name}").is_visible():
+                self.click("#more summary")
+            is_choice = self.locator(f"select#{name}").count()
+            (self.select_option if is_choice else self.fill)(f"#{name}", str(value))
+
+    def run(self, button="#run", **fields):
+        """Fill the form in, press, and wait for the end."""
+        self.act((fields, button, DONE))
+
+    def mock(self, body, status=200, **answer):
+        """/generate answers so from now on."""
+        self.refusals += [f"status of {status}"]
+        answer |= {"body": body, "status": status}
+        self.route("**/generate", lambda route: route.fulfill(**answer))
+
+    def unfold(self, is_open=True):
+        """Open, or close, whatever can be folded in the workbench."""
+        folds = "for (const one of document.querySelectorAll('#workbench details'))"
+        self.evaluate(f"{folds} one.open = {int(is_open)}")
+
+    def flaws(self, *inside):
+        return self.evaluate(FLAWS, inside)
+
+    def violations(self, within="#workbench"):
+        """What axe-core finds wrong with a part of it, as words, and with its colours in the dark.
+
+        Nothing else depends on the scheme. It may skip the rest of a test.
+        """
+        if not AXE.exists():
+            assert "NEEDS_AXE" not in os.environ, "python .ci/fetch_axe.py has not fetched axe-core"
+            pytest.skip("axe-core is not there: python .ci/fetch_axe.py")
+        if not self.evaluate("'axe' in window"):
+            self.evaluate(AXE.read_text("utf-8"))
+        found = []
+        for scheme, only in (("dark", {"runOnly": ["color-contrast"]}), ("light", {})):
+            self.emulate_media(color_scheme=scheme)
+            options = {"resultTypes": ["violations"]} | only
+            told = self.evaluate("(some) => axe.run(...some)", [within, options])
+            found += [(one["id"], one["nodes"]) for one in told["violations"]]
+        return found
 
 
-# ------------------------------------------------------------------ what is done, and what is seen
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for the tests of a module."""
+    program = shutil.which("chromium")
+    if program is None:
+        assert "NEEDS_AXE" not in os.environ, "chromium is not installed"
+        pytest.skip("chromium is not installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
-def fill(page, **fields):
-    """Fill in a part of the form, which shows its settings for that."""
-    for name, value in fields.items():
-        if not page.locator(f"#{name}").is_visible():
-            page.click("#more summary")
-        put = page.select_option if name in ("drafter", "verification") else page.fill
-        put(f"#{name}", str(value))
+@pytest.fixture
+def open_page(browser):
+    """Opens pages; at the end nothing must have gone wrong in them."""
+    opened = []
+
+    def open_one(at, expected=READY, address="", refusals=(), **options):
+        """Of a server, or in a folder, which has all that it may ask for but what is refused."""
+        home = at if isinstance(at, str) else f"http://127.0.0.1:{at.port}/"
+        url = home + ("" if home == at else "page/") + address
+        options = {"viewport": WIDE, "reduced_motion": "reduce"} | options
+        context = contexts.enter_context(browser.new_context(**options))
+        opened.append(Visitor(context.new_page(), url, home, refusals))
+        opened[-1].see(expected)
+        return opened[-1]
+
+    with ExitStack() as contexts:
+        yield open_one
+    complaints = [said for page in opened for said in page.complaints]
+    assert not complaints, complaints
 
 
-def run(page, button="#run", **fields):
-    """Fill the form in, press, and wait for the end."""
-    act(page, (fields, button, DONE))
-
-
-def act(page, *steps):
-    """Each is (what is done, where, what is seen then).
-
-    Done is "click", "hover", "focus", a key, or a slider's value. Fields are filled in before a
-    click, if there is one.
-    """
-    for what, where, expected in steps:
-        if isinstance(what, dict):
-            fill(page, **what)
-        if isinstance(what, int | float):
-            page.locator(where).evaluate(SLIDE, what)
-        elif what in ("hover", "focus"):
-            getattr(page, what)(where)
-        elif isinstance(what, dict) or what == "click":
-            page.click(where)
-        else:
-            page.press(where, what)
-        see(page, expected)
-
-
-def see(page, expected):
-    """Wait until each selector has so many elements, or all these words in its text."""
-    for selector, wanted in expected.items():
-        seen = api.expect(page.locator(selector))
-        if isinstance(wanted, int):
-            seen.to_have_count(wanted)
-        else:
-            for words in wanted if isinstance(wanted, tuple) else (wanted,):
-                seen.to_contain_text(words)
+# --------------------------------------------------------------------- answers of our own making
 
 
 def exactly(text):
@@ -94,33 +216,9 @@ def exactly(text):
     return re.compile(f"^{re.escape(text)}$")
 
 
-def unfold(page, is_open=True):
-    """Open, or close, whatever can be folded in the workbench."""
-    folds = "for (const one of document.querySelectorAll('#workbench details'))"
-    page.evaluate(f"{folds} one.open = {int(is_open)}")
-
-
-def posted(page):
-    """The bodies of what the page sends from now on."""
-    sent = []
-    page.on("request", lambda r: r.post_data and sent.append(json.loads(r.post_data)))
-    return sent
-
-
-def violations(page, within="#workbench", **options):
-    """What axe-core finds wrong with a part of a page, as words. It may skip the rest of a test."""
-    if not AXE.exists():
-        assert "NEEDS_AXE" not in os.environ, "python .ci/fetch_axe.py has not fetched axe-core"
-        pytest.skip("axe-core is not there: python .ci/fetch_axe.py")
-    if not page.evaluate("'axe' in window"):
-        page.evaluate(AXE.read_text("utf-8"))
-    options = {"resultTypes": ["violations"]} | options
-    run = "([within, options]) => axe.run(within, options)"
-    found = page.evaluate(run, [within, options])["violations"]
-    return [(v["id"], n["html"], n["failureSummary"]) for v in found for n in v["nodes"]]
-
-
-# --------------------------------------------------------------------- answers of our own making
+def value(wanted):
+    """For `see`: what an input or a choice has."""
+    return lambda one: one.input_value() == str(wanted)
 
 
 def event(step, tokens, before=0, **more):
@@ -157,14 +255,3 @@ def answer_of(cycles, **more):
         "finish_reason": "length", "seed": 1, "warnings": [],
         "metrics": {"speculative_decoding": told | {"tokens_per_pass": 2.0}},
     } | more  # fmt: skip
-
-
-def mock(page, body, **answer):
-    """/generate answers so from now on."""
-    page.route("**/generate", lambda route: route.fulfill(body=body, **answer))
-
-
-def show(page, *cycles, button="#run", **answer):
-    """Let a run give these cycles, and an answer with these fields."""
-    mock(page, lines(*cycles, answer_of(cycles, **answer)))
-    run(page, button)

@@ -5,7 +5,6 @@ opens them without a server is in test_story.py.
 """
 
 import json
-import os
 import re
 from datetime import date
 from pathlib import Path
@@ -133,34 +132,35 @@ def test_a_model_without_drafters_is_exported_beside_an_earlier_recording(
     assert "recordings/mixture.json" in (tmp_path / INDEX).read_text("utf-8")
 
 
-@pytest.mark.parametrize(("place", "why"), [
-    ("a file", "Not a directory"), ("a file/site", "Not a directory"), ("no/where", "No such file"),
-    ("full", "it is neither empty nor an earlier export"), ("", "neither"),
-])  # fmt: skip
-def test_a_folder_that_cannot_be_had_is_one_line_before_anything_is_loaded(
-    place, why, main, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(core, "load_engine", Mock(side_effect=AssertionError))
-    (tmp_path / "full").mkdir()
-    for name in ("a file", "full/index.html"):
-        (tmp_path / name).write_text("mine")
-    before = entries_under(tmp_path)
-    status, out, err = main("--export", place and str(tmp_path / place))
-    assert status == 2 and out == "" and err.startswith("error: cannot export into")
-    assert why in err and err.count("\n") == 1 and entries_under(tmp_path) == before
-    assert (tmp_path / "full" / INDEX).read_text() == "mine"
+NO_ROOM = OSError(28, "No space left on device")
+FORBIDDEN = PermissionError(13, "Permission denied")
+CANNOT = "error: cannot export into"
 
 
-@pytest.mark.parametrize(("broken", "error", "status"), [
-    ((core, "load_engine"), KeyboardInterrupt(), 130),
-    ((Path, "write_bytes"), OSError(28, "No space left on device"), 2),
-    ((export, "_run"), ValueError("the context is too short"), 2),
-    ((export, "TemporaryDirectory"), PermissionError(13, "Permission denied"), 2),
+# Where to; what breaks, if the place can be had; the exit status, and what is said.
+@pytest.mark.parametrize(("place", "broken", "status", "says"), [
+    ("a file", None, 2, f"{CANNOT}.*Not a directory"),
+    ("a file/site", None, 2, f"{CANNOT}.*Not a directory"),
+    ("no/where", None, 2, f"{CANNOT}.*No such file"),
+    ("full", None, 2, f"{CANNOT}.*it is neither empty nor an earlier export"),
+    ("", None, 2, f"{CANNOT}.*neither"),
+    ("site", (core, "load_engine", KeyboardInterrupt()), 130, ""),
+    ("site", (Path, "write_bytes", NO_ROOM), 2, "No space left"),
+    ("site", (export, "_run", ValueError("the context is too short")), 2, "too short"),
+    ("site", (export, "TemporaryDirectory", FORBIDDEN), 2, f"{CANNOT}.*Permission denied"),
 ])  # fmt: skip
-def test_an_export_that_ends_early_leaves_nothing(
-    broken, error, status, main, monkeypatch, tmp_path
+def test_an_export_that_cannot_be_made_says_so_and_leaves_all_as_it_was(
+    place, broken, status, says, main, monkeypatch, tmp_path
 ):
+    """A folder that cannot be had is one line, before anything is loaded."""
     monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
-    monkeypatch.setattr(*broken, Mock(side_effect=error))
-    done, out, err = main("--export", str(tmp_path / "site"))
-    assert (done, out) == (status, "") and "Traceback" not in err and os.listdir(tmp_path) == []
+    owner, name, error = broken or (core, "load_engine", AssertionError)
+    monkeypatch.setattr(owner, name, Mock(side_effect=error))
+    (tmp_path / "full").mkdir()
+    for mine in ("a file", "full/index.html"):
+        (tmp_path / mine).write_text("mine")
+    before = entries_under(tmp_path)
+    done, out, err = main("--export", place and str(tmp_path / place))
+    assert (done, out) == (status, "") and re.search(says, err) and "Traceback" not in err
+    assert broken or err.count("\n") == 1
+    assert entries_under(tmp_path) == before and (tmp_path / "full" / INDEX).read_text() == "mine"

@@ -9,36 +9,17 @@ fault that axe-core finds. What the page's files alone can tell is in test_opera
 
 import json
 import re
-from contextlib import ExitStack
 
+import browsing
 import pytest
-from browsing import (
-    DONE,
-    FIRST,
-    NARROW,
-    READY,
-    WIDE,
-    act,
-    answer_of,
-    event,
-    exactly,
-    fill,
-    lines,
-    mock,
-    module_browser,
-    posted,
-    run,
-    see,
-    show,
-    unfold,
-    violations,
-)
+from browsing import DONE, FIRST, NARROW, READY, SIZES, answer_of, event, exactly, lines, value
 from engine import replaying
 from server import COLOURS as COLOUR_LIST
 from server import ENDLESS as COUNTING
 from server import Gate, module_server, serving, until
 
 pytestmark = pytest.mark.browser
+browser, open_page = browsing.browser, browsing.open_page
 
 SAMPLED = {"prompt": "def read(path):", "drafter": "draft_model", "num_speculative_tokens": 4}
 SAMPLED |= {"temperature": 0.8, "seed": 1, "max_tokens": 60}
@@ -48,56 +29,20 @@ ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_token
 ENDLESS |= {"temperature": 0}
 TOKENS, COUNT, CYCLE = "#text .tokens .token", "#cycle-count", "#cycle-number"
 LANES = ("#lane-speculative .text", "#lane-plain .text")
-WATCH = """document.addEventListener("securitypolicyviolation",
-    (event) => console.error("policy: " + event.violatedDirective));"""
 
-browser = module_browser()
 server = module_server("--fixed-k")  # what is drafted and kept does not depend on the clock
 
 
 @pytest.fixture(scope="module")
-def chatting(browser, chat_folder):
+def chatting(chat_folder):
     """Of one with a chat template, a K of its own and a controller."""
     with serving("--model", str(chat_folder("llama")), "--num-speculative-tokens", "3") as server:
         yield server
 
 
 @pytest.fixture
-def complaints():
-    """The errors on the browser's console; a test that provokes some takes them out."""
-    return []
-
-
-@pytest.fixture
-def open_page(browser, server, complaints):
-    """Opens the page of a server; at the end nothing must have gone wrong."""
-
-    def open_one(at=server, is_ready=True, address="", **options):
-        options = {"viewport": WIDE, "reduced_motion": "reduce"} | options
-        page = contexts.enter_context(browser.new_context(**options)).new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda said: said.type == "error" and complaints.append(said.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.add_init_script(WATCH)
-        page.goto(f"http://127.0.0.1:{at.port}/page/{address}")
-        see(page, READY if is_ready else {})
-        return page
-
-    with ExitStack() as contexts:
-        yield open_one
-    assert complaints == []
-
-
-@pytest.fixture
-def page(open_page):
-    return open_page()
-
-
-def expect_failed_load(complaints, status):
-    """Take out what the browser says of an answer that the test asked for."""
-    assert complaints
-    assert all("Failed to load resource" in text and status in text for text in complaints)
-    complaints.clear()
+def page(open_page, server):
+    return open_page(server)
 
 
 def traced(server, fields):
@@ -105,155 +50,24 @@ def traced(server, fields):
     return server.generate(**fields, verification="coupled", trace=True)[1]
 
 
-# ------------------------------------------------------------------------------- runs and cycles
-
-STYLES = {"accepted": "solid", "recovered": "dashed", "bonus": "double", "plain": "dotted"}
-
-
-def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, server):
-    """By tokens, the slider, buttons and arrow keys. Its figures are drawn; before, none are.
-
-    At its end the cycle is shown that tells most, and Step goes on from there.
-    """
-    see(page, {"#figures:visible": 0, "#statistics-number": "after a run", COUNT: exactly("")})
-    run(page, **SAMPLED, verification="coupled")
-    answer = traced(server, SAMPLED)
-    texts = {"#text .prompt": SAMPLED["prompt"], "#text .tokens": answer["text"]}
-    see(page, {part: exactly(text) for part, text in texts.items()})
-    metrics, cycles = answer["metrics"]["speculative_decoding"], answer["trace"]
-    tokens = [  # what follows no draft is plain, which the metrics call a bonus, too
-        token | ({} if cycle["proposals"] or token["kind"] != "bonus" else {"kind": "plain"})
-        for cycle in cycles
-        for token in cycle["tokens"]
-    ]
-    line = "token => getComputedStyle(token).borderBottomStyle"  # without colour they differ, too
-    for kind, style in STYLES.items():
-        own, one = [token for token in tokens if token["kind"] == kind], f"{TOKENS}.{kind} >> nth=0"
-        assert page.locator(one).evaluate(line) == style
-        total = f"= {own[0]['total']:z.2f}".replace("-", "−")
-        act(page, ("hover", one, {"#popup": total, f"{TOKENS}.{kind}": len(own)}))
-    last, kept = len(cycles) - 1, [c["accepted_count"] * bool(c["rejected"]) for c in cycles]
-    step = kept.index(most := max(kept))
-    shown = f"Cycle {step} of {last}, which tells most: {most} accepted, then a rejection."
-    see(page, {COUNT: f"{step} of {last}", "#cycle-says": shown, f"{TOKENS}.current": most + 1})
-    end = {COUNT: f"{last} of {last}"}
-    act(page,
-        ("click", "#step", {COUNT: f"{step + 1} of {last}", "#cycle-says": f"Cycle {step + 1}: "}),
-        ("End", CYCLE, end),
-        ("ArrowRight", "#step", {"#status": "This is the last cycle"} | end),
-        ("click", f"{TOKENS} >> nth=1", {
-            COUNT: "1 of", f"{TOKENS}.current": cycles[1]["emitted_count"]}),
-        ("ArrowRight", CYCLE, {COUNT: "2 of"}),
-        ("ArrowRight", "#step", {COUNT: "3 of"}),
-        ("ArrowLeft", "#step", {COUNT: "2 of"}),
-        ("click", "#back", {COUNT: "1 of", "#cycle-says": "Cycle 1:"}))  # fmt: skip
-    accepted = [cycle["accepted_count"] for cycle in cycles[1:]]
-    drafted = [len(cycle["proposals"]) for cycle in cycles[1:]]
-    reached = sum(accepted) + sum(cycle["rejected"] is not None for cycle in cycles)
-    see(page, {
-        "[data-figure='target passes']": exactly(f"{metrics['target_passes']}"),
-        "[data-figure='tokens per pass']": exactly(f"{metrics['tokens_per_pass']:.2f}"),
-        "[data-figure='α']": f"{sum(accepted) / reached:.2f}".lstrip("0"),
-        "#chart-positions .row:not(.scale)": max(drafted),
-        "#chart-time": re.compile("(ms.*){3}"),
-        "#chart-accepted .kept:not([style*=' 0%'])": sum(map(bool, accepted)),
-        "#chart-accepted .drafted:not([style*=' 0%'])": sum(map(bool, drafted)),
-        "#chart-accepted .x": f"cycle {last}",
-        "#statistics-number": f"{metrics['tokens_per_pass']:.2f} tokens per pass",
-    })  # fmt: skip
-    act(page, ("End", CYCLE, end), ("click", "#step", {COUNT: exactly("1 of 1")}))
-    page.click("#stop")
-
-
-def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(page, server):
-    answer, num_tokens = traced(server, SAMPLED), 0
-    fill(page, **SAMPLED)
-    for step, cycle in enumerate(answer["trace"][:6]):
-        num_tokens += cycle["emitted_count"]
-        verified, cached = cycle["cached"]
-        act(page, ("click", "#step", {
-            COUNT: f"{step} of {step}", TOKENS: num_tokens,
-            "#picture .slot.accepted": cycle["accepted_count"],
-            "#picture .slot.rejected": int(cycle["rejected"] is not None),
-            "#picture .cell.tail": verified - cached,
-        }))  # fmt: skip
-        assert "Finished" not in page.text_content("#status")
-    act(page,  # what has come stays, and can be gone through
-        ("click", "#back", {COUNT: "4 of 5"}),
-        ("click", "#step", {COUNT: "5 of 5", TOKENS: num_tokens, "#run": "Run on"}),
-        ("click", "#run", DONE | {"#text .tokens": answer["text"]}),
-        (ENDLESS, "#run", {f"{TOKENS} >> nth=0": 1}))  # fmt: skip
-    assert server.health()["num_requests_running"] == 1
-    act(page, ("click", "#stop", {"#status": "Stopped"}))
-    server.wait_until_idle()
-    assert 0 < page.locator(TOKENS).count() < ENDLESS["max_tokens"]
-    run(page, **FEW)
-
-
-def test_a_text_in_hebrew_goes_from_right_to_left_beside_a_cache_of_8000(page):
-    fill(page, prompt="עברית")
-    show(page, event(0, [("שלום", "bonus")], cached=[8000] * 2), event(1, [(" x", "bonus")], 8000))
-    see(page, {"#picture .cache": "7996 more …", "#cycle-says": "Cycle 1"})
-    act(page, ("click", f"{TOKENS} >> nth=0", {"#cycle-says": "gave \u2068“שלום”\u2069"}))
-    left = "one => one.getBoundingClientRect().left"
-    assert page.locator("#text .prompt").evaluate(left) > page.locator(TOKENS).first.evaluate(left)
-
-
-def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, server):
-    if not server.health()["trees"]:
-        pytest.skip("no compiled blocks here")
-    run(page, **SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0})
-    labels = []
-    for step in range(1, 9):
-        act(page, (step, CYCLE, {COUNT: f"{step} of"}))
-        lengths = re.findall(r"\d+", page.text_content("#picture .more.length"))
-        before, verified, kept = map(int, (*lengths, lengths[-1])[:3])
-        see(page, {"#picture .cell.new": verified - before, "#picture .cell.tail": verified - kept})
-        see(page, {"#picture .slot.accepted": kept - before - 1})
-        labels += page.locator("#picture .slot .label").all_inner_texts()
-    assert any(" or " in label for label in labels)
-
-
-def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
-    run(page, **SAMPLED | {"seed": ""})
-    page.click(f"{TOKENS} >> nth=9")
-    shown = ("#text .tokens", COUNT)
-    again = open_page(address=page.evaluate("location.hash"))
-    see(again, DONE | {name: exactly(page.text_content(name)) for name in shown})
-    assert again.input_value("#drafter") == SAMPLED["drafter"]
-    wrong = open_page(address="#prompt=x&temperature=hot")
-    see(wrong, {"#error": "“hot” is not a number"})
-
-
-SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
-SCHEMA = json.dumps(SCHEMA | {"required": ["colour"], "additionalProperties": False})
-
-
-def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
-    run(page, **FEW, json_schema=SCHEMA)
-    answer = traced(server, FEW | {"json_schema": SCHEMA})
-    see(page, {"#text .tokens": exactly(answer["text"])})
-    told = [place for cycle in answer["trace"] for place in cycle["grammar"]]
-    texts = {i: text for cycle in answer["trace"] for i, text in cycle["texts"].items()}
-    kinds = [(place["forced"], place["overruled"]) for place in told]
-    assert {forced for forced, _ in kinds} == {over for _, over in kinds} == {False, True}
-    for is_forced, is_overruled in set(kinds):
-        place = told[at := kinds.index((is_forced, is_overruled))]
-        count = "forces this token" if is_forced else f"allows {place['allowed']} of 4,096 tokens"
-        best = ", which the model liked best." if is_overruled else ")."
-        text = texts[str(place["forbidden"][0]["id"])].replace(" ", "␣").replace("\n", "↵")
-        words = (f"The grammar {count}", f"It forbade “{text}” (p ", best)
-        for way, box in (("hover", "#popup"), ("click", "#grammar")):
-            act(page, (way, f"{TOKENS} >> nth={at}", {box: words}))
-    sent = posted(page)
-    run(page, **FEW, json_schema="")
-    assert "json_schema" not in sent[-1]
-    act(page, ("click", f"{TOKENS} >> nth=1", {"#grammar:visible": 0, "#verdict": "target"}))
-
-
 # ------------------------------------------------- views of a run: what is done, what is seen then
 
+
+def ran(fields):
+    return fields, "#run", DONE
+
+
+def came(*cycles, button="#run", **answer):
+    """Steps of a run that gives these cycles, and an answer with these fields."""
+    return answered(lines(*cycles, answer_of(cycles, **answer))), ("click", button, DONE)
+
+
+def answered(body, **more):
+    return "answer", {"body": body} | more, {}
+
+
 GREEDY = COLOURS | {"temperature": 0, "verification": "rejection", "seed": 1}
+COUPLED = {"verification": "coupled"}
 ACCEPTED, RECOVERED, PLAIN = (f"{TOKENS}.{k} >> nth=-1" for k in ("accepted", "recovered", "plain"))
 POPUP, TAB_STOP = "#popup:visible", "#text .tokens [tabindex='0']"  # there is one stop
 NO_Q = {"#distribution :is(input, .bar.q)": 0}
@@ -266,24 +80,63 @@ CHANCES = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in enumerate(
 JUDGED = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[CHANCES, CHANCES])
 JUDGED["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
 FOUR = [("b", "accepted"), ("c", "accepted"), ("d", "accepted"), ("e", "bonus")]
-# By name: the fields of a run, or its cycles, and the steps behind it.
+FAILED = {"error": {"message": "the engine failed: out of memory"}}
+ATTACK = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+BOTH = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
+REFUSALS = [
+    (429, "64 requests wait already", "is busy .*Try again in 7 s"),
+    (503, "the server is shutting down", "cannot do this now: the server is shutting down"),
+    (401, "a key is needed", "asks for an API key"),
+    (400, ATTACK, re.escape(ATTACK))]  # fmt: skip
+TIMED = {"timings": {"predicted_ms": 10.0, "predicted_n": 3}}
+COMPARED = {
+    "identical": True, "num_runs": 3, "speculative": TIMED, "plain": TIMED, "disturbed": True,
+    "costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}, "spread": [0.6, 1.4],
+    "measured_speedup": 0.9, "predicted_speedup": 1.1}  # fmt: skip
+TAKEN = {"#whatif-alpha-value": ".62", "#whatif-c-value": "4.20"}
+NO_RACE = "^Nothing was drafted, so this was no race[^×]*$"
+
+
+def shares(*wanted):
+    """What is seen of the distribution when its bars of p are so long."""
+    widths = "all => all.map((bar) => parseFloat(bar.style.width) / 100)"
+    seen = pytest.approx(wanted, abs=0.01)
+    return {"#distribution .bar.p": lambda bars: tuple(bars.evaluate_all(widths)) == seen}
+
+
+def is_the_text(lane):
+    return lane.text_content() == lane.page.text_content("#text .tokens") != ""
+
+
+def is_not_hacked(body):
+    return body.evaluate("'hacked' in window") is False
+
+
+def is_right_of_the_text(prompt):
+    left = "one => one.getBoundingClientRect().left"
+    return prompt.evaluate(left) > prompt.page.locator(TOKENS).first.evaluate(left)
+
+
+HERE = {"#distribution .note": "Worked out here"}
+AS_SENT = {"#distribution .note": "as the run had them"} | shares(0.3, 0.4, 0.2, 0.1)
+# By what is claimed.
 VIEWS = {
-    "greedy": (GREEDY | {"drafter": "draft_model"},
+    "greedy: the best is taken and nothing is drawn": (ran(GREEDY | {"drafter": "draft_model"}),
         ("click", ACCEPTED, NO_Q | {
             "#verdict": re.compile("target’s best is the draft, “.*”: accepted")}),
         ("click", RECOVERED, NO_Q | {
             "#verdict": "rejected", "#distribution .note": "nothing is drawn"})),
-    "auto": (GREEDY | {"drafter": "auto"},
+    "auto: who proposed is told": (ran(GREEDY | {"drafter": "auto"}),
         ("click", ACCEPTED, NO_Q | {
             "#cycle-says": re.compile(r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed")})),
-    "plain decoding": (GREEDY | {"drafter": "none"},
+    "plain decoding: nothing was drafted": (ran(GREEDY | {"drafter": "none"}),
         ("click", PLAIN, NO_Q | {
             "#verdict": "Nothing was drafted.", "#cycle:has-text('bonus')": 0})),
     "coupled noise, and a drafter without": (
-        GREEDY | {"drafter": "suffix", "temperature": 0.5, "verification": "coupled"},
+        ran(GREEDY | {"drafter": "suffix", "temperature": 0.5} | COUPLED),
         ("click", ACCEPTED, DRAWN | {
             "#verdict": "The drafter names", "#distribution .note": "draws nothing"})),
-    "coupled noise": (SAMPLED | {"verification": "coupled"},
+    "coupled noise: both land, and another noise is made here": (ran(SAMPLED | COUPLED),
         ("click", ACCEPTED, DRAWN | {"#verdict": re.compile("both land on.*accepted")}),
         ("click", RECOVERED, DRAWN | {
             "#verdict": re.compile("the drafter lands on “.*”, the target on “.*”: rej"),
@@ -291,12 +144,12 @@ VIEWS = {
         (3, "#needle", {
             "#verdict": "Noise made here", "#distribution .legend": "in nats",
             "#distribution .marks .tick >> nth=1": 1})),  # an axis of noise
-    "rejection, all of q on the draft": (GREEDY | {"temperature": 0.5},
+    "rejection: all of q is on the draft": (ran(GREEDY | {"temperature": 0.5}),
         ("click", ACCEPTED, DRAWN | {
             "#verdict": "/ 1 =", "#distribution .note": "This drafter draws nothing"})),
-    "rejection, by pointer, keyboard and needle": (
-        [FIRST, JUDGED, event(2, [("r", "recovered")], 7, proposals=[7], cached=[9, 8],
-                              rejected=REJECTED, texts={"0": "r", "7": " x"})],
+    "rejection: why, by pointer, keyboard and needle": (
+        *came(FIRST, JUDGED, event(2, [("r", "recovered")], 7, proposals=[7], cached=[9, 8],
+                                   rejected=REJECTED, texts={"0": "r", "7": " x"})),
         ("hover", ACCEPTED, {POPUP: ("accepted", "< p/q")}),
         ("Escape", "body", {POPUP: 0}),
         ("focus", TAB_STOP, {POPUP: "first token, after the prefill"}),
@@ -310,60 +163,241 @@ VIEWS = {
             "#verdict": "rejected",
             "#distribution .bar.p": 4, "#distribution .bar.q": 4, "#distribution .bar.recovered": 2,
             "#distribution .bars .tick": [*map(exactly, ("0", ".2", ".4", ".6", ".8", "1"))]})),
+    "temperature and top-p change the bars": (
+        ({"temperature": 0.8}, "#cycle-title", {}),
+        *came(FIRST, JUDGED),
+        ("click", ACCEPTED, AS_SENT),
+        (0.05, "#heat", HERE | shares(1, 0, 0, 0)),  # nearly greedy
+        (2, "#heat", HERE | shares(0.455, 0.276, 0.167, 0.102)),
+        (0.05, "#nucleus", HERE | shares(1, 0, 0, 0)),
+        (1, "#nucleus", HERE | shares(0.455, 0.276, 0.167, 0.102)),
+        (0.8, "#heat", AS_SENT)),
     "parts of characters, and a token that has but a name": (
-        [event(0, [("caf", "bonus")]),
-         event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
-         event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!")],
+        *came(event(0, [("caf", "bonus")]),
+              event(1, [("\ufffd", "accepted"), ("\ufffd", "bonus")], 5, text="é"),
+              event(2, [("!", "accepted"), ("<|end|>", "bonus")], 7, text="!")),
         ("hover", f"{TOKENS} >> nth=1", {
             "#popup": "a part of a character", "#text .tokens": exactly("café!<|end|>"),
             TOKENS: 5, "#picture .cache": 1, "#picture .states": 0})),
+    "a text in Hebrew goes from right to left, beside a cache of 8000": (
+        ({"prompt": "עברית"}, "#cycle-title", {}),
+        *came(event(0, [("שלום", "bonus")], cached=[8000] * 2), event(1, [(" x", "bonus")], 8000)),
+        ("look", "", {"#picture .cache": "7996 more …", "#cycle-says": "Cycle 1"}),
+        ("click", f"{TOKENS} >> nth=0", {
+            "#cycle-says": "gave \u2068“שלום”\u2069", "#text .prompt": is_right_of_the_text})),
     "a hybrid, whose states go back": (
-        [FIRST | {"recurrent": STATES},
-         event(1, [(" b", "accepted"), (" c", "recovered")], 5, proposals=[0, 7, 8], cached=[9, 7],
-               rejected=REJECTED, texts={"0": " b", "1": " c", "7": " x", "8": " y"},
-               recurrent=STATES | {"from": 9, "to": 7, "stepped": 2})],
+        *came(FIRST | {"recurrent": STATES},
+              event(1, [(" b", "accepted"), (" c", "recovered")], 5, proposals=[0, 7, 8],
+                    cached=[9, 7], rejected=REJECTED,
+                    texts={"0": " b", "1": " c", "7": " x", "8": " y"},
+                    recurrent=STATES | {"from": 9, "to": 7, "stepped": 2})),
         ("focus", CYCLE, {
             "#picture .states": "of 6 layers, 2 tokens stepped again",
             "#picture .states .cell": [exactly("after ␣y"), exactly("after ␣b")],
             "#picture .states .tail": [exactly("after ␣y")]})),
     "past outputs, and a form with other settings": (
-        FEW | {"drafter": "suffix", "num_speculative_tokens": 5, "temperature": 0},
+        ran(FEW | {"drafter": "suffix", "num_speculative_tokens": 5, "temperature": 0}),
         ("End", CYCLE, {"#notes": "looks in past outputs", "#cycle-settings": exactly("")}),
         ({"temperature": 0.5}, "#cycle-says", {
             "#cycle-settings": "other settings than the form has now: suffix, K = 5, greedy"}),
         ({"temperature": 0}, "#cycle-says", {"#cycle-settings": exactly("")})),
     "drafts that end early, and a rest": (
-        [FIRST, event(1, FOUR, 5, proposals=[0, 1, 2], cached=[9, 9], drafter="suffix"),
-         event(2, [("f", "bonus")], 9, controller=RESTS)],
+        *came(FIRST, event(1, FOUR, 5, proposals=[0, 1, 2], cached=[9, 9], drafter="suffix"),
+              event(2, [("f", "bonus")], 9, controller=RESTS)),
         ("focus", CYCLE, {"#cycle-says": (
             "Cycle 1 of 2, which tells most: 3 accepted, the most of all. ",
             "3 of at most 5: a draft ends early")}),
         ("ArrowRight", CYCLE, {
             "#cycle-says": (RESTS, "keeps an account by the clock"), "#controller-says": RESTS})),
+    "a race is told with its costs, which What if? has place for, however large": (
+        *came(FIRST, button="#race", compare=COMPARED),
+        ("click", "#whatif > summary", TAKEN | {
+            "#race-says": (
+                "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× "
+                "(disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×), predicted 1.10×",
+                "t_verify 2.50)."),
+            "#measured": "the last race, disturbed: ",
+            "#whatif-number": re.compile(r"as fast at α .62, K = \d, c 4.20$")}),
+        (0.1, "#whatif-alpha", {"#whatif-alpha-value": ".10", "#measured": "α .62"}),
+        ("click", "text=Set the sliders to it", TAKEN)),
+    "a race gives the same text twice, and what was measured": (
+        (COLOURS, "#race", DONE | dict.fromkeys(LANES, is_the_text) | {
+            "#race-says": ("Medians of three runs.", "identical, token for token"),
+            "#lane-plain .counts": "40 tokens · 39 passes",
+            "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
+            "#chart-race .row:not(.scale)": 2,
+            "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race")}),),
+    **{f"a stream that ends with {words} tells it": (
+        answered(lines(*events)),
+        ("click", "#run", {"#error": words, "#text .tokens": exactly("a"), COUNT: "0 of 0"}))
+       for events, words in (([FIRST, FAILED], "out of memory"), ([FIRST], "broke off"))},
+    **{f"a refusal with {status} is told, and the old run goes": (
+        *came(FIRST),
+        answered(json.dumps({"error": {"message": message}}), status=status,
+                 headers={"Retry-After": "7"}),
+        ("click", "#run", {"#error": re.compile(words), COUNT: exactly(""), "img": 0,
+                           "#cycle-number:disabled": 1, "body": is_not_hacked}))
+       for status, message, words in REFUSALS},
+    "markup stays text, in prompts and outputs": (
+        ({"prompt": ATTACK}, "#cycle-title", {}),
+        *came(event(0, [(ATTACK, "bonus")]),
+              event(1, [(ATTACK, "accepted"), (ATTACK, "bonus")], 5, controller=ATTACK,
+                    distributions=[BOTH, BOTH]), warnings=[ATTACK]),
+        ("click", "#picture button.slot >> nth=0", {"#text .prompt": ATTACK}),
+        ("hover", f"{TOKENS} >> nth=1", {"#text .tokens": ATTACK * 3}),
+        ("click", "#picture button.slot >> nth=1", {
+            "#notes": ATTACK, "#controller-says": ATTACK, "img": 0, "body script": 0,
+            "body": is_not_hacked})),
+    "what drafts nothing is no race": (
+        (FEW | {"drafter": "none"}, "#race", DONE | {
+            "#race-says": re.compile(NO_RACE), "#chart-race:visible": 0}),),
+    "by rejection two texts are not compared": (
+        (SAMPLED | {"max_tokens": 12, "verification": "rejection"}, "#race", DONE | {
+            "#race-says": "not compared"}),),
+    "the model has no chat, a link is judged": (
+        ("#prompt=x&temperature=hot", "", {
+            "#error": "“hot” is not a number", "#views:visible": 0, "#chat-field:visible": 0}),),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_what_decided_and_what_is_odd_is_told(view, page):
-    given, *steps = VIEWS[view]
-    run(page, **given) if isinstance(given, dict) else show(page, *given)
-    act(page, *steps)
+@pytest.mark.parametrize("claim", VIEWS)
+def test_what_is_done_is_seen(claim, page):
+    page.act(*VIEWS[claim])
 
 
-def test_temperature_and_top_p_change_the_bars_of_a_distribution(page):
-    def widths(**moved):
-        act(page, *((value, f"#{name}", {}) for name, value in moved.items()))
-        bars = page.locator("#distribution .bar.p")
-        return bars.evaluate_all("all => all.map((bar) => parseFloat(bar.style.width))")
+# ------------------------------------------------------------------------------- runs and cycles
 
-    run(page, **SAMPLED, verification="rejection")
-    as_sent, cold = widths(), widths(heat=0.05)
-    assert cold != as_sent and max(cold) == pytest.approx(sum(cold), rel=0.05)  # nearly greedy
-    see(page, {"#distribution .note": "Worked out here"})
-    assert max(widths(heat=2)) < max(cold)
-    assert sum(width > 1 for width in widths(nucleus=0.05)) == 1
-    assert widths(heat=0.8, nucleus=1) == as_sent
-    see(page, {"#distribution .note": "as the run had them"})
+STYLES = {"accepted": "solid", "recovered": "dashed", "bonus": "double", "plain": "dotted"}
+
+
+def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, server):
+    """By tokens, the slider, buttons and arrow keys. Its figures are drawn; before, none are.
+
+    At its end the cycle is shown that tells most, and Step goes on from there.
+    """
+    page.see({"#figures:visible": 0, "#statistics-number": "after a run", COUNT: exactly("")})
+    page.run(**SAMPLED | COUPLED)
+    answer = traced(server, SAMPLED)
+    texts = {"#text .prompt": SAMPLED["prompt"], "#text .tokens": answer["text"]}
+    page.see({part: exactly(text) for part, text in texts.items()})
+    metrics, cycles = answer["metrics"]["speculative_decoding"], answer["trace"]
+    for kind, style in STYLES.items():
+        one = f"{TOKENS}.{kind} >> nth=0"
+        own = [  # what follows no draft is plain, which the metrics call a bonus, too
+            token for cycle in cycles for token in cycle["tokens"]
+            if kind == ("plain" if not cycle["proposals"] and token["kind"] == "bonus"
+                        else token["kind"])]  # fmt: skip
+        line = "token => getComputedStyle(token).borderBottomStyle"  # they differ without colour
+        assert page.locator(one).evaluate(line) == style
+        total = f"= {own[0]['total']:z.2f}".replace("-", "−")
+        page.act(("hover", one, {"#popup": total, f"{TOKENS}.{kind}": len(own)}))
+    last, kept = len(cycles) - 1, [c["accepted_count"] * bool(c["rejected"]) for c in cycles]
+    step = kept.index(most := max(kept))
+    shown = f"Cycle {step} of {last}, which tells most: {most} accepted, then a rejection."
+    page.see({COUNT: f"{step} of {last}", "#cycle-says": shown, f"{TOKENS}.current": most + 1})
+    end = {COUNT: f"{last} of {last}"}
+    page.act(
+        ("click", "#step", {COUNT: f"{step + 1} of {last}", "#cycle-says": f"Cycle {step + 1}: "}),
+        ("End", CYCLE, end),
+        ("ArrowRight", "#step", {"#status": "This is the last cycle"} | end),
+        ("click", f"{TOKENS} >> nth=1", {
+            COUNT: "1 of", f"{TOKENS}.current": cycles[1]["emitted_count"]}),
+        ("ArrowRight", CYCLE, {COUNT: "2 of"}),
+        ("ArrowRight", "#step", {COUNT: "3 of"}),
+        ("ArrowLeft", "#step", {COUNT: "2 of"}),
+        ("click", "#back", {COUNT: "1 of", "#cycle-says": "Cycle 1:"}))  # fmt: skip
+    accepted = [cycle["accepted_count"] for cycle in cycles[1:]]
+    drafted = [len(cycle["proposals"]) for cycle in cycles[1:]]
+    reached = sum(accepted) + sum(cycle["rejected"] is not None for cycle in cycles)
+    page.see({
+        "[data-figure='target passes']": exactly(f"{metrics['target_passes']}"),
+        "[data-figure='tokens per pass']": exactly(f"{metrics['tokens_per_pass']:.2f}"),
+        "[data-figure='α']": f"{sum(accepted) / reached:.2f}".lstrip("0"),
+        "#chart-positions .row:not(.scale)": max(drafted),
+        "#chart-time": re.compile("(ms.*){3}"),
+        "#chart-accepted .kept:not([style*=' 0%'])": sum(map(bool, accepted)),
+        "#chart-accepted .drafted:not([style*=' 0%'])": sum(map(bool, drafted)),
+        "#chart-accepted .x": f"cycle {last}",
+        "#statistics-number": f"{metrics['tokens_per_pass']:.2f} tokens per pass",
+    })  # fmt: skip
+    page.act(("End", CYCLE, end), ("click", "#step", {COUNT: exactly("1 of 1")}))
+    page.click("#stop")
+
+
+def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(page, server):
+    answer, num_tokens = traced(server, SAMPLED), 0
+    page.fill_in(**SAMPLED)
+    for step, cycle in enumerate(answer["trace"][:6]):
+        num_tokens += cycle["emitted_count"]
+        verified, cached = cycle["cached"]
+        page.act(("click", "#step", {
+            COUNT: f"{step} of {step}", TOKENS: num_tokens,
+            "#status": re.compile("^(?!Finished)"), "#picture .cell.tail": verified - cached,
+            "#picture .slot.accepted": cycle["accepted_count"],
+            "#picture .slot.rejected": int(cycle["rejected"] is not None),
+        }))  # fmt: skip
+    page.act(  # what has come stays, and can be gone through
+        ("click", "#back", {COUNT: "4 of 5"}),
+        ("click", "#step", {COUNT: "5 of 5", TOKENS: num_tokens, "#run": "Run on"}),
+        ("click", "#run", DONE | {"#text .tokens": answer["text"]}),
+        (ENDLESS, "#run", {f"{TOKENS} >> nth=0": 1}))  # fmt: skip
+    assert server.health()["num_requests_running"] == 1
+    page.act(("click", "#stop", {"#status": "Stopped"}))
+    server.wait_until_idle()
+    assert 0 < page.locator(TOKENS).count() < ENDLESS["max_tokens"]
+    page.run(**FEW)
+
+
+def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, server):
+    if not server.health()["trees"]:
+        pytest.skip("no compiled blocks here")
+    page.run(**SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0})
+    labels = []
+    for step in range(1, 9):
+        page.act((step, CYCLE, {COUNT: f"{step} of"}))
+        lengths = re.findall(r"\d+", page.text_content("#picture .more.length"))
+        before, verified, kept = map(int, (*lengths, lengths[-1])[:3])
+        page.see({
+            "#picture .cell.new": verified - before, "#picture .cell.tail": verified - kept,
+            "#picture .slot.accepted": kept - before - 1})  # fmt: skip
+        labels += page.locator("#picture .slot .label").all_inner_texts()
+    assert any(" or " in label for label in labels)
+
+
+def test_a_link_restores_a_run_with_its_seed_and_its_place(page, open_page, server):
+    page.run(**SAMPLED | {"seed": ""})
+    page.click(f"{TOKENS} >> nth=9")
+    shown = {name: exactly(page.text_content(name)) for name in ("#text .tokens", COUNT)}
+    address = page.evaluate("location.hash")
+    open_page(server, DONE | shown | {"#drafter": value(SAMPLED["drafter"])}, address)
+
+
+SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
+SCHEMA = json.dumps(SCHEMA | {"required": ["colour"], "additionalProperties": False})
+
+
+def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
+    page.run(**FEW, json_schema=SCHEMA)
+    answer = traced(server, FEW | {"json_schema": SCHEMA})
+    page.see({"#text .tokens": exactly(answer["text"])})
+    told = [place for cycle in answer["trace"] for place in cycle["grammar"]]
+    texts = {i: text for cycle in answer["trace"] for i, text in cycle["texts"].items()}
+    kinds = [(place["forced"], place["overruled"]) for place in told]
+    assert {forced for forced, _ in kinds} == {over for _, over in kinds} == {False, True}
+    for is_forced, is_overruled in set(kinds):
+        place = told[at := kinds.index((is_forced, is_overruled))]
+        count = "forces this token" if is_forced else f"allows {place['allowed']} of 4,096 tokens"
+        best = ", which the model liked best." if is_overruled else ")."
+        text = texts[str(place["forbidden"][0]["id"])].replace(" ", "␣").replace("\n", "↵")
+        words = (f"The grammar {count}", f"It forbade “{text}” (p ", best)
+        for way, box in (("hover", "#popup"), ("click", "#grammar")):
+            page.act((way, f"{TOKENS} >> nth={at}", {box: words}))
+    page.run(**FEW, json_schema="")
+    assert "json_schema" not in page.sent[-1]
+    page.act(("click", f"{TOKENS} >> nth=1", {"#grammar:visible": 0, "#verdict": "target"}))
+
+
+# ------------------------------------------------------------------ the form, the model, its words
 
 
 def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
@@ -373,181 +407,49 @@ def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
     page.focus("#prompt")
     until(lambda: page.title() and held)
     held.pop().continue_()
-    see(page, READY)
-    page.press("#prompt", "x")
-    assert page.input_value("#prompt") == "x"
-
-
-def test_a_server_that_loads_and_one_that_goes_away_are_told(
-    open_page, complaints, tmp_path, chat_folder
-):
-    """An answer that is stopped while it is held up is no turn."""
-    gate = Gate(tmp_path, chat_folder("llama"))
-    gate.shut("load")
-    with serving(*gate.arguments, wait=False) as server:
-        until(lambda: "all else answers 503" in server.log())
-        page = open_page(server, is_ready=False)
-        see(page, {"#server": re.compile("The server loads llama.*: reading the weights")})
-        see(page, {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")})
-        gate.open("load")
-        see(page, READY | {"#server": "llama", "#run[aria-disabled=false]": 1})
-        expect_failed_load(complaints, "503")
-        gate.shut()
-        act(page, ("click", "#show-chat", {}), ({"message": "Go on"}, "#send", {".turn .token": 1}))
-        act(page, ("click", "#stop", {".turn .note": "it does not count as a turn"}))
-        gate.open()
-        server.wait_until_idle()
-        gate.shut()
-        act(page, ("click", "#run", {TOKENS: 1}))
-    see(page, {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1})
-    act(page, ("click", "#run", {"#error": "The server cannot be reached"}))
-    page.close()  # its console has no more to say
-    expect_failed_load(complaints, "ERR_")
-
-
-def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_are(
-    open_page, failing_drafter
-):
-    asked = {"prompt": "x", "max_tokens": 6}
-    with serving(*failing_drafter, "--fixed-k") as server:
-        page = open_page(server)
-        run(page, drafter="fails", **asked)
-        see(page, {"#notes": "drafter fails failed (on purpose)", f"{TOKENS}.plain": 6})
-        see(page, {"#server": "times fails failed", "#drafters": "A drafter of your own."})
-        act(page, ("Home", CYCLE, {"#cycle-says": "the prompt (1 token)"}))
-        health = server.health() | {"drafters": [], "drafter": "none"}
-        page = open_page(server, is_ready=False)
-        page.route("**/health", lambda route: route.fulfill(json=health))
-        page.reload()
-        see(page, READY | {"#drafters": "No drafter is loaded", "#drafter option": 1})
-        told = {"#race-says": "so this was no race", "#controller-says": "Nobody"}
-        act(page, (asked, "#race", DONE | told))
-        page.close()  # it asks how the server is once more, which ends here
-
-
-# ---------------------------------------------------------------------- the screen, the keyboard
-
-OUTSIDE = """(selectors) => selectors.filter((selector) => {
-    const box = document.querySelector(selector).getBoundingClientRect();
-    return !(box.width && box.top >= 0 && box.bottom <= innerHeight + 1
-        && box.left >= 0 && box.right <= innerWidth + 1);
-})"""
-FAULTS = """() => [...document.querySelectorAll("#workbench :not(.bars, .marks)")].filter((one) => {
-    const {overflowX, fontSize} = getComputedStyle(one);
-    const hasText = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-    const isWord = one.matches("#picture :is(.word, .verdict, .chip)");
-    return one.checkVisibility() && (hasText && parseFloat(fontSize) < 13
-        || isWord && one.offsetHeight > 32 || one.matches(".cell") && one.offsetWidth < 16
-        || one.clientWidth && one.scrollWidth > one.clientWidth + 1 && overflowX === "visible");
-}).map((one) => one.outerHTML.slice(0, 200))"""  # too wide, broken, too small
-COVERED = """(token) => {
-    const [a, b] = [token, document.querySelector("#popup")].map((x) => x.getBoundingClientRect());
-    return a.left < b.right && b.left < a.right && a.top < b.bottom + 30 && b.top < a.bottom + 60;
-}"""
-SEEN = {  # what each button changes
-    "#run": ["#status", "#text", "#cycle-says"],
-    "#back": [COUNT, "#cycle-says", "#picture"],
-    "#race": ["#status", *LANES],
-}
-
-
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1440", "390"])
-def test_all_is_in_sight_nothing_overflows_at_any_k_and_axe_finds_nothing_wrong(open_page, size):
-    """A popup covers neither what it explains nor the lines below, and lets the mouse through.
-
-    Nothing that axe-core sees, but the colours, depends on the scheme.
-    """
-    page = open_page(viewport=size)
-    fill(page, **SAMPLED | {"max_tokens": 24})
-    page.click("#more summary")
-    for button, changed in SEEN.items():
-        page.evaluate("scrollTo(0, 500)")
-        act(page, ("click", button, DONE))
-        assert page.evaluate(OUTSIDE, changed) == [], button
-    see(page, {"#workbench details:not([open])": 4})  # the settings, numbers, What if?, the model
-    unfold(page)
-    for k in (1, 16):
-        run(page, num_speculative_tokens=k)
-        for token in page.locator(TOKENS).all()[:9]:
-            token.click()
-            if size == NARROW:
-                assert page.evaluate(OUTSIDE, ["#verdict", "#text", "#reading .legend"]) == []
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-            assert page.evaluate(FAULTS) == []
-            page.mouse.move(0, 0)
-            token.hover()
-            assert page.evaluate(OUTSIDE, ["#popup"]) == [] and not token.evaluate(COVERED)
-    assert page.locator("#popup").evaluate("p => getComputedStyle(p).pointerEvents") == "none"
-    run(page, "#race", num_speculative_tokens=4, max_tokens=40)
-    for is_open in (False, True):
-        unfold(page, is_open)
-        assert violations(page) == [], is_open
-    act(page, ({"temperature": "abc"}, "#run", {"#error p": 1}),
-              ("click", f"{TOKENS}.recovered >> nth=0", {}),
-              ("focus", f"{TOKENS}.bonus >> nth=0", {}))  # fmt: skip
-    assert violations(page) == []
-    page.emulate_media(color_scheme="dark")
-    assert violations(page, runOnly=["color-contrast"]) == []
+    page.act(("look", "", READY), ("x", "#prompt", {"#prompt": value("x")}))
 
 
 def test_the_model_has_its_card_and_words_and_colours_are_explained(page, server):
     """A model without a template has no chat."""
-    assert page.input_value("#demo-prompt") == "code_function"
-    absent = ("#chat-field:visible", "#views:visible", "#demo-prompt option[value^=chat]")
-    see(page, dict.fromkeys((*absent, "#drafters >> text=of your own"), 0))
     target = server.health()["target"]
     figures = (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit")
-    see(page, {"#model-card": (*figures, "by the rule of rejection only the distribution is")})
-    see(page, {"#drafters": ("ngram", "mtp", "draft_model", "One pass checks all branches")})
+    absent = ("#chat-field:visible", "#views:visible", "#demo-prompt option[value^=chat]")
+    page.see(dict.fromkeys((*absent, "#drafters >> text=of your own"), 0) | {
+        "#demo-prompt": value("code_function"),
+        "#model-card": (*figures, "by the rule of rejection only the distribution is"),
+        "#drafters": ("ngram", "mtp", "draft_model", "One pass checks all branches")})  # fmt: skip
     keys = "◇ drafting ▮ pass ✓ accepted ✗ rejected ↻ recovered + bonus ○ plain ● p ◆ q"
     assert " ".join(page.locator("#reading .legend .key").all_text_contents()) == keys
-    run(page, **SAMPLED | {"max_tokens": 24})
+    page.run(**SAMPLED | {"max_tokens": 24})
     for word in page.locator("#workbench [data-word]:visible").all():
         word.focus()
-        see(page, {"#popup:visible": re.compile(".{40}")})
+        page.see({"#popup:visible": re.compile(".{40}")})
     word = "#cycle .word >> nth=0"
-    act(page, ("Escape", word, {"#popup:visible": 0}), ("hover", word, {"#popup:visible": 1}))
+    page.act(("Escape", word, {"#popup:visible": 0}), ("hover", word, {"#popup:visible": 1}))
+
+
+WRONG = [("temperature", "abc", "“abc” is not a number"), ("seed", "9" * 20, "53 bits"),
+         ("num_speculative_tokens", "0x", "“0x” is not a number"),
+         ("prompt", "", "Write a prompt first"),  # and what is sent, in the server's words:
+         ("num_speculative_tokens", "99", "K must be an integer from 0 to 16"),
+         ("json_schema", "{", "json_schema must be a JSON schema")]  # fmt: skip
+
+
+def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_page, server):
+    """The button is hit although the field that the reader comes from shrinks."""
+    page = open_page(server, refusals=["status of 400"], viewport=NARROW)
+    page.fill_in(**COLOURS)
+    for name, wrong, words in WRONG:
+        page.act(({name: wrong}, "#run", {
+            "#error[role=alert]": words, f"#{name}[aria-invalid=true]:visible": 1}))  # fmt: skip
+        assert bool(page.sent) == (wrong in ("99", "{"))
+        page.fill_in(**{name: "1"})
+        page.see({"#error p": 0, "[aria-invalid=true]": 0})  # as soon as it is right
+    page.run(json_schema="")
 
 
 # --------------------------------------------------------------------------- races and drafters
-
-
-def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, server):
-    """And What if? has its place for it, however large."""
-    run(page, "#race", **COLOURS)
-    ours, theirs = map(page.text_content, LANES)
-    assert ours == theirs == page.text_content("#text .tokens") != ""
-    see(page, {
-        "#race-says": ("Medians of three runs.", "identical, token for token"),
-        "#lane-plain .counts": "40 tokens · 39 passes",
-        "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
-        "#chart-race .row:not(.scale)": 2,
-        "#measured": re.compile("^With ngram .* as fast as plain decoding .the last race"),
-    })  # fmt: skip
-    no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
-    rejected = SAMPLED | {"max_tokens": 12, "verification": "rejection"}
-    act(page,
-        (FEW | {"drafter": "none"}, "#race", DONE | {
-            "#race-says": no_race, "#chart-race:visible": 0}),
-        (rejected, "#race", DONE | {"#race-says": "not compared"}))  # fmt: skip
-    told = server.generate(**FEW, compare=True)[1]["compare"] | {
-        "costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}, "disturbed": True,
-        "spread": [0.6, 1.4], "measured_speedup": 0.9, "predicted_speedup": 1.1,
-    }  # fmt: skip
-    show(page, FIRST, button="#race", compare=told)
-    taken = {"#whatif-alpha-value": ".62", "#whatif-c-value": "4.20"}
-    see(page, taken | {
-        "#race-says": (
-            "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× "
-            "(disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×), predicted 1.10×",
-            "t_verify 2.50)."),
-        "#measured": "the last race, disturbed: ",
-        "#whatif-number": re.compile(r"as fast at α .62, K = \d, c 4.20$"),
-    })  # fmt: skip
-    act(page,
-        ("click", "#whatif > summary", {}),
-        (0.1, "#whatif-alpha", {"#whatif-alpha-value": ".10", "#measured": "α .62"}),
-        ("click", "text=Set the sliders to it", taken))  # fmt: skip
 
 
 STREAMED = """const real = window.fetch;
@@ -561,12 +463,11 @@ def test_both_lanes_of_a_race_move_while_it_runs_and_it_and_a_cycle_are_replayed
     open_page, server
 ):
     """Speculative decoding is held back until plain decoding runs; no bars stand before the end."""
-    page = open_page(reduced_motion="no-preference", is_ready=False)
+    page = open_page(server, {}, reduced_motion="no-preference")
     page.add_init_script(STREAMED)
     page.clock.install(time=0)
     page.reload()
-    see(page, READY)
-    page.click("#race")
+    page.act(("look", "", READY), ("click", "#race", {}))
     page.clock.pause_at(100_000)
 
     def lanes(*pushed, waits_ms=(100, 100)):
@@ -577,162 +478,196 @@ def test_both_lanes_of_a_race_move_while_it_runs_and_it_and_a_cycle_are_replayed
 
     fast = [FIRST, event(1, [("b", "accepted"), ("c", "bonus")], 5)]
     slow = [{"plain": event(i, [(text, "bonus")], 4 + i)} for i, text in enumerate("abc")]
-    answer = answer_of(fast, compare=server.generate(**FEW, compare=True)[1]["compare"])
     assert lanes(*fast) == ["", ""]
-    see(page, {"#race-pace": "Decoding with drafts comes first: 3 tokens so far"})
+    page.see({"#race-pace": "Decoding with drafts comes first: 3 tokens so far"})
     assert [lanes(event) for event in slow[:2]] == [["a", "a"], ["abc", "ab"]]
-    see(page, {"#race-clock": exactly("10 ms"), "#chart-race:visible": 0})
-    assert lanes(slow[2], answer) == ["abc", "abc"]
+    page.see({"#race-clock": exactly("10 ms"), "#chart-race:visible": 0})
+    assert lanes(slow[2], answer_of(fast, compare=COMPARED)) == ["abc", "abc"]
     until(lambda: page.clock.run_for(20) or page.locator("#race-again").is_visible())
     drawn = {"#lane-plain .token[class='token plain']": 3, "#lane-speculative .accepted": 1}
-    see(page, drawn | {"#chart-race:visible": 1})
     slowly = {"#race-pace": "350 times slower", "#chart-race:visible": 0}  # 20 ms in 7 seconds
-    act(page, ("click", "#race-again", slowly))
+    page.act(("look", "", drawn | {"#chart-race:visible": 1}), ("click", "#race-again", slowly))
     seen = [lanes(waits_ms=[waited_ms]) for waited_ms in (3400, 200, 3500)]
     assert seen == [["a", "a"], ["abc", "ab"], ["abc", "abc"]]
-    see(page, {"#race-clock": exactly("20 ms"), "#chart-race:visible": 1})
-    act(page, ("click", "#slow", {"#cycle-says": "Slowly:"}))
+    page.see({"#race-clock": exactly("20 ms"), "#chart-race:visible": 1})
+    page.act(("click", "#slow", {"#cycle-says": "Slowly:"}))
     page.clock.run_for(700)
-    see(page, {"#cycle-says": "The drafter guesses"})
+    page.see({"#cycle-says": "The drafter guesses"})
 
 
 def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(open_page, chatting):
     """K is what the server was started with, whatever was asked since."""
     chatting.generate(**COLOURS, num_speculative_tokens=12, fixed_k=True)
-    page = open_page(chatting)
-    assert page.input_value("#num_speculative_tokens") == "3"
-    sent = posted(page)
+    page = open_page(chatting, READY | {"#num_speculative_tokens": value(3)})
     says = {"none": "^Nobody", "auto": "^Cycle ", "ngram": "^You: a named drafter"}
     for drafter, words in says.items():
-        run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
-        see(page, {"#controller-says": re.compile(words)})
-    assert [body.get("fixed_k", False) for body in sent] == [True, False, True]
+        page.run(**SAMPLED | {"drafter": drafter, "max_tokens": 12})
+        page.see({"#controller-says": re.compile(words)})
+    assert [body.get("fixed_k", False) for body in page.sent] == [True, False, True]
     fields = SAMPLED | {"drafter": "ngram", "max_tokens": 12}  # disturbed passes teach no costs
-    until(lambda: page.text_content("#measured") or run(page, **fields))
-    see(page, {"#measured": "all runs of ngram so far", "#drafters": "for each guess, c = "})
+    until(lambda: page.text_content("#measured") or page.run(**fields))
+    page.see({"#measured": "all runs of ngram so far", "#drafters": "for each guess, c = "})
     until(lambda: b'"measured"' in chatting.call("GET", "/curve")[2])
     page.reload()
-    timed = ("measured in idle time", "The controller believes that six positions take")
-    see(page, DONE | {"#scene-source": "measured by this server", "#whatif-source": timed})
     passes = json.loads(chatting.call("GET", "/curve")[2])["pass_ms"]
     ratio = f"{passes['8'] / passes['1']:.2f}×"
-    page.locator("[data-chapter=positions]").evaluate("node => node.scrollIntoView()")
-    see(page, {"#scene[data-at=positions]": 1})  # both figures have this server's curve
-    act(page, (8, "#move-rows", {"#scene-says": ratio}))
-    act(page, (7, "#whatif-k", {"#whatif-times": f"K + 1: {ratio}"}))
+    timed = ("measured in idle time", "The controller believes that six positions take")
+    page.act(  # both figures have this server's curve
+        ("look", "", DONE | {"#scene-source": "by this server", "#whatif-source": timed}),
+        ("reach", "positions", {}),
+        (8, "#move-rows", {"#scene-says": ratio}),
+        (7, "#whatif-k", {"#whatif-times": f"K + 1: {ratio}"}))  # fmt: skip
 
 
 def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatting):
     """So has a prompt, unless the box is not ticked; one of the kind chat is offered first."""
-    page = open_page(chatting)
-    assert page.input_value("#demo-prompt").startswith("chat_")
-    sent, answers = posted(page), page.locator(".turn.assistant")
+    page = open_page(chatting, READY | {"#demo-prompt": lambda one: "chat_" in one.input_value()})
     page.click("#show-chat")
-    fill(page, max_tokens=6, system="Be brief.")
+    page.fill_in(max_tokens=6, system="Be brief.")
     for i, message in enumerate(("Hello", "And now?")):
         told = {f".turn.assistant >> nth={i} >> .note": "tokens per pass"}
-        act(page, ({"message": message}, "#send", told))
-    first, second = (body["prompt"] for body in sent)
+        page.act(({"message": message}, "#send", told))
+    first, second = (body["prompt"] for body in page.sent)
     assert [turn["role"] for turn in second] == ["system", "user", "assistant", "user"]
     assert second[:2] == first and second[3]["content"] == "And now?"
-    assert second[2]["content"] in answers.first.locator("[role=listbox]").text_content()
-    read = answers.last.locator("pre").text_content()
+    assert second[2]["content"] in page.locator(".turn [role=listbox]").first.text_content()
+    read = page.locator(".turn.assistant pre").last.text_content()
     assert all(turn["content"] in read for turn in second[:2])
     shown = {COUNT: re.compile("^0 of"), "#turns:visible": 1}
-    act(page, ("click", ".turn.assistant .token >> nth=0", shown), ("click", "#show-text", {}))
+    page.act(("click", ".turn.assistant .token >> nth=0", shown), ("click", "#show-text", {}))
     for is_chat in (True, False):
         page.set_checked("#chat", is_chat)
-        run(page, prompt="Hi", max_tokens=2)
-        assert sent[-1].get("chat", False) is is_chat
-    act(page, ("click", "#show-chat", {}), ("click", ".turn summary >> nth=-1", {}))
-    assert violations(page) == []
+        page.run(prompt="Hi", max_tokens=2)
+        assert page.sent[-1].get("chat", False) is is_chat
+    page.act(("click", "#show-chat", {}), ("click", ".turn summary >> nth=-1", {}))
+    assert page.violations() == []
 
 
-# ------------------------------------------------------------ mistakes, refusals, another engine
-
-WRONG = [("temperature", "abc", "“abc” is not a number"), ("seed", "9" * 20, "53 bits"),
-         ("num_speculative_tokens", "0x", "“0x” is not a number"),
-         ("prompt", "", "Write a prompt first"),  # and what is sent, in the server's words:
-         ("num_speculative_tokens", "99", "K must be an integer from 0 to 16"),
-         ("json_schema", "{", "json_schema must be a JSON schema")]  # fmt: skip
+# ----------------------------------------------------------------------------- what goes wrong
 
 
-def test_a_bad_value_is_told_and_its_field_marked_until_it_is_corrected(open_page, complaints):
-    """The button is hit although the field that the reader comes from shrinks."""
-    page = open_page(viewport=NARROW)
-    sent = posted(page)
-    fill(page, **COLOURS)
-    for name, value, words in WRONG:
-        marked = {f"#{name}[aria-invalid=true]:visible": 1}
-        act(page, ({name: value}, "#run", {"#error[role=alert]": words} | marked))
-        assert bool(sent) == (value in ("99", "{"))
-        fill(page, **{name: "1"})
-        see(page, {"#error p": 0, "[aria-invalid=true]": 0})  # as soon as it is right
-    expect_failed_load(complaints, "400")
-    run(page, json_schema="")
+def test_a_server_that_loads_and_one_that_goes_away_are_told(open_page, tmp_path, chat_folder):
+    """An answer that is stopped while it is held up is no turn."""
+    gate = Gate(tmp_path, chat_folder("llama"))
+    gate.shut("load")
+    with serving(*gate.arguments, wait=False) as server:
+        until(lambda: "all else answers 503" in server.log())
+        page = open_page(server, {
+            "#server": re.compile("The server loads llama.*: reading the weights")
+        } | {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")},
+            refusals=["status of 503", "ERR_"])  # fmt: skip
+        gate.open("load")
+        page.see(READY | {"#server": "llama", "#run[aria-disabled=false]": 1})
+        gate.shut()
+        page.act(
+            ("click", "#show-chat", {}),
+            ({"message": "Go on"}, "#send", {".turn .token": 1}),
+            ("click", "#stop", {".turn .note": "it does not count as a turn"}))  # fmt: skip
+        gate.open()
+        server.wait_until_idle()
+        gate.shut()
+        page.act(("click", "#run", {TOKENS: 1}))
+    gone = {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1}
+    page.act(("look", "", gone), ("click", "#run", {"#error": "The server cannot be reached"}))
 
 
-FAILED = {"error": {"message": "the engine failed: out of memory"}}
-ATTACK = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
-REFUSALS = [
-    (429, "64 requests wait already", {"Retry-After": "7"}, "is busy .*Try again in 7 s"),
-    (503, "the server is shutting down", {}, "cannot do this now: the server is shutting down"),
-    (401, "a key is needed", {}, "asks for an API key"),
-    (400, ATTACK, {}, re.escape(ATTACK)),
-]
-
-
-def test_refusals_and_ends_of_streams_are_told_and_markup_stays_text(page, complaints):
-    """In prompts, outputs and errors."""
-    for events, words in (([FIRST, FAILED], "out of memory"), ([FIRST], "broke off")):
-        mock(page, lines(*events))
-        act(page, ("click", "#run", {"#error": words, "#text .tokens": exactly("a")}))
-    see(page, {COUNT: "0 of 0"})
-    both = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
-    told = {"controller": ATTACK, "distributions": [both, both]}
-    guessed = event(1, [(ATTACK, "accepted"), (ATTACK, "bonus")], 5, **told)
-    fill(page, prompt=ATTACK)
-    show(page, event(0, [(ATTACK, "bonus")]), guessed, warnings=[ATTACK])
-    act(page,
-        ("click", "#picture button.slot >> nth=0", {"#text .prompt": ATTACK}),
-        ("hover", f"{TOKENS} >> nth=1", {"#text .tokens": ATTACK * 3}),
-        ("click", "#picture button.slot >> nth=1", {
-            "#notes": ATTACK, "#controller-says": ATTACK}))  # fmt: skip
-    for status, message, headers, words in REFUSALS:
-        mock(page, json.dumps({"error": {"message": message}}), status=status, headers=headers)
-        gone = {COUNT: exactly(""), "#cycle-number:disabled": 1}  # the old run
-        act(page, ("click", "#run", {"#error": re.compile(words)} | gone))
-        expect_failed_load(complaints, str(status))
-    assert page.evaluate("window.hacked") is None
-    see(page, {"img": 0, "body script": 0})
+def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_are(
+    open_page, failing_drafter
+):
+    asked = {"prompt": "x", "max_tokens": 6}
+    with serving(*failing_drafter, "--fixed-k") as server:
+        page = open_page(server)
+        page.act(
+            ran(asked | {"drafter": "fails"}),
+            ("look", "", {
+                "#notes": "drafter fails failed (on purpose)", f"{TOKENS}.plain": 6,
+                "#server": "times fails failed", "#drafters": "A drafter of your own."}),
+            ("Home", CYCLE, {"#cycle-says": "the prompt (1 token)"}))  # fmt: skip
+        health = server.health() | {"drafters": [], "drafter": "none"}
+        page = open_page(server, {})
+        page.route("**/health", lambda route: route.fulfill(json=health))
+        page.reload()
+        page.see(READY | {"#drafters": "No drafter is loaded", "#drafter option": 1})
+        told = {"#race-says": "so this was no race", "#controller-says": "Nobody"}
+        page.act((asked, "#race", DONE | told))
+        page.close()  # it asks how the server is once more, which ends here
 
 
 def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and_not_drawn(
-    open_page, complaints
+    open_page,
 ):
     """Of a recorded vLLM, which gives one of its answers whatever is asked; keys stay in memory."""
     with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
         replay.is_lenient = True
-        page = open_page(server, is_ready=False)
-        see(page, {"#cycle-says": "vllm 0.32.0 runs this model", "#key:visible": 0})
-        asked = posted(page)
-        act(page, ({"prompt": "x"}, "#run", {"#key:visible": 1}))
-        run(page, prompt=COLOUR_LIST, key="secret")
+        page = open_page(server, {
+            "#cycle-says": "vllm 0.32.0 runs this model", "#key:visible": 0
+        }, refusals=["status of 401"])  # fmt: skip
+        page.act(({"prompt": "x"}, "#run", {"#key:visible": 1}))
+        page.run(prompt=COLOUR_LIST, key="secret")
         assert "prompt=" in page.url and "secret" not in page.url
-        see(page, READY)  # with a key it asks for the prompts anew, and repeats no run
-        assert [body["prompt"] for body in asked] == ["x", COLOUR_LIST]
+        page.see(READY)  # with a key it asks for the prompts anew, and repeats no run
+        assert [body["prompt"] for body in page.sent] == ["x", COLOUR_LIST]
         kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
         assert kept == [0, 0, ""]
-        expect_failed_load(complaints, "401")
         hidden = ("#race", "#step", "#drafter", "#racing", "#picture", "#whatif")
-        see(page, {"#error p": 0} | {f"{name}:visible": 0 for name in hidden})
         told = {"#status": "Finished (length): 6 tokens, 5 of 5 drafted ones accepted"}
-        act(page, ("click", "#run", told | {"#cycle-says": "It does not tell p, q, u"}))
+        page.act(
+            ("look", "", {"#error p": 0} | {f"{name}:visible": 0 for name in hidden}),
+            ("click", "#run", told | {"#cycle-says": "It does not tell p, q, u"}))  # fmt: skip
         text = page.inner_text("#text")  # the second one takes the place of the first
         assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
         figures = {"[data-figure='draft acceptance rate']": "1.00", "#model-card": "vllm"}
-        act(page, ("click", "#show-chat", figures))
-        act(page, ({"message": "hi"}, "#send", DONE | {".answer": "hi"}))
+        page.act(
+            ("click", "#show-chat", figures),
+            ({"message": "hi"}, "#send", DONE | {".answer": "hi"}))  # fmt: skip
         sent = [body for _, body, _ in replay.seen if body and "temperature" in body]
         assert len(sent) == 3 and "messages" in sent[-1]
         page.close()
+
+
+# ---------------------------------------------------------------------- the screen, the keyboard
+
+COVERED = """(token) => {
+    const [a, b] = [token, document.querySelector("#popup")].map((x) => x.getBoundingClientRect());
+    return a.left < b.right && b.left < a.right && a.top < b.bottom + 30 && b.top < a.bottom + 60;
+}"""
+SEEN = {  # what each button changes
+    "#run": ["#status", "#text", "#cycle-says"],
+    "#back": [COUNT, "#cycle-says", "#picture"],
+    "#race": ["#status", *LANES],
+}
+
+
+@SIZES
+def test_all_is_in_sight_nothing_overflows_at_any_k_and_axe_finds_nothing_wrong(
+    open_page, server, size
+):
+    """A popup covers neither what it explains nor the lines below, and lets the mouse through."""
+    page = open_page(server, viewport=size)
+    page.fill_in(**SAMPLED | {"max_tokens": 24})
+    page.click("#more summary")
+    for button, changed in SEEN.items():
+        page.evaluate("scrollTo(0, 500)")
+        page.act(("click", button, DONE))
+        assert page.flaws(*changed) == [], button
+    page.see({"#workbench details:not([open])": 4})  # the settings, numbers, What if?, the model
+    page.unfold()
+    for k in (1, 16):
+        page.run(num_speculative_tokens=k)
+        for token in page.locator(TOKENS).all()[:9]:
+            token.click()
+            stays = ["#verdict", "#text", "#reading .legend"] if size == NARROW else []
+            assert page.flaws(*stays) == []
+            page.mouse.move(0, 0)
+            token.hover()
+            assert page.flaws("#popup") == [] and not token.evaluate(COVERED)
+    assert page.locator("#popup").evaluate("p => getComputedStyle(p).pointerEvents") == "none"
+    page.run("#race", num_speculative_tokens=4, max_tokens=40)
+    for is_open in (False, True):
+        page.unfold(is_open)
+        assert page.violations() == [], is_open
+    page.act(
+        ({"temperature": "abc"}, "#run", {"#error p": 1}),
+        ("click", f"{TOKENS}.recovered >> nth=0", {}),
+        ("focus", f"{TOKENS}.bonus >> nth=0", {}))  # fmt: skip
+    assert page.violations() == []
