@@ -27,6 +27,7 @@ from control.planner import CHOSEN, Controller, Planner
 from drafters.pool import AUTO, Guess, Task
 from messages import Draft, Request, Sampling
 from serving.curve import Curve
+from serving.options import MOST_K
 
 _WRONG = -1  # a token that no text has
 _SAMPLED = 0.72  # of greedy text's accepted tokens, so many are accepted at temperature 0.8
@@ -122,7 +123,7 @@ class Text:
                 _MAX_TOKENS,
                 AUTO,
                 sampling=Sampling(temperature=temperature),
-                num_speculative_tokens=7,
+                num_speculative_tokens=MOST_K,
             ),
             [chance.randrange(1 << 30) for _ in range(count)],
             min(kind.length, _MAX_TOKENS),

@@ -23,6 +23,7 @@ import { pace, summary, toldWords } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
+const SEEN_WELL = 7; // drafted tokens, where nobody asks for more
 const SLOW_MS = 700; // of a phase that is shown slowly
 const NOT_RECORDED = ["num_speculative_tokens", "temperature", "top_p", "verification", "max_tokens", "seed",
   "json_schema", "chat"];
@@ -341,7 +342,10 @@ async function askHealth() {
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
   if (isRecorded) health = offerRecorded(await recording);
-  else form.offer(health, [...drafters, "none"], health);
+  else {
+    const { num_speculative_tokens: k } = health;
+    form.offer(health, [...drafters, "none"], { ...health, num_speculative_tokens: Math.min(k, SEEN_WELL) });
+  }
   byId("views").hidden = !health.chat_template || isRecorded;
   if (!health.engine) learnCurve(); // another engine has none
   drawModel(health);

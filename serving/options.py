@@ -27,7 +27,7 @@ from .parsing import SAMPLING_FIELDS, check_fields
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 RUNNING_ELSEWHERE = 64  # requests at once in an engine outside this server
 MAX_QUEUED = 4096  # a thread waits for each request
-MOST_K = 7  # where the controller chooses K for each draft; else the request sets it
+MOST_K = 15  # where the controller chooses K for each draft; else the request sets it
 _DEPENDING = "max_running", "num_speculative_tokens"  # options whose default others decide
 REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
 ROOT = Path(__file__).resolve().parent.parent

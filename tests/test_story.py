@@ -307,8 +307,10 @@ def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
     told = page.evaluate(f"fetch('recordings/{name}.json').then((file) => file.json())")
     prompts, day = told["prompts"], f"Recorded on {told['recorded_at']} with {told['model']} on "
     page.see({"#demo-prompt option": 1 + len(prompts), "#server": day + told["machine"]})
+    requests = [run["request"] for run in told["runs"]]
+    sampled = [f"sampled, {r['verification']}" for r in requests if r["temperature"]]
     offered = page.locator("#drafter option").all_text_contents()
-    assert {*offered} == {run["request"]["drafter"] for run in told["runs"]}
+    assert offered == [*dict.fromkeys(request["drafter"] for request in requests), *sampled]
 
     def ask(request, seen):
         return f"#{urlencode(request | {'at': 99})}", "", seen
@@ -351,6 +353,15 @@ def speaks_of_no_server(workbench):
     return re.findall(".{30}[Ss]erver.{30}", workbench.text_content()) == []
 
 
+def is_sampled(rule):
+    """A step to the sampled run by a rule, which begins by itself."""
+    (text,) = (run["events"][-1]["text"] for run in TOLD["runs"] if run["request"]["temperature"]
+               and run["request"]["verification"] == rule)  # fmt: skip
+    return ({"drafter": f"sampled, {rule}"}, TITLE, DONE | {
+        "#settings-now": f"temperature 0.8, {rule}", "#demo-prompt": value("new"),
+        "#whole-text": exactly(f"The whole text: {text}")})  # fmt: skip
+
+
 def follows(drafter):
     """A step to a drafter: sliders, words and its point are seen, and its run begins by itself."""
     costs, speed = RACED[drafter]["costs"], times(RACED[drafter]["measured_speedup"])
@@ -376,6 +387,11 @@ RECORDED = {
                                  "#track:visible": 0}),
         ({"demo-prompt": "copy"}, TITLE, KEPT | {
             "#settings-now": "greedy", "#error": exactly("")})),
+    "sampled runs are offered, and another prompt is greedy again": ("",
+        is_sampled("rejection"),
+        is_sampled("coupled"),
+        ({"demo-prompt": "copy"}, TITLE, KEPT | {
+            "#settings-now": "greedy", "#drafter option:checked": exactly("draft_model")})),
     "a link holds the request": ("",
         ("click", "#link", {"#status": "it holds the request",
                             "html": lambda html: "prompt=" in html.evaluate("location.hash")})),
