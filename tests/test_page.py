@@ -557,7 +557,8 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(open_page, tmp_path
         } | {f"#{name}[aria-disabled=true]": 1 for name in ("run", "step", "race")},
             refusals=["status of 503", "ERR_"])  # fmt: skip
         gate.open("load")
-        page.see(READY | {"#server": "llama", "#run[aria-disabled=false]": 1})
+        page.see(READY | {"#server": "llama", "#run[aria-disabled=false]": 1,
+                          "#num_speculative_tokens": value(7)})  # as many as are seen well
         gate.shut()
         page.act(
             ("click", "#show-chat", {}),
