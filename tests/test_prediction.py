@@ -21,11 +21,11 @@ from control.planner import Account, Candidate
 from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
 from engines.app import refuse_what_it_cannot
-from messages import Draft, Request, RequestError
+from messages import MAX_SPECULATIVE_TOKENS, Draft, Request, RequestError
 from models import prompts as reading
 from models.prompts import prediction_ids
 from serving.curve import Curve
-from serving.options import Options
+from serving.options import MOST_K, Options
 from serving.service import Service
 
 ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -311,7 +311,7 @@ def test_usage_counts_the_predictions_of_all_choices(client):
 
 
 def test_a_prediction_is_drafted_at_the_largest_k_unless_the_request_says_another(client):
-    for fields, k in (({"prediction": "y"}, 16), ({}, 7)):
+    for fields, k in (({"prediction": "y"}, MAX_SPECULATIVE_TOKENS), ({}, MOST_K)):
         body = post(client, GENERATE, **fields).json
         assert body["metrics"]["speculative_decoding"]["num_spec_tokens"] == k
     body = post(client, GENERATE, prediction="y", num_speculative_tokens=3).json
