@@ -48,7 +48,8 @@ class FixedClock(Planner):
         for name, (counts, _) in self._pool.spent.items():
             ms = _FREE_MS * sum(counts)
             if costs.runs_model(name):
-                num_steps = 1 if name in costs.at_once else max(counts)
+                num_forwards = max(draft.num_forwards for draft in drafts)  # fewer in copies
+                num_steps = 1 if name in costs.at_once else num_forwards or max(counts)
                 missed = max(0, plan.unread[name] - _FEW)
                 ms = prices.step_ms * (num_steps + _READ_SHARE * missed)
             calls.append((name, counts, plan.unread[name], ms))

@@ -162,7 +162,7 @@ class Text:
             is_right = is_right and self.is_right[place]
             tokens.append(self.truth[place] if is_right else _WRONG)
             sure.append(self.confidence[place])
-        return Draft(tokens, confidence=sure, num_forwards=len(tokens))
+        return Draft(tokens, confidence=sure)
 
     def append(self, draft: Draft) -> Any:
         """Judge a draft, and append what stays. Returns what the planner reads of a cycle."""

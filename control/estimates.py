@@ -17,10 +17,10 @@ from math import inf
 from statistics import median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
-from messages import MAX_SPECULATIVE_TOKENS as LONGEST
-from messages import Doubts
+from messages import MAX_SPECULATIVE_TOKENS, Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
+LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
 # beside what was seen and so many. What is typical moves it, too.
 _RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
@@ -147,7 +147,7 @@ class Acceptance:
 
 def believed(known: Collection[float]) -> float:
     """What is believed of ratios to what was expected: their median; few slow ones are doubted."""
-    return median_low(known) if len(known) >= _CONFIRMED else min(_DOUBTFUL, *known or [1.0])
+    return median_low(known) if len(known) >= _CONFIRMED else min(_DOUBTFUL, *(known or [1.0]))
 
 
 def between(xs: Sequence[float], ys: Sequence[float], x: float, goes_on: bool = False) -> float:
@@ -246,18 +246,19 @@ class Costs:
         """
         self._count += 1
         rows, ms = rows if rows <= _EXACT else rows // 4 * 4, max(ms, 1e-6)
+        ratio = ms / self.expected(rows)
         if not self.passes:
-            self._slowness = ms / self.expected(rows) * self._slowness
+            self._slowness, ratio = self._slowness * ratio, 1.0
         known = self.passes.setdefault(batch.bit_length(), {})
         latest = known.setdefault(rows, deque(maxlen=_LATEST))
         if len(latest) >= _CONFIRMED:
-            ratio = ms / self.expected(rows) / median_low(latest)
-            self._slow = self._slow + 1 if ratio > _SLOWER else 0
+            change = ratio / median_low(latest)
+            self._slow = self._slow + 1 if change > _SLOWER else 0
             if 0 < self._slow < _STAYS:
                 return  # an accident says nothing of drafts, either
-            if self._slow or ratio < 1 / _DOUBTFUL:  # all that is known changes with the machine
-                self._slow, self._slowness = 0, self._slowness * ratio
-        latest.append(ms / self.expected(rows))
+            if self._slow or change < 1 / _DOUBTFUL:  # all that is known changes with the machine
+                self._slow, self._slowness, ratio = 0, self._slowness * change, ratio / change
+        latest.append(ratio)
         for call in calls:
             self._learn_draft(*call)
         if self._count < 2 * _RENEWED or not self._count % _RENEWED:

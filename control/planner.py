@@ -149,8 +149,8 @@ class Choice:
         Returns what they gain by it, in how many ms of the model, and what each may do then.
         """
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
-        able = {i: each for i, each in self._drafts[name].items() if i in asking}
-        drafts = {i: each for i, each in able.items() if each[-1].num_tokens}
+        able = self._drafts[name].items()
+        drafts = {i: each for i, each in able if i in asking and each[-1].num_tokens}
         for k in range(max(map(len, drafts.values()), default=0)):
             ms = price.first_ms + k * price.step_ms
             options = {i: each[min(k, len(each) - 1)] for i, each in drafts.items()}
@@ -309,7 +309,7 @@ class Controller:
             return []
         read_ms = room * self.costs.prices(batch, len(candidates)).plain_ms
         choice = Choice(self.costs, candidates, batch, read_ms)
-        # An idle drafter is tried once all requests, as one may be too short, saved enough for it.
+        # All requests save for a try of an idle drafter, as one of them may be too short for it.
         able = [pair for candidate in candidates for pair in candidate.able.items()]
         idle, saved = sorted({name for name, record in able if record.since}), self._saved
         for name in idle:
@@ -432,8 +432,7 @@ class Planner(FixedK):
         Of those that did not draft, or not alone: of what they would have drafted, how much came
         true. A cycle for which nothing was chosen teaches nothing.
         """
-        candidate, text = self.candidates[s], s.drafting
-        records = candidate.records
+        records, text = self.candidates[s].records, s.drafting
         for name in text.drafts.keys() & records.keys():
             records[name].num_read = cycle.cached + 1  # it observes all at once
         if TREE in records:

@@ -69,7 +69,7 @@ export function ruleOf({ u, score, total }) {
 const ratio = (part, whole) => (whole ? part / whole : null);
 const sum = (all, name) => all.reduce((total, one) => total + one[name], 0);
 
-/** The figures of a run, by the formulas of control/statistics.py. */
+/** The figures of a run, by the formulas of serving/statistics.py. */
 export function figuresOf(cycles) {
   const later = cycles.slice(1); // the prefill drafts nothing and counts as no pass
   const perCycle = later.map((cycle) => ({ drafted: numJudged(cycle), accepted: numAccepted(cycle) }));
@@ -87,7 +87,7 @@ export function figuresOf(cycles) {
   const [draft, verify, other] = ["draft", "verify", "other"].map((name) => sum(spent, name));
   return {
     tokens, passes, drafted, accepted, perCycle, at, ms: { draft, verify, other },
-    totalMs: draft + verify + other, tokensPerPass: ratio(tokens - 1, passes),
+    totalMs: spentMs({ draft, verify, other }), tokensPerPass: ratio(tokens - 1, passes),
     acceptanceRate: ratio(accepted, drafted), alpha: ratio(accepted, sum(at, "reached")),
     acceptanceLength: drafted ? 1 + accepted / count((cycle) => cycle.drafted) : null,
     controller: told ? `Cycle ${told.step}: ${told.controller}` : null, // its last sentence

@@ -26,7 +26,6 @@ from serving.options import Options
 from serving.service import Service
 from serving.worker import Job
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the ordinary run is on the CPU, in fp32
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
@@ -93,6 +92,12 @@ TEMPLATE = (
     "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All but `-m gpu` runs on the CPU, in fp32, whatever else there is."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)

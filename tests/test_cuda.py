@@ -2,7 +2,7 @@
 
 The ordinary run hides such a device, so that it does the same everywhere. By hand:
 
-    CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu -n 0
+    python -m pytest -m gpu -n 0
 """
 
 from dataclasses import replace
