@@ -227,12 +227,16 @@ class Costs:
 
     def a_pass(self, batch: int, rows: float) -> float:
         """What a pass over so many rows of so many requests takes."""
+        return self.passes_of(batch, [rows])[0]
+
+    def passes_of(self, batch: int, rows: Sequence[float]) -> list[float]:
+        """The same for several numbers of rows."""
         if not self.passes:
-            return self.expected(rows)
-        kind = batch.bit_length()
-        known = self.passes[min(list(self.passes), key=lambda other: abs(other - kind))]
+            return list(map(self.expected, rows))
+        known = self.passes[min(list(self.passes), key=lambda kind: abs(kind - batch.bit_length()))]
         measured = sorted(known)
-        return self.expected(rows) * between(measured, [believed(known[r]) for r in measured], rows)
+        ratios = [believed(known[each]) for each in measured]
+        return [self.expected(each) * between(measured, ratios, each) for each in rows]
 
     def expected(self, rows: float) -> float:
         """What the curve says of a pass over so many rows, as fast as the machine is now."""
@@ -297,7 +301,7 @@ class Costs:
                 first_ms, step_ms, read_ms = self._expected_draft(name, requests)
                 level = self._level(name, requests)
                 drafts[name] = DraftPrice(first_ms * level, step_ms * level, read_ms)
-            passes = [self.a_pass(batch, batch + requests * k) for k in range(LONGEST + 1)]
+            passes = self.passes_of(batch, range(batch, batch + requests * LONGEST + 1, requests))
             rows_ms = [max(0.0, more - ms) / requests for ms, more in pairwise(passes)]
             self._prices[batch, requests] = Prices(passes[0], drafts, rows_ms)
         return self._prices[batch, requests]

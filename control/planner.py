@@ -29,7 +29,7 @@ from drafters.pool import TREE, DrafterPool, Guess, Task
 from drafters.tree import longest
 from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
 
-from .estimates import READ_ALONG, Acceptance, Call, Costs, Lengths
+from .estimates import READ_ALONG, Acceptance, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE, _LOOK, _READING = 6.0, 1.5, 1.0  # plain cycles: lost in all, after a rest, for reading
@@ -198,10 +198,10 @@ class Account:
         never more than                              _STAKE
 
     Below 0 no drafts are chosen until the allowance has brought it to _LOOK. So over any
-    stretch of time drafts lose at most the stake, the allowance and what one cycle may lose. All of
-    a cycle's time counts: drafting, choosing, and whatever else the machine did. What models read
-    serves many cycles, so it is counted apart: beyond a plain cycle nothing more is read until what
-    drafts won, and the allowance, have paid for it.
+    stretch of time drafts lose at most the stake, the allowance and what one cycle may lose. All
+    time of a cycle with drafts counts; of others, what choosing took, and drafters that had none.
+    What models read serves many cycles, so it is counted apart: beyond a plain cycle nothing more
+    is read until what drafts won, and the allowance, have paid for it.
     """
 
     plain: deque[float]  # ms of plain cycles; of more requests the root of their number more
@@ -242,10 +242,12 @@ class Account:
         self.unpaid += read_ms / plain_ms - max(0.0, tokens - time)
         self._add(tokens - time, time)
 
-    def see_plain(self, batch: int, ms: float) -> None:
-        """A cycle without drafts."""
+    def see_plain(self, batch: int, ms: float, more_ms: float = 0, read_ms: float = 0) -> None:
+        """A cycle without drafts. `more_ms` went into choosing, and to drafters that had none."""
         self.plain.append(ms / sqrt(batch))
-        self._add(0.0, 1.0)
+        self.drafted = 0
+        self.unpaid += read_ms / ms
+        self._add(-min(_OUTLIER, (more_ms - read_ms) / ms), 1.0)
 
     def _add(self, won: float, time: float) -> None:
         self.balance = min(_STAKE, self.balance + won + LOSS_BUDGET * time)
@@ -468,27 +470,21 @@ class Planner(FixedK):
     def record_cycle(
         self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
     ) -> None:
-        if times:
-            spent = self._pool.spent.items()
-            calls = [(name, counts, plan.unread[name], ms) for name, (counts, ms) in spent]
-            ms = (times[-1] - times[0]) * 1e3
-            self.observe_pass(plan, drafts, sum(cycle.num_kept for cycle in cycles), calls, ms)
-
-    def observe_pass(
-        self, plan: Plan, drafts: list[Draft], num_tokens: int, calls: list[Call], ms: float
-    ) -> None:
-        """A whole cycle with these calls of drafters gave so many tokens in `ms`."""
+        if not times:
+            return
+        spent, costs = self._pool.spent.items(), self.controller.costs
+        calls = [(name, counts, plan.unread[name], ms) for name, (counts, ms) in spent]
+        ms, drafting_ms = (times[-1] - times[0]) * 1e3, sum(ms for *_, ms in calls)
+        pass_ms = max(1e-6, ms - drafting_ms - plan.choice_ms)
         batch, rows = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
-        drafting_ms = sum(ms for *_, ms in calls)
-        pass_ms = max(0.0, ms - drafting_ms - plan.choice_ms)
-        self.controller.costs.observe_pass(batch, rows, pass_ms, calls)
+        costs.observe_pass(batch, rows, pass_ms, calls)
         self._owed_ms = max(0.0, self._owed_ms + plan.choice_ms / CHOICE_BUDGET - ms)
-        if plan.kind in (CHOSEN, REUSED):
-            prices = self.controller.costs.prices(batch, batch).drafts
-            read_ms = sum(n * prices[name].read_ms for name, n in plan.unread.items())
-            plan.account.see(num_tokens / batch, batch, ms, min(read_ms, drafting_ms))
-        elif rows == batch:
-            plan.account.see_plain(batch, ms)
+        known = costs.prices(batch, batch).drafts if plan.unread else {}
+        read_ms = min(drafting_ms, sum(n * known[name].read_ms for name, n in plan.unread.items()))
+        if rows == batch:
+            plan.account.see_plain(batch, pass_ms, ms - pass_ms, read_ms)
+        elif plan.kind in (CHOSEN, REUSED):
+            plan.account.see(sum(cycle.num_kept for cycle in cycles) / batch, batch, ms, read_ms)
 
 
 def _came_true(guessed: list[int], tokens: list[int]) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import kernels
 from messages import Cycle, Json, Judgement, TextSequence
 from models.prompts import Tokenizer
 from sampling import TokenScores, log_probabilities, scores_of
@@ -22,6 +23,7 @@ IDS, NAMES = "return_token_ids", "return_tokens_as_token_ids"
 _FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
 
 
+@kernels.exclusive()  # torch's threads would take the cores from the next pass
 def event(s: TextSequence, cycle: Cycle) -> Json:
     """The event of a sequence's latest cycle: {step, tokens, pieces}, and what was asked for.
 

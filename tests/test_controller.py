@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from benchmarks import simulated
 from control.estimates import Acceptance, Calibration, Costs, Lengths
 from control.planner import CHOICE_BUDGET, LOSS_BUDGET, PROBE_BUDGET, Account, Candidate, Controller
+from drafters.plan import Plan
 from drafters.pool import DraftedText, DrafterPool, Task
-from messages import Doubts, Request, Verdict
+from messages import Doubts, Draft, Request, Verdict
 from serving import assembly
 from serving.curve import Curve
 from serving.options import Options
@@ -122,7 +123,7 @@ def engine_of(demo_engine, shares, **scripts):
     account.see = account.see_plain = lambda *_: None
     controller.account = lambda *_: account
     engine = core.Engine(demo_engine.target, loaded, "auto", controller=controller)
-    engine.planner.observe_pass = lambda *_: None  # so that it chooses in every cycle
+    engine.planner.record_cycle = lambda *_: None  # so that it chooses in every cycle
     return engine
 
 
@@ -645,6 +646,18 @@ def test_plain_cycles_are_measured_again_now_and_then():
     assert won == 2 * (1000 - 1000 // 65)
 
 
+@pytest.mark.parametrize("kind", ["chosen", "reused", "rests"])
+def test_a_cycle_without_drafts_costs_what_choosing_took_however_slow_it_was(demo_engine, kind):
+    """What the machine did meanwhile it would have done without drafters, too. A pass: 40 ms."""
+    engine, account = engine_of(demo_engine, {"ngram": 0}), opened()
+    del engine.planner.record_cycle
+    account.balance, plan = 1.0, Plan([Task()], kind, account, choice_ms=2.0)
+    engine.pool.spent = {"ngram": ([5], 4.0)}
+    engine.planner.record_cycle(plan, [Draft()], [], [0.0, 0.005, 0.045, 0.046])
+    assert account.balance == pytest.approx(1.0 + LOSS_BUDGET - (2.0 + 4.0) / 40.0)
+    assert account.plain[-1] == pytest.approx(40.0)
+
+
 def test_text_that_a_model_reads_is_paid_by_what_drafts_win_or_no_more_is_read():
     """It ends no drafting: it has been read. Where nothing is won, the allowance pays, in time."""
     account = opened()
@@ -697,7 +710,7 @@ def test_a_choice_serves_on_when_one_ends_or_joins(
         made.append((len(asks), given[0]))
         now(8 * 3 * CHOICE_BUDGET)  # as much as eight cycles may pay
 
-    del engine.planner.observe_pass
+    del engine.planner.record_cycle
     monkeypatch.setattr(time, "perf_counter", now)
     engine.now = lambda: now(1.0)  # a cycle takes 3 ms
     before(engine.controller, "decide", decided)
@@ -748,7 +761,7 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
 def test_passes_are_measured_without_choosing_or_prefills(demo_engine, prompts, monkeypatch):
     """With all rows; and each choice takes a minute here."""
     engine, passes, choices, clock = engine_of(demo_engine, {"ngram": 0}), [], [], time.perf_counter
-    del engine.planner.observe_pass
+    del engine.planner.record_cycle
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 60 * len(choices))
     engine.now = time.perf_counter
     engine.controller.costs.observe_pass = lambda *measured: passes.append(measured)

@@ -30,6 +30,7 @@ from conftest import (
     logits_of,
     needs_compiler,
     only_modules,
+    run,
     together,
 )
 from families import save_small
@@ -42,6 +43,7 @@ from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from messages import Doubts, Request
 from models import gguf_tensors
+from serving import trace
 
 pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
@@ -528,3 +530,13 @@ def test_of_two_threads_that_compute_alone_each_gets_its_number_of_threads_back(
         assert pool.submit(library.num_threads).result() == 2
         pool.submit(other.__exit__, None, None, None).result()
         assert pool.submit(torch.get_num_threads).result() == 2
+
+
+def test_an_event_leaves_the_cores_to_the_next_pass(demo_engine, prompts, threads, monkeypatch):
+    """It is made in the engine's thread alone: others of torch's would wait busily behind it."""
+    counts = []
+    monkeypatch.setattr(library, "is_used", True)
+    monkeypatch.setattr(trace, "_details", lambda *_: counts.append(torch.get_num_threads()) or {})
+    threads(2)
+    run(demo_engine, prompts["code_class"], max_tokens=3, trace=True)
+    assert set(counts) == {1} and torch.get_num_threads() == 2
