@@ -24,7 +24,6 @@ from typing import Any
 from tqdm import tqdm
 
 import benchmarks as bench
-from control.estimates import Call
 from control.planner import CHOSEN, Controller, Plan, Planner
 from messages import MAX_SPECULATIVE_TOKENS, Cycle, Draft, Engine, Request
 
@@ -44,22 +43,22 @@ class FixedClock(Planner):
     def record_cycle(
         self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
     ) -> None:
-        costs, prices, calls = self.controller.costs, self.prices, list[Call]()
-        for name, (counts, _) in self._pool.spent.items():
+        costs, prices, spent = self.controller.costs, self.prices, self._pool.spent
+        for name, (counts, _) in spent.items():
             ms = _FREE_MS * sum(counts)
             if costs.runs_model(name):
                 num_forwards = max(draft.num_forwards for draft in drafts)  # fewer in copies
                 num_steps = 1 if name in costs.at_once else num_forwards or max(counts)
                 missed = max(0, plan.unread[name] - _FEW)
                 ms = prices.step_ms * (num_steps + _READ_SHARE * missed)
-            calls.append((name, counts, plan.unread[name], ms))
+            spent[name] = counts, ms
         if times:
             size, rows = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
             plan.choice_ms = prices.choice_ms * size * (plan.kind == CHOSEN)
             ms = prices.pass_ms + prices.row_ms * rows + prices.other_ms
-            ms += sum(ms for *_, ms in calls) + plan.choice_ms
+            ms += sum(ms for _, ms in spent.values()) + plan.choice_ms
             self.ms += ms
-            self.observe_pass(plan, drafts, sum(cycle.num_kept for cycle in cycles), calls, ms)
+            super().record_cycle(plan, drafts, cycles, [0.0, ms / 1e3])
 
 
 def measure(engine: Engine, flags: argparse.Namespace) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import benchmarks as bench
 from serving.options import ROOT
 
 HOST = "127.0.0.1"
-START_S, STOP_S = 300.0, 60.0
+START_S, CURVE_S, STOP_S = 300.0, 30.0, 60.0
 PAUSE_S = 0.1  # after which the idle threads of another server are asleep
 OURS = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
 FORGETFUL = ["--prefix-cache-mb", "0", "--suffix-cache", "0"]  # as bench.load_engine has it
@@ -132,6 +132,16 @@ class Server:
                 time.sleep(0.05)
         raise RuntimeError(f"the server does not answer: {self.process.args}")
 
+    def wait_for_curve(self) -> None:
+        """Let it measure its cost curve, if it does: later its idle time is another one's turn."""
+        until = time.monotonic() + CURVE_S
+        with suppress(Lost):
+            while time.monotonic() < until:
+                with answering(self.port, "GET", "/curve") as response:
+                    if json.load(response)["status"] == "measured":
+                        return
+                time.sleep(0.1)
+
     def status(self) -> dict[str, list[str]]:
         """What Linux says of the process, words by name."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text("utf-8").splitlines()
@@ -157,6 +167,7 @@ def started(command: list[str]) -> Iterator[Server]:
     try:
         server.wait_for_health()
         server.ready_s = time.monotonic() - began
+        server.wait_for_curve()
         yield server
     finally:
         server.stop()

@@ -10,7 +10,7 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from hashlib import sha256
 from math import inf
@@ -58,6 +58,20 @@ class Curve:
         measured_at = datetime.fromisoformat(stored["measured_at"]).isoformat()
         return cls(passes, drafters, measured_at, int(stored["context"]))
 
+    def least(self, other: "Curve") -> "Curve":
+        """This curve, where another one of the same models and machine has no shorter times.
+
+        What else the machine does meanwhile only adds to a time.
+        """
+        passes, most = other.pass_ms | self.pass_ms, inf
+        for rows in sorted(passes, reverse=True):
+            most = passes[rows] = min(most, passes[rows], other.pass_ms.get(rows, inf))
+        drafters = {
+            name: min(parts, other.drafters.get(name, parts), key=_of_a_draft)
+            for name, parts in self.drafters.items()
+        }
+        return replace(self, pass_ms=dict(sorted(passes.items())), drafters=drafters)
+
     @property
     def break_even(self) -> dict[str, float]:
         """From which chance of being accepted a draft of one token pays; above 1 it never does.
@@ -72,6 +86,11 @@ class Curve:
         drafts = {name: d["call_ms"] + d["step_ms"] for name, d in self.drafters.items()}
         drafts = {"free": 0.0} | drafts
         return {name: round((two - one + ms) / one, 4) for name, ms in drafts.items()}
+
+
+def _of_a_draft(parts: dict[str, float]) -> float:
+    """What a draft of five tokens takes: a part alone may be short as another one was too long."""
+    return parts["call_ms"] + 5 * parts["step_ms"]
 
 
 class Store:

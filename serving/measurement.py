@@ -3,7 +3,8 @@
     start            the curve of an earlier start is used at once, if there is one
     nobody waits     measure(): one more cycle of a text of its own, by the engine's `step`
     a request comes  pause(): what the text holds is given back; later the measurement goes on
-    the end          the curve is stored, and told to the controller
+    the end          the curve is stored, with what was faster at the earlier start, and told to
+                     the controller
 
 No statistics count these cycles, and nothing is remembered of their text. What costs little is
 measured most often; large passes for which no time is left are left out. Not measured: drafters
@@ -60,8 +61,9 @@ class Measurement:
         self._contexts: list[int] = []
         self._store = Store(engine, fingerprint, sizes)
         self.curve, self.status = Curve(), "measuring"
-        if stored := self._store.read():
-            self._tell(stored, "stored")
+        self._stored = self._store.read()
+        if self._stored:
+            self._tell(self._stored, "stored")
 
     def as_dict(self) -> Json:
         """The body of GET /curve."""
@@ -81,7 +83,9 @@ class Measurement:
         if is_whole or self.is_done:  # who hears of it finds nothing held any more
             self.pause()
         if is_whole:
-            self._store.write(curve := self._known())
+            curve = self._known()
+            curve = curve.least(self._stored) if self._stored else curve
+            self._store.write(curve)
             self._tell(curve, "measured")
         elif self.status == "measuring":
             self._tell(self._known(), "measuring")

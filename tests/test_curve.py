@@ -3,7 +3,7 @@
 import json
 import threading
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf
 
 import pytest
@@ -40,9 +40,9 @@ def served(**options):
     app.extensions["worker"].drain(LIMIT_S)
 
 
-def measured(engine):
+def measured(engine, fingerprint="a target"):
     """The measurement of an engine from its beginning to its end."""
-    whole = Measurement(engine, "a target")
+    whole = Measurement(engine, fingerprint)
     while not whole.is_done:
         whole.measure()
     return whole
@@ -124,10 +124,35 @@ def test_the_curve_of_the_same_models_and_machine_is_found_again(demo_engine, fo
     whole = measured(demo_engine)
     assert Measurement(demo_engine, "a target").as_dict() == whole.as_dict() | {"status": "stored"}
     assert Measurement(demo_engine, "another").status == "measuring"
-    assert measured(demo_engine).curve.pass_ms != whole.curve.pass_ms  # it is measured anew
     assert Measurement(demo_engine, None).status == "measuring" and not caplog.records
     assert len([*folder.iterdir()]) == 1
     assert run(demo_engine, PROMPT, max_tokens=24, drafter="mtp")[0].output == before
+
+
+@pytest.mark.parametrize("times", [1e-3, 1e3])
+def test_it_is_measured_anew_and_the_shorter_times_count(demo_engine, times):
+    """Where the machine was busy at one of two starts."""
+    whole = measured(demo_engine)
+    passes = {rows: ms * times for rows, ms in whole.curve.pass_ms.items()}
+    known = whole.curve.drafters.items()
+    drafters = {name: {part: ms * times for part, ms in parts.items()} for name, parts in known}
+    stored = replace(whole.curve, pass_ms=passes, drafters=drafters, measured_at="2020-01-01")
+    whole._store.write(stored)
+    curve = measured(demo_engine).curve
+    is_stored = curve.pass_ms == passes, curve.drafters == drafters
+    assert is_stored == ((True, True) if times < 1 else (False, False))
+    assert curve.measured_at > "2026" and curve.pass_ms.keys() == passes.keys() == {*ROWS}
+    assert Measurement(demo_engine, "a target").curve == curve
+
+
+def test_of_two_curves_the_shorter_passes_count_and_the_shorter_draft_as_a_whole():
+    one, other = (
+        dict(zip(PARTS, parts, strict=True)) for parts in [(9.0, 0.0, 1.0), (1.0, 1.5, 2.0)]
+    )
+    curve = Curve({1: 10.0, 2: 40.0, 8: 41.0}, {"mtp": one, "eagle3": one})
+    least = curve.least(Curve({1: 20.0, 2: 11.0, 4: 60.0}, {"mtp": other, "dflash": one}))
+    assert least.pass_ms == {1: 10.0, 2: 11.0, 4: 41.0, 8: 41.0}
+    assert least.drafters == {"mtp": other, "eagle3": one}
 
 
 BROKEN = {
@@ -184,7 +209,7 @@ def test_large_passes_are_left_out_where_time_or_context_ends(demo_engine, monke
     hybrid = load("hybrid")  # its states cannot go back over more than 32 tokens
     assert [*measured(hybrid).curve.pass_ms] == [*ROWS[:-3]] and not caplog.records
     monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
-    one = measured(demo_engine)
+    one = measured(demo_engine, "another")
     assert one.status == "measured" and [*one.curve.pass_ms] == [1] and not one.curve.break_even
 
 
