@@ -100,7 +100,8 @@ class Job:
         self._changed = first._changed if first else threading.Condition()
         self._news: list[Json] = []  # events that nobody has taken yet
         self._is_read = True  # by iteration
-        self._rested = 0.0  # from when on an event wakes the iterating thread
+        self._rested = 0.0  # about from when on an event wakes the iterating thread
+        self._put_at = self.submitted  # when the last event came
 
     def cancel(self) -> None:
         """The client has gone: stop at the next cycle, or do not start."""
@@ -139,9 +140,11 @@ class Job:
         if self.request.trace:
             self.events.append(event)
         with self._changed:
+            before, self._put_at = self._put_at, (now := time.monotonic())
             if self._is_read:
                 self._news.append(event)
-                if time.monotonic() >= self._rested:
+                if now + (now - before) / 2 >= self._rested:  # the next one would come too late
+                    self._rested = now
                     self._changed.notify()
 
     def note_first(self) -> None:

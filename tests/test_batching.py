@@ -19,7 +19,7 @@ from messages import Request
 from serving import retry, trace
 from serving.options import Options
 from serving.statistics import Statistics
-from serving.worker import Job, Worker
+from serving.worker import _REST_S, Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
@@ -174,6 +174,21 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
     worker.drain(60)
     assert made.call_count == expected and len(waiting[0].sequence.output) == 9
     assert len(waiting[0].sequence.text.text) > 0
+
+
+@pytest.mark.parametrize(("pause_ms", "wakes"), [(21, [0, 1, 2]), (40, [0, 1, 2]), (3, [7])])
+def test_the_event_nearest_to_the_end_of_a_rest_wakes_who_iterates(monkeypatch, pause_ms, wakes):
+    """Tokens that come about as fast as anybody reads are not sent two by two. A rest: 25 ms."""
+    clock = Mock(return_value=100.0)
+    monkeypatch.setattr("time.monotonic", clock)
+    job, woken = Job(Request([1], 9), 7200), []
+    job._changed.notify = lambda: woken.append(number)
+    for number in range(10):
+        if woken[-1:] == [number - 1] or not number:  # it has looked, and rests
+            job._rested = clock() + _REST_S
+        clock.return_value += pause_ms / 1e3
+        job.put({})
+    assert woken[: len(wakes)] == wakes
 
 
 @pytest.mark.parametrize("tells", ["put", "end", "cancel"])
