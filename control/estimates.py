@@ -37,10 +37,7 @@ Call = tuple[str, list[int], int, float]  # of a drafter: see Costs.observe_pass
 
 
 class Lengths:
-    """How long the latest texts became.
-
-    A drafter that must read a prompt first should know how much of the text is left.
-    """
+    """How long the latest texts became: of what is left a drafter must win what reading takes."""
 
     def __init__(self) -> None:
         self._latest = deque[float](maxlen=_TEXTS)
@@ -205,7 +202,7 @@ class Costs:
         self.passes: dict[int, dict[int, deque[float]]] = {}
         # By drafter and class of requests that draft: the latest, in what was expected.
         self.drafts: dict[tuple[str, int], deque[float]] = {}
-        self._slow = 0  # the last passes that were slower than usual
+        self._slow = self._fast = 0  # passes in a row that were slower; plain ones, faster
         self._count = 0  # passes so far
         self._prices: dict[tuple[int, int], Prices] = {}
 
@@ -260,8 +257,11 @@ class Costs:
             self._slow = self._slow + 1 if change > _SLOWER else 0
             if 0 < self._slow < _STAYS:
                 return  # an accident says nothing of drafts, either
-            if self._slow or change < 1 / _DOUBTFUL:  # all that is known changes with the machine
-                self._slow, self._slowness, ratio = 0, self._slowness * change, ratio / change
+            if rows == batch:  # plain passes are many: they tell how fast the machine is
+                self._fast = self._fast + 1 if change < 1 / _DOUBTFUL else 0
+            if self._slow or self._fast >= _CONFIRMED:  # all that is known changes with it
+                self._slow = self._fast = 0
+                self._slowness, ratio = self._slowness * change, ratio / change
         latest.append(ratio)
         for call in calls:
             self._learn_draft(*call)

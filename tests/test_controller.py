@@ -380,6 +380,30 @@ def test_a_machine_that_becomes_another_one_is_learned_anew(costs):
         assert costs.a_pass(1, 50) == pytest.approx(pass_ms / 10.2 * 20.0, rel=0.05)
 
 
+@pytest.mark.parametrize("in_a_row", [1, 12])
+def test_a_kind_of_pass_that_was_slow_at_first_says_nothing_of_the_machine(costs, in_a_row):
+    """Something else had the cores. It is learned anew, and plain passes cost what they did."""
+    costs.start_from(Curve({1: 10.0, 2: 11.0, 8: 20.0}))
+    for _ in range(8):
+        costs.observe_pass(1, 1, 10.0)
+    for ms, times in ((17.6, 4), (11.0, 12)):
+        for i in range(times):
+            costs.observe_pass(1, 2, ms)
+            if not (i + 1) % in_a_row:
+                costs.observe_pass(1, 1, 10.0)
+    costs.observe_pass(1, 1, 10.0)
+    assert costs.a_pass(1, 1) == pytest.approx(10.0)
+    assert costs.a_pass(1, 2) == pytest.approx(11.0) and costs.a_pass(1, 8) == pytest.approx(20.0)
+
+
+def test_a_plain_pass_that_was_quick_says_nothing_of_others(costs):
+    """Before a few in a row were."""
+    costs.start_from(Curve({1: 10.0, 2: 11.0, 8: 20.0}))
+    for ms in [10.0] * 4 + [6.0] * 3 + [10.0]:
+        costs.observe_pass(1, 1, ms)
+    assert costs.a_pass(1, 1) == pytest.approx(10.0) and costs.expected(8) == pytest.approx(20.0)
+
+
 def test_it_starts_from_the_curve_and_corrects_it(costs):
     """Between points it goes straight on, and beyond the last one as it went before."""
     costs.start_from(Curve({1: 10.0, 4: 13.0, 8: 37.0}))
