@@ -142,8 +142,7 @@ export const CHAPTERS = {
       scene.writings(pair.map((lane, i) => (i && chosen === null
         ? { name: lane.name, tokens: [], words: "waits for your answer" }
         : { name: lane.name, tokens: lane.at(ms), words: words(lane) })));
-      if (chosen === null) scene.plot((box) => box.replaceChildren(), 0.3);
-      else drawRace(scene, 0.3, pair, ms);
+      drawRace(scene, 0.3, chosen === null ? pair.slice(0, 1) : pair, ms);
       return "One model writes one text, alone and with a drafter, on one clock.";
     },
   },
