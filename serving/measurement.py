@@ -61,8 +61,8 @@ class Measurement:
         self._contexts: list[int] = []
         self._store = Store(engine, fingerprint, sizes)
         self.curve, self.status = Curve(), "measuring"
-        self._stored = self._store.read()
-        if self._stored:
+        self._stored = self._store.read() or Curve()
+        if self._stored.pass_ms:
             self._tell(self._stored, "stored")
 
     def as_dict(self) -> Json:
@@ -83,9 +83,7 @@ class Measurement:
         if is_whole or self.is_done:  # who hears of it finds nothing held any more
             self.pause()
         if is_whole:
-            curve = self._known()
-            curve = curve.least(self._stored) if self._stored else curve
-            self._store.write(curve)
+            self._store.write(curve := self._known().least(self._stored))
             self._tell(curve, "measured")
         elif self.status == "measuring":
             self._tell(self._known(), "measuring")
