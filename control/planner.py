@@ -16,10 +16,12 @@ bring most to all together. Two models would run one after the other, so request
 """
 
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf, sqrt
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -86,15 +88,18 @@ class Choice:
     """One choice for a batch: what each request does, and how long models take for all."""
 
     def __init__(
-        self, costs: Costs, candidates: list[Candidate], batch: int, read_ms: float
+        self, costs: Costs, candidates: list[Candidate], batch: int, room: float, stake: float
     ) -> None:
         """`batch` requests share the pass; those that are no candidates draft nothing.
 
-        Models read text that they have missed only as long as that took less than `read_ms`.
+        In plain cycles: models read text that they have missed while that took less than `room`,
+        and the rows of all drafts take at most `stake`, but for one row of each request.
         """
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
-        self.rate = batch / self.prices.plain_ms
+        self.rate, read_ms = batch / self.prices.plain_ms, room * self.prices.plain_ms
+        stake_ms = stake * self.prices.plain_ms / max(1, len(candidates))
+        self._most = max(1, bisect(list(accumulate(self.prices.rows_ms)), stake_ms))
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
         self.options = [Option()] * len(candidates)
@@ -135,7 +140,7 @@ class Choice:
             must_read = runs and record and record.unread > READ_ALONG
             if not record or (must_read and left_ms <= 0):
                 continue
-            limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
+            limit = min(candidate.limit, self._most, self._costs.at_once.get(name, inf))
             reading_ms = record.unread * price.read_ms
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
             drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
@@ -197,11 +202,11 @@ class Account:
         the allowance, in every cycle              + LOSS_BUDGET · time
         never more than                              _STAKE
 
-    Below 0 no drafts are chosen until the allowance has brought it to _LOOK. So over any
-    stretch of time drafts lose at most the stake, the allowance and what one cycle may lose. All
-    time of a cycle with drafts counts; of others, what choosing took, and drafters that had none.
-    What models read serves many cycles, so it is counted apart: beyond a plain cycle nothing more
-    is read until what drafts won, and the allowance, have paid for it.
+    Below 0 no drafts are chosen until the allowance has brought it to _LOOK; and their rows take no
+    more than it holds. So over any stretch of time drafts lose at most the stake, the allowance and
+    one cycle's accident. All time of a cycle with drafts counts; of others, what choosing took, and
+    drafters that had none. What models read serves many cycles, so it is counted apart: beyond a
+    plain cycle nothing more is read until what drafts won, and the allowance, have paid for it.
     """
 
     plain: deque[float]  # ms of plain cycles; of more requests the root of their number more
@@ -220,10 +225,7 @@ class Account:
         return not (is_timed or self.is_resting)
 
     def join(self) -> None:
-        """A new text may be quite different: drafts are tried again, if nothing is owed.
-
-        Nor may it lose all that others have won.
-        """
+        """A new text may be quite different: if nothing is owed it is tried, for half the stake."""
         self.is_resting &= self.balance < 0
         self.balance = min(self.balance, _STAKE / 2)
 
@@ -302,15 +304,13 @@ class Controller:
             if size == 1:  # one of many changes little
                 account.join()
 
-    def decide(self, candidates: list[Candidate], batch: int, room: float = inf) -> list[Decision]:
-        """Decide which drafter drafts for each candidate, and how much; `batch` share the pass.
-
-        Models read what they have missed while that took less than `room` plain cycles.
-        """
+    def decide(
+        self, candidates: list[Candidate], batch: int, room: float = inf, stake: float = inf
+    ) -> list[Decision]:
+        """Decide which drafter drafts for each candidate, and how much: see Choice."""
         if not candidates:
             return []
-        read_ms = room * self.costs.prices(batch, len(candidates)).plain_ms
-        choice = Choice(self.costs, candidates, batch, read_ms)
+        choice = Choice(self.costs, candidates, batch, room, stake)
         # All requests save for a try of an idle drafter, as one of them may be too short for it.
         able = [pair for candidate in candidates for pair in candidate.able.items()]
         idle, saved = sorted({name for name, record in able if record.since}), self._saved
@@ -403,7 +403,7 @@ class Planner(FixedK):
         may_read = all(other.num_steps for other in self.candidates)
         room = _READING - plan.account.unpaid if may_read else 0.0
         candidates = [self.candidates[s] for s in asking]
-        decisions = self.controller.decide(candidates, len(batch), room)
+        decisions = self.controller.decide(candidates, len(batch), room, plan.account.balance)
         for s, decision in zip(asking, decisions, strict=True):
             self.decisions[decision.drafter], goes_on = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain

@@ -643,6 +643,34 @@ def test_a_drafter_that_is_always_right_gains_where_it_pays():
     assert auto_ms < 0.8 * plain_ms
 
 
+@pytest.mark.parametrize(("balance", "most"), [(0.05, 1), (0.3, 2), (3.0, 10)])
+def test_a_draft_stakes_no_more_than_the_account_has(balance, most):
+    """A row costs a tenth of a plain cycle, two .27, three .45. n-gram copies ten."""
+    server, drafted = simulated.Server(simulated.MACHINES["pair"], False, 0), []
+    text, propose = server.open(simulated.Text.of("edit", 0.0, random.Random(0))), server.propose
+    text.copied = [8, *[0] * 7] * 20
+
+    def proposing(batch, tasks):
+        drafts, ms = propose(batch, tasks)
+        drafted.append(len(drafts[0].tokens))
+        return drafts, ms
+
+    server.propose = proposing
+    while not text.finish_reason:
+        account = server.planner.controller.account(1, frozenset({"auto"}))
+        account.balance, account.timed, account.drafted = balance, 4, 0
+        server.step([text])
+    assert max(drafted) == most
+
+
+@pytest.mark.parametrize(("stake", "expected"), [(inf, 8), (0.9, 2), (0.1, 1)])
+def test_requests_share_what_may_be_staked(controller, stake, expected):
+    """Each row takes a fifth of a plain cycle of two."""
+    controller.costs.start_from(Curve({1: 8.0, 2: 10.0, 32: 70.0}))
+    asks = [Candidate({"free": settled(0.95)}, K, 1000.0) for _ in range(2)]
+    assert {d.num_tokens for d in controller.decide(asks, 2, stake=stake)} == {expected}
+
+
 def test_drafts_that_pay_are_never_paused_and_come_back_when_they_pay_again():
     account = opened()
     assert lived(account, [(2, 15)] * 200)[0] == pytest.approx(0.5 * (200 - 3))  # three are timed
