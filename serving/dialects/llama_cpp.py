@@ -23,8 +23,7 @@ from serving.parsing import MAX_BIASES, Check, model_id
 from serving.service import Service, read_body
 
 from .chat import errors_name, respond
-from .completions import check_number
-from .infill import check_text
+from .completions import check_number, check_text
 from .llama_shapes import SAMPLERS, LlamaChat, LlamaCompletion, error_form, settings
 from .tokens import ids_of, ids_of_chat, text_of, tokenizer_of
 from .translation import objects, text_at
