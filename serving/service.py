@@ -121,10 +121,6 @@ class Service:
         target = self.engine.target
         return list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of these ids."""
-        return self.engine.target.tokenizer.decode(ids)
-
     def begin_list(
         self, fields: Json, prompts: list[list[int]]
     ) -> tuple[list[Any], bool, list[str]]:

@@ -108,7 +108,8 @@ def test_llama_cpp_s_routes_and_gaps_need_our_own_tokenizer_alone_where_ids_do(a
         asked = {"prompt": "a", "suffix": "b"} if field == "suffix" else {"input_suffix": "b"}
         error = ask(path, asked)[1]["error"]
         assert error["param"] == field and "fills in no gaps" in error["message"]
-    for path, asked in ("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [1]}):
+    of_tokens = ("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [1]})
+    for path, asked in (*of_tokens, ("/chat/completions/input_tokens", CHAT)):
         assert "another engine tokenises" in ask(path, asked)[1]["error"]["message"]
 
 

@@ -107,6 +107,9 @@ def test_a_stream_says_tokens_and_ends_in_the_whole_body(server):
 def test_what_ended_a_text_is_told(server):
     word = told(server, "/completion", prompt="1, 2, 3,", n_predict=20, stop=["zzz", "5"])
     assert (word["stop_type"], word["stopping_word"]) == ("word", "5") and word["stopped_word"]
+    kept = told(server, "/completion", prompt="1, 2, 3,", n_predict=20, stop="5", no_stop_trim=True)
+    assert (kept["stop_type"], kept["stopping_word"]) == ("word", "5")
+    assert kept["content"] == f"{word['content']}5"
     whole = told(server, "/completion", prompt="x = 1", choice=["ab"])  # a grammar's end
     assert whole["stop_type"] == "eos" and whole["stopping_word"] == ""
     full = told(server, "/completion", prompt=[7] * 2040, n_predict=-1, ignore_eos=True)
@@ -170,6 +173,7 @@ BAD = [  # path, fields, what the message says
     ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
     ("/completion", {"prompt": "a", "stop": [4]}, "stop must be"),
     ("/infill", {"input_prefix": 4}, "input_prefix must be a text"),
+    ("/infill", {"input_extra": 5}, "input_extra must be"),
     ("/infill", {"input_extra": [{"filename": "a"}]}, "input_extra[0]"),
     ("/infill", {"input_extra": [{"filename": 1, "text": "a"}]}, "input_extra[0].filename"),
     ("/tokenize", {"content": 5}, "content must be a text"),

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from flask import Flask, Response
 
 from messages import Json, RequestError
+from models.fim import Gap
+from models.prompts import is_text
 from serving.fields import check_dialect
 from serving.parsing import model_id
 from serving.service import Service, read_body
 
-from .infill import fill_in
 from .shapes import Logprobs, OpenAIShape, bodies, by_id, refuse_streamed_scores
 
 _MOST_PROMPTS = 128
@@ -48,13 +49,31 @@ def register_routes(app: Flask, service: Service) -> None:
                 raise RequestError(why, param="truncate_prompt_tokens")
             _score(fields)
             for each, ids in zip(sent, prompts, strict=True):
-                text = each if isinstance(each, str) else service.decode(ids)
+                text = each if isinstance(each, str) else service.tokenizer.decode(ids)
                 has_name = fields.get("return_tokens_as_token_ids") is True
-                first = f"token_id:{ids[0]}" if has_name else service.decode(ids[:1])
+                first = f"token_id:{ids[0]}" if has_name else service.tokenizer.decode(ids[:1])
                 begins.append(Begin(text, first))
         fields["prompt"] = prompts[0]
         shape = Completion(name, fields, len(prompts), begins, is_scored)
         return service.respond(fields, shape, prompts if is_list else None)
+
+
+def fill_in(service: Service, fields: Json) -> None:
+    """Where there is a suffix, put the prompt of the text with the gap in front of it.
+
+    Raises RequestError for what is no text, and for a model that cannot fill in.
+    """
+    suffix = fields.pop("suffix", None)
+    if suffix is not None and suffix != "":
+        before = check_text(fields.get("prompt") or "", "prompt")
+        service.read_infill(Gap(before, check_text(suffix, "suffix")), fields)
+
+
+def check_text(value: Any, name: str) -> str:
+    """A text as it is, which may be empty. Raises RequestError for anything else."""
+    if value != "" and not is_text(value):
+        raise RequestError(f"{name} must be a text, where a gap is to be filled in", param=name)
+    return value
 
 
 class Begin(NamedTuple):
@@ -149,11 +168,7 @@ class Completion(OpenAIShape):
         """A chunk for an event of a choice; a comparison's other runs are not shown."""
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
         is_news = number < self.num_choices and (text or logprobs is not None)
-        return self.chunk(self.part(number, text, logprobs)) if is_news else ""
-
-    def part(self, index: int, text: str, logprobs: Logprobs) -> Json:
-        """A choice in a chunk."""
-        return self._choice(index, text, logprobs)
+        return self.chunk(self._choice(number, text, logprobs)) if is_news else ""
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""

@@ -23,10 +23,10 @@ from serving.parsing import MAX_BIASES, Check, model_id
 from serving.service import Service, read_body
 
 from .chat import errors_name, respond
-from .completions import check_number
-from .infill import check_text
+from .completions import check_number, check_text
 from .llama_shapes import SAMPLERS, LlamaChat, LlamaCompletion, error_form, settings
 from .tokens import ids_of, ids_of_chat, text_of, tokenizer_of
+from .translation import objects, text_at
 
 _OURS = "/completion /completions /infill /chat/completions /models /props /slots".split()
 _OURS += "/apply-template /chat/completions/input_tokens /tokenize /detokenize".split()
@@ -96,11 +96,8 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/apply-template")
     def apply_template() -> Json:
-        return {
-            "prompt": text_of(
-                tokenizer_of(service), ids_of_chat(service, read_body(takes_place=False))
-            )
-        }
+        ids = ids_of_chat(service, read_body(takes_place=False))
+        return {"prompt": text_of(service.tokenizer, ids)}
 
     _register_figures(app, service)
 
@@ -231,11 +228,8 @@ def _biases(value: Any, service: Service) -> Any:
 
 def _files(extra: Any) -> list[File]:
     """The other files of a project. Raises RequestError, naming the first that is none."""
-    for i, file in enumerate(extra or []):
-        where = f"input_extra[{i}]"
-        if not isinstance(file, dict) or not isinstance(file.get("text"), str):
-            raise RequestError(f"{where} must be an object with a text", param="input_extra")
-        check_text(file["text"], where)
-        if not isinstance(file.get("filename", ""), str):
-            raise RequestError(f"{where}.filename must be a text", param="input_extra")
-    return [File(file.get("filename") or "tmp", file["text"]) for file in extra or []]
+    files = list[File]()
+    for path, file in objects(extra, "input_extra") if extra else ():
+        text = check_text(text_at(file, path), path)
+        files.append(File(text_at({"filename": "tmp"} | file, path, "filename") or "tmp", text))
+    return files

@@ -18,11 +18,7 @@ _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     501: "not_supported_error", 503: "unavailable_error",
 }  # fmt: skip
-_SETTINGS = {  # of ours, and their names in llama.cpp
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "typical_p": "typical_p", "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-}  # fmt: skip
+_SETTINGS = "temperature top_k top_p min_p typical_p presence_penalty frequency_penalty".split()
 # Samplers, and what switches each off: one that a request leaves out of its list does nothing.
 SAMPLERS: dict[str, Json] = {
     "penalties": {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
@@ -60,8 +56,8 @@ class LlamaCompletion(Shape):
         """
         super().__init__(fields)
         self._name, self._length = model_id(service.name), service.max_length
-        self._tokenizer, self._ends = service.tokenizer, frozenset(service.end_ids)
-        self._asked, self._settings, self._prompts = asked, settings, prompts or [None]
+        self._tokenizer, self._asked = service.tokenizer, asked
+        self._settings, self._prompts = settings, prompts or [None]
         self._counts = defaultdict[int, int](int)  # tokens that a stream has shown, by choice
 
     @property
@@ -105,7 +101,7 @@ class LlamaCompletion(Shape):
 
     def _body(self, index: int, body: Json, whole: Json) -> Json:
         """The body of a choice; `whole` is the answer to all of them."""
-        usage, word, kind = whole["usage"], self._stopping_word(body), "limit"
+        usage, word, kind = whole["usage"], body["stop_reason"] or "", "limit"
         if body["finish_reason"] == "stop":
             kind = "word" if word else "eos"
         prompt = self._prompts[index * len(self._prompts) // self.num_choices]
@@ -138,15 +134,6 @@ class LlamaCompletion(Shape):
         prompt = prompt or self._fields["prompt"]
         is_text = isinstance(prompt, str) or self._tokenizer is None
         return prompt if is_text else text_of(self._tokenizer, list(prompt))
-
-    def _stopping_word(self, body: Json) -> str:
-        """The stop string that ended a text; "" if none did."""
-        stop, ids = self._fields.get("stop") or [], body["token_ids"]
-        stops = [stop] if isinstance(stop, str) else stop
-        if body["finish_reason"] != "stop" or not stops or not ids or self._tokenizer is None:
-            return ""
-        rest = self._tokenizer.decode(ids, skip_special_tokens=True)[len(body["text"]) :]
-        return next((word for word in stops if rest.startswith(word)), "")
 
     def _probabilities(self, logprobs: list[Json]) -> list[Json]:
         """Log-probabilities of tokens, each with its bytes."""
@@ -192,7 +179,8 @@ def settings(service: Service, fields: Json) -> Json:
     stop, stream = values.get("stop") or [], bool(values.get("stream"))
     return {
         "n_predict": limit, "max_tokens": limit, "seed": values.get("seed"),
-        **{new: values.get(new, values.get(old, 1.0)) for old, new in _SETTINGS.items()},
+        **{name: values.get(name, 1.0) for name in _SETTINGS},
+        "repeat_penalty": values.get("repeat_penalty", values.get("repetition_penalty", 1.0)),
         "stop": [stop] if isinstance(stop, str) else stop,
         "n_probs": values.get("n_probs") or 0, "stream": stream, "n_keep": 0,
         "ignore_eos": bool(values.get("ignore_eos")), "logit_bias": biases,

@@ -1,5 +1,7 @@
 """Mistral's /v1/fim/completions: a text between a prompt and a suffix, as editors ask for it."""
 
+from typing import Any
+
 from flask import Flask, Response
 
 from messages import Json
@@ -8,9 +10,7 @@ from serving.parsing import model_id
 from serving.service import Service, read_body
 
 from .chat import errors_name
-from .completions import Completion
-from .infill import fill_in
-from .shapes import Logprobs
+from .completions import Completion, fill_in
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -35,16 +35,9 @@ class Filled(Completion):
 
     def choice(self, index: int, body: Json) -> Json:
         """A choice of a whole answer."""
-        return self._renamed("message", super().choice(index, body))
+        choice = super().choice(index, body)
+        return choice | {"message": choice.pop("delta")}
 
-    def end(self, index: int, reason: str) -> Json:
-        """The choice in the chunk that ends it."""
-        return self._renamed("delta", super().end(index, reason))
-
-    def part(self, index: int, text: str, logprobs: Logprobs) -> Json:
-        """A choice in a chunk."""
-        return self._renamed("delta", super().part(index, text, logprobs))
-
-    def _renamed(self, name: str, choice: Json) -> Json:
-        text = choice.pop("text")
-        return choice | {name: {"role": "assistant", "content": text}}
+    def _choice(self, *parts: Any) -> Json:
+        choice = super()._choice(*parts)
+        return choice | {"delta": {"role": "assistant", "content": choice.pop("text")}}
