@@ -176,6 +176,10 @@ class Prices(NamedTuple):
     drafts: dict[str, DraftPrice]
     rows_ms: list[float]  # of each drafted token's row, if all draft equally many
 
+    def rows_within(self, stake: float, requests: int) -> int:
+        """How many rows each of them may draft for `stake` plain cycles in all; one at least."""
+        return max(1, bisect_right([*accumulate(self.rows_ms)], stake * self.plain_ms / requests))
+
 
 class Costs:
     """What is known of the target's passes and of each drafter's drafts.

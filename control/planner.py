@@ -16,12 +16,10 @@ bring most to all together. Two models would run one after the other, so request
 """
 
 import time
-from bisect import bisect
 from collections import deque
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import inf, sqrt
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -93,13 +91,12 @@ class Choice:
         """`batch` requests share the pass; those that are no candidates draft nothing.
 
         In plain cycles: models read text that they have missed while that took less than `room`,
-        and the rows of all drafts take at most `stake`, but for one row of each request.
+        and the rows of drafts take at most `stake`: each request's an equal part, or one row.
         """
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
         self.rate, read_ms = batch / self.prices.plain_ms, room * self.prices.plain_ms
-        stake_ms = stake * self.prices.plain_ms / max(1, len(candidates))
-        self._most = max(1, bisect(list(accumulate(self.prices.rows_ms)), stake_ms))
+        self._most = self.prices.rows_within(stake, len(candidates))
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
         self.options = [Option()] * len(candidates)
@@ -154,8 +151,7 @@ class Choice:
         Returns what they gain by it, in how many ms of the model, and what each may do then.
         """
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
-        able = self._drafts[name].items()
-        drafts = {i: each for i, each in able if i in asking and each[-1].num_tokens}
+        drafts = {i: d for i, d in self._drafts[name].items() if i in asking and d[-1].num_tokens}
         for k in range(max(map(len, drafts.values()), default=0)):
             ms = price.first_ms + k * price.step_ms
             options = {i: each[min(k, len(each) - 1)] for i, each in drafts.items()}
@@ -202,11 +198,11 @@ class Account:
         the allowance, in every cycle              + LOSS_BUDGET · time
         never more than                              _STAKE
 
-    Below 0 no drafts are chosen until the allowance has brought it to _LOOK; and their rows take no
-    more than it holds. So over any stretch of time drafts lose at most the stake, the allowance and
-    one cycle's accident. All time of a cycle with drafts counts; of others, what choosing took, and
-    drafters that had none. What models read serves many cycles, so it is counted apart: beyond a
-    plain cycle nothing more is read until what drafts won, and the allowance, have paid for it.
+    Below 0 no drafts are chosen until the allowance has brought it to _LOOK. So over any stretch of
+    time drafts lose at most the stake, the allowance and what one cycle may lose: rows take no more
+    than the balance, but for one each. All time of a cycle with drafts counts; of others, what
+    choosing took, and drafters that had none. What models read serves many cycles and is counted
+    apart: beyond a plain cycle no more is read until it is paid by gains, and by the allowance.
     """
 
     plain: deque[float]  # ms of plain cycles; of more requests the root of their number more
@@ -225,7 +221,7 @@ class Account:
         return not (is_timed or self.is_resting)
 
     def join(self) -> None:
-        """A new text may be quite different: if nothing is owed it is tried, for half the stake."""
+        """A new text may be quite different: if nothing is owed, half the stake is for it."""
         self.is_resting &= self.balance < 0
         self.balance = min(self.balance, _STAKE / 2)
 
@@ -362,7 +358,9 @@ class Planner(FixedK):
             plan.kind, self._owed_ms, self._chosen = RESTS, 0.0, {}
             plan.tasks = [self._resting(s, account.is_resting) for s in batch]
         elif self._owed_ms > 0 and self._chosen:  # who joins waits for the next choice
-            plan.kind, plan.tasks = REUSED, list(map(self._reused, batch))
+            prices = self.controller.costs.prices(len(batch), len(batch))
+            most = prices.rows_within(account.balance, len(batch))
+            plan.kind, plan.tasks = REUSED, [self._reused(s, most) for s in batch]
         else:
             plan.kind = CHOSEN if self._choose(plan, batch) else IDLE
             plan.tasks = [self._chosen.get(s) or nothing(s) for s in batch]
@@ -371,14 +369,13 @@ class Planner(FixedK):
                 plan.unread[task.drafter] += len(s.tokens) - record.num_read
         return plan
 
-    def _reused(self, s: TextSequence) -> Task:
+    def _reused(self, s: TextSequence, most: int) -> Task:
         """The task chosen before, where it is still possible."""
         task = self._chosen.get(s, Task())
-        is_probe = task.decision and task.decision.is_probe
         can = task.limit and (task.drafter in s.drafting.states or task.drafter == TREE)
-        if not can or is_probe:
+        if not can or (task.decision and task.decision.is_probe):
             return nothing(s)
-        return task._replace(limit=min(task.limit, limit_of(s)))
+        return task._replace(limit=min(task.limit, limit_of(s), most))
 
     def _resting(self, s: TextSequence, is_rest: bool) -> Task:
         """The task where all rest, or are timed: no draft, but for a request with a fixed K."""
@@ -418,12 +415,11 @@ class Planner(FixedK):
         text, able = s.drafting, dict[str, Acceptance]()
         for record in candidate.records.values():
             record.unread = len(s.tokens) - record.num_read
-        for name in list(text.states):
+        for name in list(text.states):  # guessing may cost it a drafter
             guess = candidate.guesses[name] = self._pool.guess(text, name, candidate.limit)
             if guess is None or guess.tokens:
                 able[name] = candidate.records[name].with_evidence(guess.evidence if guess else 0)
-        able = able or candidate.records
-        able = {n: able[n] for n in able if n in text.states}  # guessing may have cost it a drafter
+        able = {n: each for n, each in (able or candidate.records).items() if n in text.states}
         if s.request.drafter == TREE and len(self._pool.members(text, TREE)) > 1:
             able[TREE] = candidate.records[TREE]  # beside a chain of each of its drafters
         return able

@@ -643,24 +643,39 @@ def test_a_drafter_that_is_always_right_gains_where_it_pays():
     assert auto_ms < 0.8 * plain_ms
 
 
-@pytest.mark.parametrize(("balance", "most"), [(0.05, 1), (0.3, 2), (3.0, 10)])
-def test_a_draft_stakes_no_more_than_the_account_has(balance, most):
-    """A row costs a tenth of a plain cycle, two .27, three .45. n-gram copies ten."""
-    server, drafted = simulated.Server(simulated.MACHINES["pair"], False, 0), []
+def drafted_with(balance_of):
+    """How many tokens each cycle of a text drafts, with such a balance after what was drafted.
+
+    A row costs a tenth of a plain cycle, two .27, three .45. n-gram proposes ten.
+    """
+    server, counts = simulated.Server(simulated.MACHINES["pair"], False, 0), []
     text, propose = server.open(simulated.Text.of("edit", 0.0, random.Random(0))), server.propose
     text.copied = [8, *[0] * 7] * 20
 
     def proposing(batch, tasks):
         drafts, ms = propose(batch, tasks)
-        drafted.append(len(drafts[0].tokens))
+        counts.append(len(drafts[0].tokens))
         return drafts, ms
 
     server.propose = proposing
     while not text.finish_reason:
         account = server.planner.controller.account(1, frozenset({"auto"}))
-        account.balance, account.timed, account.drafted = balance, 4, 0
+        account.balance, account.is_resting = balance_of(counts), False
+        account.timed, account.drafted = 4, 0
         server.step([text])
-    assert max(drafted) == most
+    return counts
+
+
+@pytest.mark.parametrize(("balance", "most"), [(0.05, 1), (0.3, 2), (3.0, 10)])
+def test_a_draft_stakes_no_more_than_the_account_has(balance, most):
+    assert max(drafted_with(lambda _: balance)) == most
+
+
+def test_a_choice_that_serves_on_stakes_what_is_left(monkeypatch):
+    monkeypatch.setattr(simulated, "_CHOICE_MS", 50.0)  # so it serves to the end
+    counts = drafted_with(lambda before: 0.05 if max(before, default=0) > 2 else 3.0)
+    first = next(i for i, count in enumerate(counts) if count > 2)
+    assert max(counts[first + 1 :]) == 1
 
 
 @pytest.mark.parametrize(("stake", "expected"), [(inf, 8), (0.9, 2), (0.1, 1)])
