@@ -29,7 +29,7 @@ const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each toke
 export const QUESTION = { alpha: 0.8, k: 5 };
 // Tokens that are drawn by rejection; the first three are steps of one draw.
 const DRAWS = [0, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
-const [BATCH, SLOW] = [8, 0.9]; // readers; the time of a slow guess
+const [BATCH, SLOW, SLOWER] = [8, 0.9, 0.98]; // readers; the time of a slow guess; a speed that is a loss
 
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
 const expertsRead = (rows) => (EXPERTS * (1 - (1 - TAKEN / EXPERTS) ** rows)) / TAKEN;
@@ -276,7 +276,7 @@ export const CHAPTERS = {
     gains: (data, way, k) => times(gainOf(data, way, Math.min(k, mostK(way)))),
     movers: (data, { way = "alone" } = {}) => [["k", "K", [0, mostK(way), 1], QUESTION.k]],
     right(data) {
-      const [many, slow] = ["batch", "bad"].map((way) => gainOf(data, way) < 1);
+      const [many, slow] = ["batch", "bad"].map((way) => gainOf(data, way) < SLOWER);
       return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
     answered: () => ({ way: "bad", k: QUESTION.k }),
@@ -342,16 +342,16 @@ export const CHAPTERS = {
   who: {
     kinds: ["accepted", "recovered", "bonus", "plain"],
     movers: () => [["share", "time, in % of the slowest", [0, 100, 1], 0]],
-    choices: (data) => data.racers("copy").map(({ name }) => name),
+    choices: (data) => data.rivals("copy").map(({ name }) => name),
     right(data) {
-      const ends = data.racers("copy").map(({ endMs }) => endMs);
+      const ends = data.rivals("copy").map(({ endMs }) => endMs);
       return ends.indexOf(Math.min(...ends));
     },
     play: () => ["share", 0, 100, 60],
     draw(scene, data, { at: { way, share }, chosen }) {
       const racers = data.racers(way);
       const ms = (share / 100) * Math.max(...racers.map(({ endMs }) => endMs));
-      const first = racers.reduce((a, b) => (b.endMs < a.endMs ? b : a));
+      const first = data.rivals(way).reduce((a, b) => (b.endMs < a.endMs ? b : a));
       scene.strip("", first.at(ms));
       scene.nothing();
       drawRace(scene, 0.75, racers, ms);

@@ -1,6 +1,5 @@
-// The story: chapters to scroll, each with one thing to move and one question, beside one picture. All
-// that it tells was recorded (recordings/), but for the cost curve, which is this server's as soon as it
-// has measured one.
+// The story: chapters to scroll beside one picture. All that it tells was recorded (recordings/), but for the
+// cost curve, which is this server's as soon as it has measured one.
 
 import { atWay, CHAPTERS, gainOf, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs } from "./curve.js";
@@ -126,6 +125,8 @@ class Data {
   }
   /** Plain decoding and the drafters on a text: {name, endMs, passes, numTokens, tokensPerPass, at(ms)}. */
   racers(prompt) { return this.#racers[prompt] ??= this.#racersOf(prompt); } // it is asked in each frame
+  /** The same without the controller, which chooses among the others. */
+  rivals(prompt) { return this.racers(prompt).filter(({ name }) => name !== "auto"); }
   #racersOf(prompt) {
     const runs = this.#runs.filter(({ prompt: name, request }) => name === prompt && !request.temperature);
     const racer = (name, cycles) => {
@@ -154,7 +155,9 @@ class Data {
   get facts() {
     const { here: { curve }, plainMs, whole, cut, weights, c } = this;
     const flat = Object.keys(curve.pass_ms).map(Number).filter((rows) => this.factorOf(rows) <= FLAT);
-    const ranked = (text) => [...this.racers(text)].sort((a, b) => a.endMs - b.endMs);
+    const ranked = (text) => this.rivals(text).sort((a, b) => a.endMs - b.endMs);
+    const [autoCopy, autoNew] = ["copy", "new"].map((text) => (
+      milliseconds(this.racers(text).find(({ name }) => name === "auto")?.endMs ?? NaN)));
     const [copy, fresh] = ["copy", "new"].map(ranked);
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
     const speed = (way) => times(gainOf(this, way));
@@ -174,6 +177,7 @@ class Data {
       eightReaders: speed("batch"), slowGuesser: speed("bad"), eightBest: bestK(curve, atWay(this, "batch")),
       copyFirst: copy[0].name, copySecond: copy[1].name, newFirst: fresh[0].name, newSecond: fresh[1].name,
       ngramCopy: ngram(copy), ngramNew: ngram(fresh),
+      auto: filled(/NaN/.test(autoCopy + autoNew) ? "" : texts.says.auto, { autoCopy, autoNew }),
     };
   }
 }

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import speculative_decoding as core
 
+from control.planner import Controller
 from page import FOLDER, INDEX, export, files
 
 COMING_ALONG = sorted(path.stem for path in (FOLDER / "recordings").glob("*.json"))
@@ -64,6 +65,8 @@ def test_a_recording_has_all_that_the_page_asks_for(name, exported):
     assert told["health"]["status"] == "ok" and told["curve"]["status"] == "measured"
     assert {"1", "2", "8"} <= told["curve"]["pass_ms"].keys() and told["curve"]["break_even"]
     drafters = {*told["health"]["drafters"]} - {"auto", "tree", "prediction", "grammar"}
+    if told["curve"]["pass_ms"]["1"] >= export._LEAST_MS:
+        drafters.add("auto")
     greedy = [run for run in told["runs"] if not run["request"]["temperature"]]
     made = [(run["prompt"], run["request"]["drafter"]) for run in greedy]
     assert sorted(made) == sorted((p, d) for p in ("first", "copy", "new") for d in drafters)
@@ -95,6 +98,7 @@ def test_the_story_begins_with_words_a_whole_draft_accepted_and_then_a_cut():
     runs = read(FOLDER, "smollm2")["runs"]
     by_name = {(run["prompt"], run["request"]["drafter"]): cycles_of(run) for run in runs}
     _, first, *later = by_name["first", "draft_model"]
+    assert any(cycle["proposals"] for cycle in by_name["copy", "auto"])
     assert [token["kind"] for token in first["tokens"]] == ["accepted"] * 5 + ["bonus"]
     words = [first["texts"][str(token["id"])] for token in first["tokens"]]
     assert all(re.fullmatch(r" ?[A-Za-z]+[.,]?", word) for word in words)
@@ -130,6 +134,24 @@ def test_a_model_without_drafters_is_exported_beside_an_earlier_recording(
     assert [run["request"]["drafter"] for run in told["runs"]] == ["none"] * 3
     assert all(map(cycles_of, told["runs"])) and read(tmp_path, "embedded")["runs"]
     assert "recordings/mixture.json" in (tmp_path / INDEX).read_text("utf-8")
+
+
+def test_the_controller_s_runs_are_recorded_once_it_knows_the_texts(
+    demo_engine, monkeypatch, tmp_path
+):
+    """Where a pass is long enough for its clock."""
+    target, loaded = demo_engine.target, demo_engine.pool.drafters
+    engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
+    monkeypatch.setattr(core, "load_engine", lambda options: engine)
+    monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
+    for least_ms, count in (1e9, 0), (0.0, 3):
+        monkeypatch.setattr(export, "_LEAST_MS", least_ms)
+        assert core.main(["--export", str(tmp_path), "--model", "embedded"]) == 0
+        runs = read(tmp_path, "embedded")["runs"]
+        chosen = [run for run in runs if run["request"]["drafter"] == "auto"]
+        assert [run["prompt"] for run in chosen] == ["first", "copy", "new"][:count]
+        assert all(cycle["controller"] for run in chosen for cycle in cycles_of(run)[1:])
+        assert not any(run["request"]["temperature"] for run in chosen)
 
 
 NO_ROOM = OSError(28, "No space left on device")
