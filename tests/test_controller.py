@@ -643,26 +643,31 @@ def test_a_drafter_that_is_always_right_gains_where_it_pays():
     assert auto_ms < 0.8 * plain_ms
 
 
-def drafted_with(balance_of):
+def drafted_with(balance_of, *others):
     """How many tokens each cycle of a text drafts, with such a balance after what was drafted.
 
-    A row costs a tenth of a plain cycle, two .27, three .45. n-gram proposes ten.
+    A row costs a tenth of a plain cycle, two .27, three .45. n-gram proposes ten. With `others`,
+    whose requests have these fields, it is what the last of these drafts.
     """
     server, counts = simulated.Server(simulated.MACHINES["pair"], False, 0), []
-    text, propose = server.open(simulated.Text.of("edit", 0.0, random.Random(0))), server.propose
-    text.copied = [8, *[0] * 7] * 20
+    texts, propose = [], server.propose
+    for fields in ({}, *others):
+        text = simulated.Text.of("edit", 0.0, random.Random(0))
+        text.copied, text.request = [8, *[0] * 7] * 20, replace(text.request, **fields)
+        texts.append(server.open(text))
 
     def proposing(batch, tasks):
         drafts, ms = propose(batch, tasks)
-        counts.append(len(drafts[0].tokens))
+        counts.append(len(drafts[-1].tokens))
         return drafts, ms
 
     server.propose = proposing
-    while not text.finish_reason:
-        account = server.planner.controller.account(1, frozenset({"auto"}))
+    while not any(text.finish_reason for text in texts):
+        names = frozenset(text.request.drafter for text in texts)
+        account = server.planner.controller.account(len(texts), names)
         account.balance, account.is_resting = balance_of(counts), False
         account.timed, account.drafted = 4, 0
-        server.step([text])
+        server.step(texts)
     return counts
 
 
@@ -676,6 +681,8 @@ def test_a_choice_that_serves_on_stakes_what_is_left(monkeypatch):
     counts = drafted_with(lambda before: 0.05 if max(before, default=0) > 2 else 3.0)
     first = next(i for i, count in enumerate(counts) if count > 2)
     assert max(counts[first + 1 :]) == 1
+    _, _, *fixed = drafted_with(lambda _: 0.05, {"fixed_k": True, "num_speculative_tokens": 5})
+    assert {*fixed[:8]} == {5}  # who has fixed its K gets it
 
 
 @pytest.mark.parametrize(("stake", "expected"), [(inf, 8), (0.9, 2), (0.1, 1)])
