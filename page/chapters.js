@@ -3,7 +3,7 @@
 //
 //   kinds      of what it shows, for the legend
 //   movers     sliders: [name, words, [least, most, step], first value, words of values]
-//   right      the place of the choice that is true; `choices`, where they are not words
+//   right      the place of the choice that is true, or several; `choices`, where they are not words
 //   start      [name, last value, ms between two]: what moves by itself when the chapter is reached
 //   play       [name, first value, last value, ms between two]: the same with the answer, and with each of
 //              the ways in texts.json, which are buttons
@@ -24,12 +24,12 @@ import { numAccepted, tokensIn } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
 const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
-const ROOM = 1.15; // of an axis beyond the longest lane
+const [ROOM, NEARLY] = [1.15, 1.1]; // of an axis beyond the longest lane; of the shortest time
 const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each token takes
 export const QUESTION = { alpha: 0.8, k: 5 };
 // Tokens that are drawn by rejection; the first three are steps of one draw.
 const DRAWS = [0, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
-const [BATCH, SLOW, SLOWER] = [8, 0.9, 0.98]; // readers; the time of a slow guess; a speed that is a loss
+const [BATCH, SLOW, GAIN] = [8, 0.9, 1.02]; // users; the time of a slow guess; a gain at the least
 
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
 const expertsRead = (rows) => (EXPERTS * (1 - (1 - TAKEN / EXPERTS) ** rows)) / TAKEN;
@@ -47,7 +47,7 @@ export function atWay(data, way, k = QUESTION.k) {
 /** How many times as fast a cycle is in one of these ways. */
 export const gainOf = (data, way, k) => balanceOf(data.here.curve, atWay(data, way, k)).speedup;
 
-/** The largest K that this way's readers have positions for. */
+/** The largest K that this way's users have positions for. */
 const mostK = (way) => Math.min(LARGEST_K, MOST_POSITIONS / (WAYS[way].batch ?? 1) - 1);
 
 const UNDRAWN = "No sampled run was recorded with this model.";
@@ -223,7 +223,7 @@ export const CHAPTERS = {
         { name, tokens, words: `${counted(tokens.length, "token")} ${took}` }));
       drawTokens(scene, 0.24, lanes, Math.max(20, you.length, theirs.length));
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
-      const says = `Right: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
+      const says = `Accepted: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
         + `The pass gives ${counted(shown.tokens.length, "token")}. `;
       if (cycle) return says;
       const lead = you.length - theirs.length;
@@ -276,7 +276,7 @@ export const CHAPTERS = {
     gains: (data, way, k) => times(gainOf(data, way, Math.min(k, mostK(way)))),
     movers: (data, { way = "alone" } = {}) => [["k", "K", [0, mostK(way), 1], QUESTION.k]],
     right(data) {
-      const [many, slow] = ["batch", "bad"].map((way) => gainOf(data, way) < SLOWER);
+      const [many, slow] = ["batch", "bad"].map((way) => gainOf(data, way) < GAIN);
       return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
     answered: () => ({ way: "bad", k: QUESTION.k }),
@@ -292,7 +292,7 @@ export const CHAPTERS = {
   },
   sampling: {
     kinds: ["p", "q", "drafting", "accepted", "recovered"],
-    movers: () => [["noise", "noise, by its number; 0 was recorded", [0, 30, 1], 0]],
+    movers: () => [["noise", "other noise; 0 was recorded", [0, 30, 1], 0]],
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
     draw(scene, { drawn }, { at: { noise }, chosen }) {
@@ -314,7 +314,7 @@ export const CHAPTERS = {
   },
   rejection: {
     kinds: ["p", "q", "drafting", "accepted", "rejected", "recovered"],
-    movers: () => [["draws", "a first draw step by step, then so many", [0, DRAWS.length - 1, 1], 0,
+    movers: () => [["draws", "draws; the first one step by step", [0, DRAWS.length - 1, 1], 0,
       ["the guess", "u", ...DRAWS.slice(2)]]],
     right: () => 1,
     start: () => ["draws", 2, PHASE_MS],
@@ -345,7 +345,7 @@ export const CHAPTERS = {
     choices: (data) => data.rivals("copy").map(({ name }) => name),
     right(data) {
       const ends = data.rivals("copy").map(({ endMs }) => endMs);
-      return ends.indexOf(Math.min(...ends));
+      return ends.flatMap((ms, i) => (ms < NEARLY * Math.min(...ends) ? [i] : [])); // a clock’s noise
     },
     play: () => ["share", 0, 100, 60],
     draw(scene, data, { at: { way, share }, chosen }) {

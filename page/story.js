@@ -243,13 +243,13 @@ export class Story {
     const says = element("p.answer-says", { role: "status" });
     const buttons = element("div.buttons", { role: "group", "aria-label": "Your answer" });
     const choose = (at) => {
-      const [right, state] = [chapter.right(this.#data), this.#state(id)];
+      const [right, state] = [[chapter.right(this.#data)].flat(), this.#state(id)];
       [...buttons.children].forEach((one, i) => {
         one.setAttribute("aria-pressed", i === at);
-        one.classList.toggle("is-true", i === right);
-        one.classList.toggle("is-false", i === at && i !== right);
+        one.classList.toggle("is-true", right.includes(i));
+        one.classList.toggle("is-false", i === at && !right.includes(i));
       });
-      const verdict = element("b", at === right ? "Yes. " : "Not so. ");
+      const verdict = element("b", right.includes(at) ? "Yes. " : "Not so. ");
       says.replaceChildren(verdict, filled(words.tell, this.#data.facts));
       state.chosen = at;
       Object.assign(state.at, chapter.answered?.(this.#data));

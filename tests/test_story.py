@@ -76,6 +76,12 @@ def fastest(prompt):
     return min(ms, key=ms.get)
 
 
+def nearly_first(prompt):
+    """The places of those that take at most a tenth more: that is the clock's noise."""
+    ms = [each for name, each in spent(prompt).items() if name != "auto"]
+    return [i for i, each in enumerate(ms) if each < 1.1 * min(ms)]
+
+
 def pass_ms(rows):
     """Between measured numbers of positions it is a straight line."""
     known = sorted((int(n), ms) for n, ms in TOLD["curve"]["pass_ms"].items())
@@ -146,7 +152,7 @@ def rounds():
         kept, given, mine = min([*wrong, 4]), mine, mine + gives
         theirs += len(rivals[number - 1]["tokens"])
         judged = {
-            SAYS: (f"Right: {kept} of your 4", f"gives {gives} token"),
+            SAYS: (f"Accepted: {kept} of your 4", f"gives {gives} token"),
             "#scene-pass .slot.accepted": kept, "#scene-pass .slot.rejected": len(wrong[:1]),
             "#scene-pass .slot.bonus": int(not wrong), "#scene-pass .cell.tail": 4 - kept,
             "#scene-text .token": begin + mine}  # fmt: skip
@@ -219,11 +225,11 @@ CHAPTERS = {
         (3, "#move-phase", {SAYS: "over what was cut", "#scene-plot .array .pass small": WRITTEN})),
     "pays": ({"#scene-plot .token-line": 0}, 2, [f"{tokens_of(0.8, 5):.2f}"],
         *pays(0.5, 2, 0.1), *pays(0.9, 10, 0.02), *pays(0.3, 5, 0.9)),
-    "loses": ({}, 1, [times(speedup(5, 0.8, c, batch))
+    "loses": ({}, 2 if speedup(5, 0.8, COST, 8) < 1.02 else 1, [times(speedup(5, 0.8, c, batch))
                       for c, batch in ((COST, 1), (COST, 8), (0.9, 1))],
         *(("click", f"#scene-movers >> text={words}", {SAYS: words}) for words in (
-            "1 reader", "a surprising text", "a slow guesser", "a mixture of experts")),
-        ("click", "[data-way=batch]", {SAYS: "8 readers"}),  # whose pass has 8 × (K + 1) positions
+            "1 user", "a surprising text", "a slow guesser", "a mixture of experts")),
+        ("click", "[data-way=batch]", {SAYS: "8 users"}),  # whose pass has 8 × (K + 1) positions
         ((5, 3), "#scene-plot .half:first-child svg", {"#move-k": value(3)}),
         ((3, 15), "#scene-plot .half:last-child svg", {"#move-k": value(7)})),  # 64 at most
     "sampling": ({".twin:visible": 0}, 1, ["belongs to the seed"],
@@ -242,7 +248,7 @@ CHAPTERS = {
                             "#scene-plot .slot.rejected": "≥", "#scene-plot .drawn": 0}),
         (2, "#move-draws", {"#scene-plot .slot.recovered": 1, "#scene-plot .row.rejected": 1,
                             "#scene-plot .drawn": 1, "#scene-plot .mark": 0})),
-    "who": ({}, [*spent("copy")].index(fastest("copy")),
+    "who": ({}, nearly_first("copy"),
         [f"On the copied text {fastest('copy')}", f"story {fastest('new')}"],
         *race("copy"), *race("new")),
 }  # fmt: skip
@@ -260,12 +266,13 @@ def test_a_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_sight
     article = page.locator(f"[data-chapter={chapter}]")
     told = ".is-true, .is-false, .answer-room:visible"  # a room is as large as the answer, unseen
     said, marked = article.locator(".answer-says"), article.locator(told)
+    right = right if isinstance(right, list) else [right]
     assert said.text_content() == "" and marked.count() == 0
     page.see(before if size == WIDE else {})
     for at, button in enumerate(article.locator(".answer-button").all()):
         button.click()
-        page.see({f"[data-chapter={chapter}] .answer-says": "Yes." if at == right else "Not so."})
-        assert marked.count() == 1 + (at != right)
+        page.see({f"[data-chapter={chapter}] .answer-says": "Yes." if at in right else "Not so."})
+        assert marked.count() == len(right) + (at not in right)
     assert [each for each in words if each not in said.text_content()] == []
     page.act(*steps if size == WIDE else ())
     for pick in range(16 if chapter == "you" else 0):  # with a bonus, and with a cut
