@@ -218,9 +218,8 @@ class Costs:
         for name, each in curve.drafters.items():
             parts = each["call_ms"] + each["step_ms"], each["step_ms"], each["read_ms"]
             self._told[name] = DraftPrice(*(ms / plain_ms for ms in parts))
-        self.drafts.clear()  # something else was expected
-        self.passes.clear()
-        self._prices.clear()
+        for known in (self.drafts, self.passes, self._prices):  # something else was expected
+            known.clear()
 
     def runs_model(self, name: str) -> bool:
         """Whether drafting takes steps of a model, which requests of a batch share."""

@@ -466,6 +466,7 @@ class Planner(FixedK):
     def record_cycle(
         self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
     ) -> None:
+        """Learn what the pass and the drafts of a cycle cost, and charge its account."""
         if not times:
             return
         spent, costs = self._pool.spent.items(), self.controller.costs

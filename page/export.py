@@ -47,8 +47,8 @@ _GREEDY = {
     "max_tokens": 48,
 }  # fmt: skip
 _SAMPLED = [_GREEDY | {"temperature": 0.8, "verification": v} for v in ("coupled", "rejection")]
-_NO_GUESSERS = {"auto", "tree", "prediction", "grammar"}  # they choose, or need more of a request
 _AUTO, _LEAST_MS = "auto", 1.0  # of a pass: in shorter ones the clock tells the controller little
+_NO_GUESSERS = {_AUTO, "tree", "prediction", "grammar"}  # they choose, or need more of a request
 _LOOK_UP = {"ngram", "suffix"}  # without chances of their own
 _MARK = "data-exported"  # in index.html: what this command wrote, it may write again
 _MOST = 8  # entries of a distribution

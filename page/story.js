@@ -156,8 +156,8 @@ class Data {
     const { here: { curve }, plainMs, whole, cut, weights, c } = this;
     const flat = Object.keys(curve.pass_ms).map(Number).filter((rows) => this.factorOf(rows) <= FLAT);
     const ranked = (text) => this.rivals(text).sort((a, b) => a.endMs - b.endMs);
-    const [autoCopy, autoNew] = ["copy", "new"].map((text) => (
-      milliseconds(this.racers(text).find(({ name }) => name === "auto")?.endMs ?? NaN)));
+    const autos = ["copy", "new"].flatMap((text) => this.racers(text).filter(({ name }) => name === "auto"));
+    const [autoCopy, autoNew] = autos.map(({ endMs }) => milliseconds(endMs));
     const [copy, fresh] = ["copy", "new"].map(ranked);
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
     const speed = (way) => times(gainOf(this, way));
@@ -173,11 +173,11 @@ class Data {
       took: milliseconds(whole.ms.draft + this.passMs(n + 1)),
       wrong: quoted(cut.rejected ?? cut.tokens.at(-1)), own: quoted(cut.tokens.at(-1)),
       cut: counted(cut.cached[0] - cut.cached[1], "token"), from: cut.cached[0], to: cut.cached[1],
-      five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneReader: speed("alone"),
-      eightReaders: speed("batch"), slowGuesser: speed("bad"), eightBest: bestK(curve, atWay(this, "batch")),
+      five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneUser: speed("alone"),
+      eightUsers: speed("batch"), slowGuesser: speed("bad"), eightBest: bestK(curve, atWay(this, "batch")),
       copyFirst: copy[0].name, copySecond: copy[1].name, newFirst: fresh[0].name, newSecond: fresh[1].name,
       ngramCopy: ngram(copy), ngramNew: ngram(fresh),
-      auto: filled(/NaN/.test(autoCopy + autoNew) ? "" : texts.says.auto, { autoCopy, autoNew }),
+      auto: autoNew ? filled(texts.says.auto, { autoCopy, autoNew }) : "",
     };
   }
 }

@@ -71,14 +71,18 @@ def spent(prompt):
     return {name: sum(sum(c["ms"].values()) for c in lane[1:]) for name, lane in lanes.items()}
 
 
+def rivals(prompt):
+    """The same without the controller, which chooses among the others."""
+    return {name: ms for name, ms in spent(prompt).items() if name != "auto"}
+
+
 def fastest(prompt):
-    ms = {name: each for name, each in spent(prompt).items() if name != "auto"}  # which guesses not
-    return min(ms, key=ms.get)
+    return min(ms := rivals(prompt), key=ms.get)
 
 
 def nearly_first(prompt):
     """The places of those that take at most a tenth more: that is the clock's noise."""
-    ms = [each for name, each in spent(prompt).items() if name != "auto"]
+    ms = [*rivals(prompt).values()]
     return [i for i, each in enumerate(ms) if each < 1.1 * min(ms)]
 
 

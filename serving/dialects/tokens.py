@@ -75,7 +75,8 @@ def tokenizer_of(service: Service) -> Tokenizer:
 
 def ids_of_chat(service: Service, fields: Json) -> list[int]:
     """The prompt's ids of a request with messages, which `fields` are. Raises RequestError."""
-    sent, _ = dict[str, str](), tokenizer_of(service)  # another engine has none
+    tokenizer_of(service)  # another engine has none
+    sent = dict[str, str]()
     with errors_name(sent):
         read_chat(service, fields, sent)
     return list(fields["prompt"])
