@@ -6,8 +6,9 @@
     its time:             the drafter's steps + the pass's further rows
     choose the drafter and the K so that tokens − rate · time is largest
 
-The rate is what plain decoding makes of time: tokens per ms. `best_draft` is this rule, for one
-drafter and one request. What it goes by is in estimates.py; docs/speed.md tells why so.
+The rate is what is made of time otherwise, in tokens per ms: by plain decoding, or by drafts that
+gain lately. `best_draft` is this rule, for one drafter and one request. What it goes by is in
+estimates.py; docs/speed.md tells why so.
 
 *Who pays for a step that several share?* All of them: `Choice` counts the steps of a model that
 bring most to all together. Two models would run one after the other, so requests have the same one.
@@ -33,6 +34,7 @@ from .estimates import READ_ALONG, Acceptance, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE, _LOOK, _READING = 6.0, 1.5, 1.0  # plain cycles: lost in all, after a rest, for reading
+_LATELY = 0.1  # how far a cycle's time moves what drafts are believed to gain lately
 _OUTLIER = 3.0  # times as long as the slowest before: the machine did something else
 _PLAIN, _RENEWED = 4, 64  # plain cycles at first; with drafts, until another plain one is timed
 _WARMER = 0.5  # temperatures that differ by so much are told apart
@@ -86,17 +88,18 @@ class Choice:
     """One choice for a batch: what each request does, and how long models take for all."""
 
     def __init__(
-        self, costs: Costs, candidates: list[Candidate], batch: int, room: float, stake: float
+        self, costs: Costs, candidates: list[Candidate], batch: int, account: "Account", reads: bool
     ) -> None:
         """`batch` requests share the pass; those that are no candidates draft nothing.
 
-        In plain cycles: models read text that they have missed while that took less than `room`,
-        and the rows of drafts take at most `stake`: each request's an equal part, or one row.
+        The rows of drafts take at most what the account holds, each request's an equal part, or
+        one row. Models read text that they have missed if it `reads` and little of that is unpaid.
         """
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
-        self.rate, read_ms = batch / self.prices.plain_ms, room * self.prices.plain_ms
-        self._most = self.prices.rows_within(stake, len(candidates))
+        self.rate = account.worth * batch / self.prices.plain_ms
+        read_ms = (_READING - account.unpaid) * self.prices.plain_ms if reads else 0.0
+        self._most = self.prices.rows_within(account.balance, len(candidates))
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
         self.options = [Option()] * len(candidates)
@@ -117,7 +120,7 @@ class Choice:
             asking -= {i for i in asking if name in candidates[i].able}
         self.tokens = batch + sum(option.tokens for option in self.options)
         ms = sum(self.model_ms.values()) + sum(option.ms for option in self.options)
-        self.speedup = self.tokens / (batch + self.rate * ms)
+        self.speedup = self.tokens / (batch + self.rate / account.worth * ms)
 
     def _join(self, options: dict[int, Option]) -> None:
         """Give each request its option in `options` if that gains more than the present one."""
@@ -212,6 +215,7 @@ class Account:
     slowest: float = 1.0  # the time of a cycle with drafts, which fades
     timed: int = 0  # cycles that were to be plain: a request with a fixed K drafts all the same
     drafted: int = 0  # cycles with drafts since one of these
+    worth: float = 1.0  # tokens, of a plain cycle's time: half of what drafts gain is counted on
 
     def may_draft(self) -> bool:
         """Whether drafts may be chosen for the next cycle."""
@@ -223,7 +227,7 @@ class Account:
     def join(self) -> None:
         """A new text may be quite different: if nothing is owed, half the stake is for it."""
         self.is_resting &= self.balance < 0
-        self.balance = min(self.balance, _STAKE / 2)
+        self.balance, self.worth = min(self.balance, _STAKE / 2), 1.0
 
     def see(self, tokens: float, batch: int, ms: float, read_ms: float) -> None:
         """A cycle with drafts gave each of `batch` requests so many tokens, and took `ms`.
@@ -251,6 +255,7 @@ class Account:
         self.balance = min(_STAKE, self.balance + won + LOSS_BUDGET * time)
         self.unpaid = max(0.0, self.unpaid - LOSS_BUDGET * time)
         self.is_resting |= self.balance < 0
+        self.worth = max(1.0, self.worth + _LATELY * (won / 2 - time * (self.worth - 1)))
 
 
 class Controller:
@@ -300,13 +305,11 @@ class Controller:
             if size == 1:  # one of many changes little
                 account.join()
 
-    def decide(
-        self, candidates: list[Candidate], batch: int, room: float = inf, stake: float = inf
-    ) -> list[Decision]:
+    def decide(self, candidates: list[Candidate], batch: int, *terms: Any) -> list[Decision]:
         """Decide which drafter drafts for each candidate, and how much: see Choice."""
         if not candidates:
             return []
-        choice = Choice(self.costs, candidates, batch, room, stake)
+        choice = Choice(self.costs, candidates, batch, *terms)
         # All requests save for a try of an idle drafter, as one of them may be too short for it.
         able = [pair for candidate in candidates for pair in candidate.able.items()]
         idle, saved = sorted({name for name, record in able if record.since}), self._saved
@@ -379,10 +382,8 @@ class Planner(FixedK):
 
     def _resting(self, s: TextSequence, is_rest: bool) -> Task:
         """The task where all rest, or are timed: no draft, but for a request with a fixed K."""
-        if s.request.fixed_k:
+        if s.request.fixed_k or not (s.drafting.states and s.num_steps):
             return fixed(s)
-        if not (s.drafting.states and s.num_steps):
-            return nothing(s)
         return Task(decision=(s.drafting.task.decision or RESTING).pausing(is_rest))
 
     def _choose(self, plan: Plan, batch: list[TextSequence]) -> list[Decision]:
@@ -398,9 +399,8 @@ class Planner(FixedK):
                 asking += [s] if candidate.able else []
         # Reading pays where many cycles are like this one: not while a batch fills up.
         may_read = all(other.num_steps for other in self.candidates)
-        room = _READING - plan.account.unpaid if may_read else 0.0
         candidates = [self.candidates[s] for s in asking]
-        decisions = self.controller.decide(candidates, len(batch), room, plan.account.balance)
+        decisions = self.controller.decide(candidates, len(batch), plan.account, may_read)
         for s, decision in zip(asking, decisions, strict=True):
             self.decisions[decision.drafter], goes_on = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain

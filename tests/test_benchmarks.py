@@ -353,17 +353,11 @@ def test_int8_is_near_float32_and_smaller(measure):
 
 
 @pytest.mark.slow
-def test_auto_loses_to_no_drafter_by_more_than_five_percent_but_on_easy_prompts(capsys):
-    """There n-gram alone is a tenth ahead (2.12 times plain decoding, and 1.92).
-
-    The choice by E(K) − T(K) takes the longer drafts of models there. In all it is far ahead.
-    """
+def test_auto_loses_to_no_drafter_by_more_than_five_percent_on_any_kind_of_prompt(capsys):
     fixed_clock.main(["--json"])
     rows = json.loads(capsys.readouterr().out)["results"]
     assert {row["prompts"] for row in rows} == {"all", "code", "easy", "hard", "repetitive"}
-    of_best = {row["prompts"]: row["of_best"] for row in rows}
-    assert of_best.pop("easy") > 0.88 and min(of_best.values()) > 1.1
-    assert next(row["auto"] for row in rows if row["prompts"] == "easy") > 1.9
+    assert {row["prompts"]: row["of_best"] for row in rows if row["of_best"] < 0.95} == {}
 
 
 def test_under_a_fixed_clock_times_are_what_the_costs_say(measure):

@@ -82,9 +82,15 @@ def measured(c=0.2, batch=1, **given):
     return result
 
 
+def decide(controller, asks, batch, **account):
+    """The decisions on these where nothing else is known of the account: it may lose all."""
+    able = {"balance": inf, "unpaid": -inf} | account
+    return controller.decide(asks, batch, Account(deque(), **able), True)
+
+
 def settle(controller, asks, batch):
     """The decisions on these, without a probe."""
-    made = [controller.decide(asks, batch) for _ in range(100)]
+    made = [decide(controller, asks, batch) for _ in range(100)]
     return [each for each in made if not any(decision.is_probe for decision in each)][-1]
 
 
@@ -270,7 +276,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     for _ in range(200):
         record.observe(K, 0)
     for _ in range(1000):
-        (decision,) = controller.decide([Candidate({"model": record}, K, 1000)], 1)
+        (decision,) = decide(controller, [Candidate({"model": record}, K, 1000)], 1)
         asked.append(decision.num_tokens)
         record.observe(decision.num_tokens, 0)
     assert max(asked) == 1
@@ -278,7 +284,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     spent = sum(asked) * (decision.break_even - decision.alpha)
     assert 0.5 < spent / (PROBE_BUDGET * 1000) <= 1.01
     for _ in range(200):  # now the text has become easy
-        (decision,) = controller.decide([Candidate({"model": record}, K, 1000)], 1)
+        (decision,) = decide(controller, [Candidate({"model": record}, K, 1000)], 1)
         record.observe(decision.num_tokens, decision.num_tokens)
     assert decision.num_tokens >= 5 and not decision.is_probe
 
@@ -298,7 +304,7 @@ def test_a_probe_pays_for_what_is_not_done_anyway():
     controller, records = measured(c=0.5, batch=4), [settled(0.9)] * 3 + [settled(0.0, since=1)]
     asks = [Candidate({"model": record}, K, 1000) for record in records]
     controller._saved["model"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
-    probes = [decision.is_probe for decision in controller.decide(asks, 4)]
+    probes = [decision.is_probe for decision in decide(controller, asks, 4)]
     assert probes == [False] * 3 + [True]
 
 
@@ -423,7 +429,7 @@ def live(controller, num_cycles, slowness=()):
     """
     num_drafts, record = 0, controller.record("model", "greedy")
     for cycle in range(num_cycles):
-        count = controller.decide([Candidate({"model": record}, 5, 100)], 1)[0].num_tokens
+        count = decide(controller, [Candidate({"model": record}, 5, 100)], 1)[0].num_tokens
         times = slowness[cycle] if cycle < len(slowness) else 1.0
         calls = [("model", [count], record.unread, times * count)] if count else []
         controller.costs.observe_pass(1, 1 + count, times * 5.0, calls)
@@ -516,8 +522,8 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
     """Each cycle's own tokens against the guess; a silent model always drafts."""
     engine = engine_of(demo_engine, {"silent": 0, "ngram": 0}, silent=lambda tokens, n: [])
     decide, ngram = engine.controller.decide, demo_engine.pool.drafters["ngram"]
-    engine.controller.decide = lambda asks, batch, *_: decide(
-        [Candidate({"silent": ask.records["silent"]}, ask.limit, 1) for ask in asks], batch
+    engine.controller.decide = lambda asks, *terms: decide(
+        [Candidate({"silent": ask.records["silent"]}, ask.limit, 1) for ask in asks], *terms
     )
     engine.planner.close = lambda s: None  # what it learned stays
     prompt, sampling = prompts["repetitive_sentence"], core.Sampling(temperature=temperature)
@@ -690,7 +696,26 @@ def test_requests_share_what_may_be_staked(controller, stake, expected):
     """Each row takes a fifth of a plain cycle of two."""
     controller.costs.start_from(Curve({1: 8.0, 2: 10.0, 32: 70.0}))
     asks = [Candidate({"free": settled(0.95)}, K, 1000.0) for _ in range(2)]
-    assert {d.num_tokens for d in controller.decide(asks, 2, stake=stake)} == {expected}
+    assert {d.num_tokens for d in decide(controller, asks, 2, balance=stake)} == {expected}
+
+
+def test_where_drafts_gain_time_is_worth_more_so_drafts_are_shorter():
+    """E(K) / T(K) is largest at K = 5. Half of the gain is counted on, and none in a new text."""
+    controller, account = Controller(100, {"model": 25}), opened()
+    controller.costs.start_from(Curve({1: 10.0, 2: 10.2, 32: 16.2}))
+
+    def num_tokens():
+        asks = [Candidate({"model": settled(0.85)}, 15, inf)]
+        return controller.decide(asks, 1, account, True)[0].num_tokens
+
+    tokens, time = sum(0.85**i for i in range(6)), 1 + 5 * 0.27
+    assert num_tokens() == 8
+    lived(account, [(tokens, 10 * time)] * 60)
+    assert account.worth == pytest.approx((1 + tokens / time) / 2, rel=0.02) and num_tokens() == 6
+    account.join()
+    assert num_tokens() == 8
+    lived(account, [(1, 20)] * 60)
+    assert account.worth == 1  # never less than plain decoding makes of it
 
 
 def test_drafts_that_pay_are_never_paused_and_come_back_when_they_pay_again():
@@ -1015,7 +1040,7 @@ def test_of_many_that_come_at_once_as_many_read_as_may_be_lost(room, expected):
     asks = [Candidate({"model": settled(0.9)}, K, 1000.0) for _ in range(8)]
     for asking in asks[1:]:
         asking.able["model"].unread = round(0.2 * prices.plain_ms / prices.drafts["model"].read_ms)
-    drafting = [each.num_tokens > 0 for each in controller.decide(asks, 8, room)]
+    drafting = [each.num_tokens > 0 for each in decide(controller, asks, 8, unpaid=1 - room)]
     assert drafting[0] and sum(drafting) == expected
 
 

@@ -8,6 +8,7 @@ import json
 import random
 from collections import deque
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -123,11 +124,12 @@ def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
 def test_a_certain_draft_pays_though_rows_have_become_dearer():
     """The pace that the text had is out of reach then, and says nothing of what time is worth."""
     own, record = Controller(100, {"prediction": 0}), Acceptance()
+    account = Account(deque(), balance=inf)
     record.chances = [1.0] * 8
     candidate = Candidate({"prediction": record}, 8, 1000)
     for row_ms in (0.2, 5.0):
         own.costs.start_from(Curve({rows: 10 + row_ms * rows for rows in (1, 9)}))
-        assert {own.decide([candidate], 1)[0].num_tokens for _ in range(30)} == {8}
+        assert {own.decide([candidate], 1, account, True)[0].num_tokens for _ in range(30)} == {8}
 
 
 @pytest.mark.parametrize("name", [*NAMES, "ngram", None])
