@@ -10,6 +10,7 @@
 //   answered   values that are set with the answer
 //   presses    other buttons: [words, a function that gives what is set, attributes]; `first` is set before
 //   run        the request of the run that is shown, and its cycle
+//   isComputed whether the picture is worked out, from what was recorded
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
 import { bar, row, scale } from "./charts.js";
@@ -78,7 +79,7 @@ function drawCycle(scene, data, cycle, { at: { phase }, isPlayed }) {
   scene.cycle(cycle, cycles, phase, isPlayed);
   const lanes = cycleLanes(data, cycle, phase, phase >= phases.length - 1);
   scene.plot((box) => drawLanes(box, lanes, ROOM * (cycle.proposals.length + 1) * data.plainMs));
-  return phases[phase - 1]?.says
+  return phases[phase - 1]?.gives
     ?? `The text ends with ${quoted(cycle.pending)}: chosen, but not yet read by the target. It is pending.`;
 }
 
@@ -185,8 +186,7 @@ export const CHAPTERS = {
   },
   guess: {
     kinds: ["drafting", "pass", "accepted", "bonus", "plain"],
-    choices: (data) => list(data.whole.proposals.length + 1, String),
-    right: (data) => numAccepted(data.whole),
+    right: () => 1,
     ...playsCycle(({ whole }) => whole),
     draw: (scene, data, state) => drawCycle(scene, data, data.whole, state),
   },
@@ -203,14 +203,14 @@ export const CHAPTERS = {
     first: (data) => ({ game: data.game() }),
     presses(data, { game }) {
       const { judged, picks, cycle, offered, isOpen } = game;
-      if (!cycle) return [["Begin anew", () => ({ game: data.game() })]];
+      if (!cycle) return [["Start again", () => ({ game: data.game() })]];
       if (!isOpen) return [["Next pass", () => ({ game: { ...game, isOpen: true } })]];
       const picked = (token) => ({ game: data.game(judged, [...picks, token]) });
       return offered.map((token) => [visible(token.text), () => picked(token), { "data-id": token.id }]);
     },
     right: () => 1,
     draw(scene, data, { at: { game: { judged, cycle, missing, isOpen } }, isPlayed }) {
-      const { cycles, prompt } = data.told;
+      const { cycles, prompt } = data.played;
       const shown = isOpen ? cycle : judged.at(-1);
       const { step } = judged[0] ?? cycle;
       const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + judged.length)];
@@ -253,6 +253,7 @@ export const CHAPTERS = {
     },
   },
   pays: {
+    isComputed: true,
     kinds: ["drafting", "pass", "accepted", "plain"],
     movers: ({ c }) => [["alpha", "α", [0, 1, 0.01], QUESTION.alpha], ["k", "K", [0, 15, 1], QUESTION.k],
       ["c", "c", [0, 1, 0.01], c]],
@@ -272,6 +273,7 @@ export const CHAPTERS = {
     },
   },
   loses: {
+    isComputed: true,
     kinds: ["drafting", "pass", "accepted", "plain"],
     gains: (data, way, k) => times(gainOf(data, way, Math.min(k, mostK(way)))),
     movers: (data, { way = "alone" } = {}) => [["k", "K", [0, mostK(way), 1], QUESTION.k]],
@@ -305,7 +307,7 @@ export const CHAPTERS = {
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
       const shown = likeliest(entries, [...kinds.keys()], isNarrow() ? 6 : undefined);
-      const heads = ["chance of each token", "log chance + noise: the largest wins (‹ below −8)"];
+      const heads = ["chance of each token", "log chance + noise: the largest has a ring (‹ below −8)"];
       drawBars(scene, 0.62, chanceRows(shown, kinds),
         element("p.spread.note", ...heads.map((words) => element("span", words))));
       return `At the right, noise (the line) moves the log of each chance. Largest: ● ${quoted(own)}, `
@@ -313,6 +315,7 @@ export const CHAPTERS = {
     },
   },
   rejection: {
+    isComputed: true,
     kinds: ["p", "q", "drafting", "accepted", "rejected", "recovered"],
     movers: () => [["draws", "draws; the first one step by step", [0, DRAWS.length - 1, 1], 0,
       ["the guess", "u", ...DRAWS.slice(2)]]],

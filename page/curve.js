@@ -129,8 +129,7 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
     for (const rows of Object.keys(curve.pass_ms)) plot.dot(Number(rows), at(Number(rows)), "pass", 3);
   }
   plot.dot(1, one, "pass", 4);
-  for (const guess of guesses) plot.dot(6, guess * one, "guess", 7);
-  if (!isShown) return;
+  if (!isShown) return guesses.forEach((guess) => plot.dot(6, guess * one, "guess", 7));
   handles.forEach(({ rows, words: what }, i) => {
     plot.line(rows, 0, rows, at(rows), "leader");
     plot.dot(rows, at(rows), "pass.handle", 7);

@@ -43,8 +43,7 @@ export const likeliest = (entries, must = [], most = SHOWN) => [...entries]
 /** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */
 export function drawnByRejection(entries, count) {
   let seed = SEED;
-  const [p, q] = ["p", "q"].map((name) => Math.max(0, 1 - sum(entries.map((entry) => entry[name]))));
-  const all = [...entries, { id: null, text: "others", p, q }];
+  const all = withOthers(entries);
   const random = () => (seed = (seed * 48271) % 2147483647) / 2147483647; // the same draws each time
   const pick = (weightOf) => {
     let left = random() * sum(all.map(weightOf));
@@ -59,6 +58,20 @@ export function drawnByRejection(entries, count) {
   return { all: all.map((entry) => ({ ...entry, share: shareOf(entry) })), ...draws.at(-1) };
 }
 
+/** The entries, and all others as one. */
+function withOthers(entries) {
+  const [p, q] = ["p", "q"].map((name) => Math.max(0, 1 - sum(entries.map((entry) => entry[name]))));
+  return [...entries, { id: null, text: "others", p, q }];
+}
+
+/** How often a guess is accepted, by rejection and with the same noise for both; others are one token. */
+export function acceptanceOf(entries) {
+  const all = withOthers(entries).filter(({ p, q }) => p && q);
+  const beside = (a) => sum(withOthers(entries).map((b) => Math.max(b.p / a.p, b.q / a.q)));
+  return { byRejection: sum(all.map(({ p, q }) => Math.min(p, q))),
+    byNoise: sum(all.map((entry) => 1 / beside(entry))) };
+}
+
 /**
  * Words, and a row for each token: p above q, the residual shaded, or both with noise as marks on the
  * right, and the share of what was drawn. `kinds` has the rows' kinds, by token id.
@@ -69,15 +82,18 @@ export function chanceRows(entries, kinds, hasResidual = false) {
   const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
   const [low, high] = isNoisy ? rangeOf(entries) : [0, 1];
   const at = (value) => (Math.max(value, low) - low) / (high - low || 1);
-  const marked = (kind, end, noise) => (!Number.isFinite(end) ? [] : [
+  const isLargest = (name, value) => value === Math.max(...entries.map((entry) => entry[name]));
+  const marked = (kind, end, noise, name) => (!Number.isFinite(end) ? [] : [
     bar(`noise.${kind}`, at(Math.min(end, end - noise)), at(Math.max(end, end - noise))),
-    placed(element(`span.mark.${kind}`, end < low ? "‹" : MARKS[kind]), at(end))]);
+    placed(element(isLargest(name, end) ? `span.mark.wins.${kind}` : `span.mark.${kind}`,
+      end < low ? "‹" : MARKS[kind]), at(end))]);
   const rows = entries.map((entry) => {
     const { id, text, p, q, target, draft, noise, share } = entry;
     const [kind, name] = [kinds.get(id), visible(text)];
     const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q),
       share > 0 && placed(element("span.drawn"), share)];
-    const right = isNoisy ? element("span.marks", ...marked("p", target, noise), ...marked("q", draft, noise))
+    const right = isNoisy ? element("span.marks", ...marked("p", target, noise, "target"),
+      ...marked("q", draft, noise, "draft"))
       : isDrawn ? `${short(p)}, ${short(q)} → ${short(share)}` : numbers(entry);
     return row(kind ? `.${kind}` : "", kind ? `${MARKS[kind]} ${name}` : name, bars, right);
   });

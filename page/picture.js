@@ -9,13 +9,14 @@ import { counted, MARKS, quoted, visible } from "./words.js";
 const WINDOW = 4; // cells of what was cached before; what lies further back is a number
 const MANY = 9; // slots side by side, at most
 
-/** The phases of a cycle, in order: [{stage, says}]. */
+/** The phases of a cycle, in order: [{stage, says, gives}]; `gives` does not speak of the cache. */
 export function phasesOf(cycle) {
   const { proposals, tokens, cached: [verified, kept] } = cycle;
   const [n, own] = [proposals.length, ownToken(cycle)];
   const cut = verified === kept ? "Nothing to cut: the cache keeps all"
     : `The cache drops the ${counted(verified - kept, "token")} that no longer belong to the text`;
   const next = own ? `; ${quoted(own)} is pending now` : "";
+  const gives = `${counted(tokens.length, "token")} for one pass${next}.`;
   return [
     ...proposals.map((token, i) => ["draft",
       `The drafter guesses ${quoted(token)}, ${i + 1} of ${n}. Only the drafter works here.`]),
@@ -23,8 +24,8 @@ export function phasesOf(cycle) {
     ...tokens.slice(0, numAccepted(cycle)).map((token) => ["accept",
       `The target’s choice here is ${quoted(token)}, too: accepted.`]),
     ...own ? [["accept", ownWords(cycle, own)]] : [],
-    ["truncate", `${cut}. ${counted(tokens.length, "token")} for one pass${next}.`],
-  ].map(([stage, says]) => ({ stage, says }));
+    ["truncate", `${cut}. ${gives}`, gives],
+  ].map(([stage, says, gives = says]) => ({ stage, says, gives }));
 }
 
 function passWords({ fed: { length: n }, pending, cached }) {

@@ -9,7 +9,7 @@ import { bytes, counted, short, visible } from "./words.js";
 
 const SLOTS = 7; // of the pass; for as many positions and more there are cells
 const [MOST_SHOWN, MOST_NARROW] = [24, 36]; // tokens of the text above the picture, and letters on a phone
-const [LANE, OVER] = [46, 28]; // px, the height of a lane of times at most, and of the words over it
+const [LANE, OVER] = [60, 28]; // px, the height of a lane of times at most, and of the words over it
 const oneLine = (text) => text.replaceAll("\n", "↵");
 /** Tokens by their fates; what ends a text is none of its words. */
 const spans = (tokens) => tokens.filter(({ text }, i) => i < tokens.length - 1 || !/^<.+>$/.test(text))
@@ -45,9 +45,12 @@ export class Scene {
       cell.style.setProperty("--share", `${100 * (chances[i] ?? 0)}%`);
       return cell;
     });
-    const shown = read.length && count < SLOTS ? stage(slots, words, SLOTS)
+    const most = isNarrow() && count < 2 ? count + 1 : SLOTS;
+    const shown = read.length && count < SLOTS ? stage(slots, words, most)
       : element("ol.cells", ...cells, element("li.beam.pass", element("span", words)));
+    shown.style.setProperty("--behind", 1 - count / most); // it crosses the positions, and no more
     shown.lastChild.classList.add("lit");
+    shown.lastChild.classList.toggle("thin", count < 2); // its words stand beside it
     this.#pass.replaceChildren(shown);
   }
   nothing() { this.#pass.replaceChildren(); }

@@ -3,7 +3,7 @@
 
 import { atWay, CHAPTERS, gainOf, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs } from "./curve.js";
-import { top, withNoise } from "./distribution.js";
+import { acceptanceOf, top, withNoise } from "./distribution.js";
 import { byId, element, isNarrow, mayMove, reveal, slider, write } from "./elements.js";
 import { Scene } from "./scene.js";
 import texts from "./texts.json" with { type: "json" };
@@ -46,6 +46,7 @@ class Data {
     const { cycles } = this.#run("first", this.drafter);
     this.told = { cycles, prompt: prompts.first };
     this.tokens = tokensIn(cycles);
+    this.played = { cycles: this.#run("new", this.drafter).cycles, prompt: prompts.new };
     const drafted = cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
     const able = drafted.length ? drafted : cycles.slice(-2);
     this.whole = able.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(able);
@@ -85,33 +86,28 @@ class Data {
     return places.length ? { ...top(places, "fit"), over: top(places, "gap"), text: answer.text,
       plain: answer.compare.plain.text } : null;
   }
-  /** The cycle behind which the reader drafts: the one with a cut, if enough comes after it. */
-  get #base() {
-    const isLong = this.tokens.length > endOf(this.cut) + ROUNDS * (PLACES + 1);
-    return isLong ? this.cut : this.told.cycles[0];
-  }
   /**
    * What the reader's `picks` make, behind the cycles that are `judged`: the one at hand (null at the end),
    * how many picks it lacks, and what is offered for the next: what the target says there, and two likely
    * tokens. What was judged last stays in sight until the next pass is opened.
    */
   game(judged = [], picks = []) {
-    const base = judged.at(-1) ?? this.#base;
-    const [{ tokens, told }, at] = [this, endOf(base)];
+    const { cycles } = this.played;
+    const base = judged.at(-1) ?? cycles[0];
+    const [tokens, at] = [tokensIn(cycles), endOf(base)];
     const size = judged.length < ROUNDS ? Math.min(PLACES, tokens.length - 1 - at) : 0;
     if (size < 1) return { judged: judged.length ? judged : [base], cycle: null, isOpen: false };
-    const cycle = this.#judged(base, picks);
+    const cycle = this.#judged(base, picks, tokens.slice(at));
     if (picks.length === size) return this.game([...judged, cycle]);
     const said = tokens[at + picks.length];
-    const chances = told.cycles.flatMap((one) => one.tokens.map((_, i) => one.distributions[i] ?? []));
+    const chances = cycles.flatMap((one) => one.tokens.map((_, i) => one.distributions[i] ?? []));
     const others = chances[at + picks.length].filter(({ id }) => id !== said.id).slice(0, 2);
     const offered = [said, ...others].sort((a, b) => a.id - b.id);
     const isOpen = !judged.length || picks.length > 0;
     return { judged, picks, cycle, missing: size - picks.length, offered, isOpen };
   }
-  /** The cycle behind `base` in which these tokens are drafted: the target says what it has said. */
-  #judged(base, picks) {
-    const said = this.tokens.slice(endOf(base));
+  /** The cycle behind `base` in which these tokens are drafted, where the target says what it has `said`. */
+  #judged(base, picks, said) {
     const wrong = picks.findIndex(({ id }, i) => id !== said[i].id);
     const accepted = wrong < 0 ? picks.length : wrong;
     const kinds = [...Array(accepted).fill("accepted"), wrong < 0 ? "bonus" : "recovered"];
@@ -162,9 +158,11 @@ class Data {
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
     const speed = (way) => times(gainOf(this, way));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
-    const liked = this.drawn?.over.liked ?? { text: "…" };
+    const { liked = { text: "…" }, entries = [] } = this.drawn?.over ?? {};
+    const { byRejection, byNoise } = acceptanceOf(entries);
     return {
-      liked: quoted(liked), likedP: chance(liked.p), likedQ: chance(liked.q), passes: ROUNDS,
+      byRejection: short(byRejection), byNoise: short(byNoise), passes: ROUNDS,
+      liked: quoted(liked), likedP: chance(liked.p), likedQ: chance(liked.q),
       gain: times(this.gain), drafter: this.drafter, c: short(c), weights: bytes(weights),
       tenWeights: bytes(10 * weights),
       plain: milliseconds(plainMs), tenPlain: milliseconds(10 * plainMs), six: times(this.factorOf(6)),
@@ -189,6 +187,7 @@ export class Story {
   #states = {}; // by chapter, {at: the movers' values, chosen}
   #id = null; // of the chapter that is shown
   #timer = 0;
+  #source; // of all numbers
   /** Tell a recording; its own curve is used until `measured` gives this server's. */
   constructor(recording) {
     this.#recording = recording;
@@ -223,7 +222,7 @@ export class Story {
   #take(here = null, more = "") {
     const { model, machine, recorded_at: date } = this.#recording;
     this.#data = new Data(this.#recording, here);
-    write("scene-source", `Recorded with ${model} on ${machine}, ${date}.${more}`);
+    this.#source = `ecorded with ${model} on ${machine}, ${date}.${more}`;
     const { facts } = this.#data;
     for (const node of document.querySelectorAll("[data-fact]")) node.textContent = facts[node.dataset.fact];
     if (this.#id) this.#draw();
@@ -337,6 +336,7 @@ export class Story {
     for (const gain of byId("scene-movers").querySelectorAll("[data-way] span")) { // before the figure
       gain.textContent = ` ${chapter.gains(this.#data, gain.parentElement.dataset.way, state.at.k)}`;
     }
+    write("scene-source", `${chapter.isComputed ? "Worked out from what was r" : "R"}${this.#source}`);
     const draw = () => write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
     draw();
     const { scrollHeight, clientHeight } = byId("scene-plot");

@@ -392,7 +392,8 @@ async function load() {
     if (!await askHealth()) return;
     if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
-    if (isRecorded) byId("demo-prompt").options[0].disabled = true; // one's own text
+    const own = { disabled: true, text: "your own text: not recorded" };
+    if (isRecorded) Object.assign(byId("demo-prompt").options[0], own);
     if (isOpening) followLink(); // later the address tells of a run that was made here
     if (isOpening && isRecorded && mode === "idle") begin("running"); // there is something to look at
     isOpening = false;

@@ -149,9 +149,9 @@ def rounds():
 
     What the recorded target said judges; the drafter's own cycles from there are its score.
     """
-    begin = sum(len(cycle["tokens"]) for cycle in CYCLES[: CUT["step"] + 1])
-    said = [token["id"] for cycle in CYCLES for token in cycle["tokens"]][begin:]
-    rivals, mine, theirs = CYCLES[CUT["step"] + 1 :], 0, 0
+    first, *rivals = runs_of("new")["draft_model"]
+    begin, mine, theirs = len(first["tokens"]), 0, 0
+    said = [token["id"] for cycle in rivals for token in cycle["tokens"]]
     for number, (wrong, gives) in enumerate([([], 5), ([1], 2), ([0, 2], 1), ([3], 4)], 1):
         kept, given, mine = min([*wrong, 4]), mine, mine + gives
         theirs += len(rivals[number - 1]["tokens"])
@@ -168,7 +168,7 @@ def rounds():
         label = f"you: {mine} tokens in {number} pass"
         judged |= {f"#scene-plot [aria-label*='{label}'][aria-label*='plain: {number} token']": 1}
         if number == 4:
-            winner = "you win" if mine > theirs else "it wins"
+            winner = "you win" if mine > theirs else "a draw" if mine == theirs else "it wins"
             judged[SAYS] += (f"You have {mine} tokens, draft_model has {theirs}: {winner}.",)
         for at, token in enumerate(said[given : given + 4]):
             button = f"button:not([data-id='{token}'])" if at in wrong else f"[data-id='{token}']"
@@ -182,7 +182,7 @@ def rounds():
             )
     yield (
         "click",
-        "#scene-movers >> text=Begin anew",
+        "#scene-movers >> text=Start again",
         {SAYS: "choose 4 more tokens", "#scene-plot .bar": 0},
     )
 
@@ -191,6 +191,22 @@ def as_p_says(rows):
     """Each came as often as p says: within three standard deviations of 2,000 draws."""
     found = re.findall(r"(\S+) p (\S+), drawn (\S+?)(?:;|$)", rows.get_attribute("aria-label"))
     return len(found) == 7 and all(abs(float(drawn) - float(p)) < 0.034 for _, p, drawn in found)
+
+
+def is_kept_as_told(says):
+    """By rejection and with the same noise, as often as draws from the rows' chances."""
+    told = [
+        *map(
+            float,
+            re.search(r"In this place (\S+) of all .* (\S+) with", says.inner_text()).groups(),
+        )
+    ]
+    rows = says.page.locator("#scene-plot .row:not(.scale)").all_text_contents()
+    p, q = np.array([re.findall(r"\.\d\d", row)[-3:-1] for row in rows], float).T + 1e-9
+    noise = np.random.default_rng(1).gumbel(size=(10**5, len(p)))
+    lands = [(np.log(chances) + noise).argmax(1) for chances in (p, q)]
+    drawn = [np.minimum(p, q).sum(), (lands[0] == lands[1]).mean()]
+    return told == pytest.approx(drawn, abs=0.03)
 
 
 def is_liked_too_much(question):
@@ -221,7 +237,7 @@ CHAPTERS = {
         *((rows, "#move-rows", {READ: rows, SAYS: f"{times(pass_ms(rows) / pass_ms(1))} the time"})
           for rows in (1, 7, 64)),
         ((6, 40), "#scene-plot svg", {"#move-rows": value(40), SAYS: "A pass over 40 positions"})),
-    "guess": ({"#scene-pass .verdict.on": 0}, WHOLE, [f"{WHOLE} of {WHOLE}"]),
+    "guess": ({"#scene-pass .verdict.on": 0}, 1, [f"{WHOLE} of {WHOLE}"]),
     "reject": ({"#scene-pass .verdict.on": 0}, 1, ["recovered"]),
     "you": ({}, 1, ["Three"], *rounds()),
     "cache": ({}, 2, ["The length goes from {} to {}".format(*CUT["cached"])],
@@ -245,7 +261,8 @@ CHAPTERS = {
                    "#move-draws-value": exactly("1"), "#scene-plot .recovered.bar >> nth=0": 1,
                    "[data-chapter=rejection] h3": is_liked_too_much},
         1, ["Both together make p"],
-        ("focus", "#move-draws", {SAYS: "2000 draws", "#scene-plot .rows": as_p_says}),
+        ("focus", "#move-draws", {SAYS: "2000 draws", "#scene-plot .rows": as_p_says,
+                                  "[data-chapter=rejection] .answer-says": is_kept_as_told}),
         (0, "#move-draws", {SAYS: "The drafter guesses", "#scene-plot .slot": 1,
                             "#scene-plot .row.drafting": 1, "#scene-plot .drawn": 0}),
         (1, "#move-draws", {SAYS: "is kept if u is below", "#scene-plot .slot": 2,
@@ -299,7 +316,8 @@ def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_story):
     page.act(("reach", "guess", {}))
     page.see({"#scene-pass .chip.on:not(.own)": WHOLE, "#scene-pass .verdict.on": 0})  # by itself
     page.act(("click", "[data-chapter=guess] .answer-button >> nth=2", {
-        "#scene-pass .verdict.on": WHOLE + 1, SAYS: "Nothing to cut"}))  # fmt: skip
+        "#scene-pass .verdict.on": WHOLE + 1,
+        SAYS: f"{WHOLE + 1} tokens for one pass"}))  # fmt: skip
 
 
 # --------------------------------------------------------------------- the recording's workbench
