@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from math import inf, sqrt
-from statistics import median_low
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from drafters.plan import IDLE, FixedK, Plan, fixed, limit_of, nothing
@@ -237,10 +237,10 @@ class Account:
         self.drafted += 1
         if not self.plain:
             return
-        plain_ms = median_low(self.plain) * sqrt(batch)
+        # A mean, as a busy machine lengthens cycles with drafts, too, and all their time counts.
+        plain_ms = fmean(sorted(self.plain)[:-1] or self.plain) * sqrt(batch)
         time, most = max(0.0, ms - read_ms) / plain_ms, _OUTLIER * max(1.0, self.slowest)
-        # Once it may have been an accident.
-        self.slowest, time = max(time, 0.9 * self.slowest), min(time, most)
+        self.slowest, time = max(time, 0.9 * self.slowest), min(time, most)  # an accident, once
         self.unpaid += read_ms / plain_ms - max(0.0, tokens - time)
         self._add(tokens - time, time)
 

@@ -727,6 +727,22 @@ def test_drafts_that_pay_are_never_paused_and_come_back_when_they_pay_again():
     assert won > 400 and not account.is_resting
 
 
+def test_a_clock_s_noise_is_not_charged_to_drafts_alone():
+    """One cycle in four takes longer, whatever it does. One slow plain cycle is an accident."""
+    account = Account(deque([10.0] * 8, maxlen=8), timed=4)
+    noise, drafted = itertools.cycle((1.0, 1.0, 1.6, 1.0)), 0
+    for factor in itertools.islice(noise, 2000):
+        if account.may_draft():
+            account.see(2.2, 1, 20.0 * factor, 0.0)
+            drafted += 1
+        else:
+            account.see_plain(1, 10.0 * factor)
+    assert drafted > 1800
+    account = Account(deque([10.0] * 7 + [100.0], maxlen=8), timed=4)
+    account.see(1, 1, 15.0, 0.0)
+    assert account.balance == pytest.approx(opened().balance - 0.5 + LOSS_BUDGET * 1.5)
+
+
 def test_beside_a_request_with_a_fixed_k_nobody_waits_for_plain_cycles():
     account = Account(deque(maxlen=8))
     assert [account.may_draft() for _ in range(6)] == [False] * 4 + [True] * 2
