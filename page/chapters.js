@@ -115,14 +115,12 @@ function drawTokens(scene, share, lanes, most, unit = "tokens") {
   drawBars(scene, share, [told.join("; "), ...rows, row(".scale", unit, scale(0, most))]);
 }
 
-/** The same of racers, as far as they were at `ms`: in tokens while they run, and in time at the end. */
+/** The same of racers, as far as they were at `ms`; who has ended says when. */
 function drawRace(scene, share, racers, ms) {
   const end = Math.max(...racers.map(({ endMs }) => endMs));
-  const lanes = racers.map(({ name, at, endMs, costs }) => ({ name,
-    tokens: at(ms).map(({ kind, from, to }) => (ms < end ? { kind } : { kind, from, to })),
-    words: `${milliseconds(endMs)}${isNarrow() ? "" : costs}`, isTold: ms >= endMs }));
-  const most = ms < end ? Math.max(...racers.map(({ numTokens }) => numTokens)) : end;
-  drawTokens(scene, share, lanes, most, ms < end ? "tokens" : "ms");
+  const lanes = racers.map(({ name, at, endMs, costs }) => ({ name, tokens: at(ms), isTold: ms >= endMs,
+    words: `${milliseconds(endMs)}${isNarrow() ? "" : costs}` }));
+  drawTokens(scene, share, lanes, end, "ms");
 }
 
 export const CHAPTERS = {
@@ -248,7 +246,7 @@ export const CHAPTERS = {
       scene.plot((box) => drawArray(box, cut, behind, length, phase));
       return [`Before the pass the cache holds ${counted(before, "token")}.`,
         `The pass has written ${verified - before} more: the pending token and all guesses.`,
-        "What lies behind the length no longer counts.",
+        "What lies after the length no longer counts.",
         `The next pass has written ${length - kept} more, over what was cut.`][phase];
     },
   },
@@ -362,8 +360,8 @@ export const CHAPTERS = {
       if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
       const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
-      return `In time, the shortest is first: ${first.name}, ${milliseconds(first.endMs)} for ${tokens} in `
-        + `${passes}.${loses}`;
+      return `Of the drafters ${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes}.`
+        + loses;
     },
   },
 };

@@ -54,7 +54,8 @@ export function stage(slots, beam, least = 0) {
   const label = { "aria-label": "The positions of a pass" };
   const list = element(all.length > MANY ? "ol.draft.many" : "ol.draft", label,
     ...all.map((slot) => element("li", slot)), element("li.beam.pass", element("span", beam)));
-  list.style.setProperty("--behind", all.length > 1 ? 1 / all.length : 0); // where the pass is no more
+  const behind = slots.length > 1 ? (all.length - slots.length + 1) / all.length : 0;
+  list.style.setProperty("--behind", behind); // where the pass is no more
   return list;
 }
 

@@ -48,7 +48,6 @@ export class Scene {
     const most = isNarrow() && count < 2 ? count + 1 : SLOTS;
     const shown = read.length && count < SLOTS ? stage(slots, words, most)
       : element("ol.cells", ...cells, element("li.beam.pass", element("span", words)));
-    shown.style.setProperty("--behind", 1 - count / most); // it crosses the positions, and no more
     shown.lastChild.classList.add("lit");
     shown.lastChild.classList.toggle("thin", count < 2); // its words stand beside it
     this.#pass.replaceChildren(shown);
