@@ -125,7 +125,7 @@ function drawRace(scene, share, racers, ms) {
 
 export const CHAPTERS = {
   start: {
-    kinds: ["plain"],
+    kinds: ["plain", "accepted", "recovered", "bonus"],
     movers: () => [["share", "time, in %", [0, 100, 1], 0]],
     right: (data) => [1.25, 3, Infinity].findIndex((edge) => data.gain < edge),
     start: () => ["share", 100, 40],
@@ -133,7 +133,7 @@ export const CHAPTERS = {
     draw(scene, data, { at: { share }, chosen }) {
       const names = { plain: "the model alone", [data.drafter]: "with a drafter" };
       const pair = data.racers("first").filter(({ name }) => name in names).map((lane) => (
-        { ...lane, name: names[lane.name], costs: "", at: (now) => asPlain(lane.at(now)) }));
+        { ...lane, name: names[lane.name], costs: "" }));
       const ms = (share / 100) * Math.max(...pair.map(({ endMs }) => endMs));
       scene.strip(data.told.prompt, []);
       const words = (lane) => (chosen !== null && ms >= lane.endMs ? `all in ${milliseconds(lane.endMs)}`
@@ -253,8 +253,8 @@ export const CHAPTERS = {
   pays: {
     isComputed: true,
     kinds: ["drafting", "pass", "accepted", "plain"],
-    movers: ({ c }) => [["alpha", "α", [0, 1, 0.01], QUESTION.alpha], ["k", "K", [0, 15, 1], QUESTION.k],
-      ["c", "c", [0, 1, 0.01], c]],
+    movers: ({ c }) => [["alpha", "α, right", [0, 1, 0.01], QUESTION.alpha],
+      ["k", "K, guesses", [0, 15, 1], QUESTION.k], ["c", "c, time", [0, 1, 0.01], c]],
     right: () => 2,
     draw(scene, data, { at, chosen }) {
       const isShown = chosen !== null || at.alpha !== QUESTION.alpha || at.k !== QUESTION.k;
@@ -360,8 +360,8 @@ export const CHAPTERS = {
       if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
       const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
-      return `Of the drafters ${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes}.`
-        + loses;
+      return `Of the drafters ${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in `
+        + `${passes}.${loses}`;
     },
   },
 };

@@ -23,7 +23,8 @@ export class Scene {
   /** What stands in the text: the end of a prompt, and tokens with their fates. */
   strip(prompt, tokens) {
     const end = /(?<=^|\s)\S.{0,34}$/s.exec(prompt)?.[0] ?? prompt.slice(-34); // whole words where it can
-    const asked = prompt && !isNarrow() && `${end.length < prompt.trim().length ? "… " : ""}${oneLine(end)} `;
+    const hasRoom = !isNarrow() || tokens.length < 3;
+    const asked = prompt && hasRoom && `${end.length < prompt.trim().length ? "… " : ""}${oneLine(end)} `;
     let [length, room] = [0, isNarrow() ? MOST_NARROW : Infinity]; // in letters
     const shown = tokens.slice(-MOST_SHOWN).toReversed().filter(({ text }) => (length += text.length) < room);
     const before = shown.length < tokens.length ? "… " : asked || "";
@@ -34,10 +35,11 @@ export class Scene {
    * `chances` how likely that is to be kept.
    */
   positions(count, { weights }, { read = [], says = [], parts, chances = [] } = {}) {
-    const past = isNarrow() ? "" : ` stream past ${counted(count, "position")}`;
+    const above = chances.length ? "; above: how likely the token of each one counts" : "";
+    const past = isNarrow() ? "" : ` stream past ${counted(count, "position")}${above}`;
     const words = (parts || `${bytes(weights)} of weights`) + past;
     const slots = Array.from({ length: count + 1 }, (_, i) => slotOf("div.slot", {},
-      i < count && element("span.label", `position ${i + 1}`),
+      i < count && element("span.label", count > 1 ? `position ${i + 1}` : "position"),
       i < count && element("span.chip", visible(read[i] ?? "…")),
       i ? element("span.chip.own.plain", visible(says[i - 1] ?? "…")) : element("span.label", SAYS)));
     const cells = Array.from({ length: count }, (_, i) => {
