@@ -229,12 +229,12 @@ class Client:
             fields[rng.choice(("trace", "compare"))] = True
         return fields | {"stream": rng.random() < 0.5}
 
-    def reply(self, ask: Ask) -> servers.Told:
-        """Send it, again after a pause while the queue is full. Raises Lost if it stays full."""
+    def patiently(self, send: Callable[[], Any]) -> Any:
+        """What `send` gives, again after a pause while the queue is full. Raises Full at last."""
         give_up = time.monotonic() + TIMEOUT_S
         while True:
             try:
-                return servers.ask(self.port, GENERATE, ask, TIMEOUT_S)
+                return send()
             except servers.Full as full:
                 require_error(full.body)
                 self.tally.seen.append((self.behaviour, "retried_429"))
@@ -245,7 +245,7 @@ class Client:
     def get(self, ask: Ask) -> Text | None:
         """The answer, checked, counted and timed; None if it came to nothing, which is counted."""
         with self.tally.sent(self.behaviour, ask):
-            told = self.reply(ask)
+            told = self.patiently(lambda: servers.ask(self.port, GENERATE, ask, TIMEOUT_S))
             text = (read_stream if ask["stream"] else read_answer)(ask, *told.events)
             self.tally.times_ms.append((f"POST {GENERATE}", told.at_ms[-1]))
             self.tally.texts.append((ask, text))
@@ -274,9 +274,13 @@ def send_other(client: Client) -> None:
     name = client.rng.choice(list(OTHER))
     *request, status = OTHER[name]
     outcome = "answered" if status == 200 else "refused"
-    with client.tally.sent(client.behaviour, name, outcome):
+
+    def send() -> bytes:
         with servers.answering(client.port, *request, status, TIMEOUT_S) as response:
-            body = response.read()
+            return response.read()
+
+    with client.tally.sent(client.behaviour, name, outcome):
+        body = client.patiently(send)
         if status != 200:
             require_error(body)
 

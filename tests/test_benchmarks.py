@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from itertools import permutations
 from unittest.mock import Mock
@@ -466,6 +467,21 @@ def test_the_soak_s_clients_see_that_an_answer_is_wrong(changes):
     for events in ([*CYCLES, ANSWER | changes], [CYCLES[0], ANSWER]):
         with pytest.raises(soak.Wrong):
             soak.read_stream(ASKED, *events)
+
+
+@pytest.mark.parametrize("send", [soak.send_other, lambda client: client.get(ASKED)])
+def test_the_soak_s_clients_come_again_while_the_queue_is_full(send, monkeypatch):
+    """Bad input, too: the server need not look at what it has no room for."""
+    refusal = b'{"error": {"message": "full", "type": "", "param": null, "code": "queue_full"}}'
+    full = soak.servers.Full(Mock(headers={"Retry-After": "0"}, read=lambda: refusal))
+    told = soak.servers.Told((1.0,), (*CYCLES, ANSWER))
+    answer = nullcontext(Mock(read=lambda: refusal))
+    monkeypatch.setattr(soak.servers, "answering", Mock(side_effect=[full, answer]))
+    monkeypatch.setattr(soak.servers, "ask", Mock(side_effect=[full, told]))
+    client = soak.Client(0, soak.Tally(), random.Random(0), [], "some")
+    send(client)
+    (_, sent), (_, again), (_, outcome) = client.tally.seen
+    assert (sent, again) == ("sent", "retried_429") and outcome in ("answered", "refused")
 
 
 def test_the_soak_sees_that_an_answer_differs_from_the_one_alone(capsys):
