@@ -6,9 +6,8 @@
     its time:             the drafter's steps + the pass's further rows
     choose the drafter and the K so that tokens − rate · time is largest
 
-The rate is what is made of time otherwise, in tokens per ms: by plain decoding, or by drafts that
-gain lately. `best_draft` is this rule, for one drafter and one request. What it goes by is in
-estimates.py; docs/speed.md tells why so.
+The rate is tokens per ms: plain decoding's, or more where drafts gain. `best_draft` is this rule,
+for one drafter and one request. What it goes by is in estimates.py; docs/speed.md tells why so.
 
 *Who pays for a step that several share?* All of them: `Choice` counts the steps of a model that
 bring most to all together. Two models would run one after the other, so requests have the same one.
@@ -34,10 +33,9 @@ from .estimates import READ_ALONG, Acceptance, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
 _STAKE, _LOOK, _READING = 6.0, 1.5, 1.0  # plain cycles: lost in all, after a rest, for reading
-_LATELY = 0.1  # how far a cycle's time moves what drafts are believed to gain lately
 _OUTLIER = 3.0  # times as long as the slowest before: the machine did something else
 _PLAIN, _RENEWED = 4, 64  # plain cycles at first; with drafts, until another plain one is timed
-_WARMER = 0.5  # temperatures that differ by so much are told apart
+_WARMER, _LATELY = 0.5, 0.1  # temperatures told apart; how far a cycle moves the worth of time
 # Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, in a rest.
 CHOSEN, REUSED, RESTS = "chosen", "reused", "rests"
 
@@ -88,17 +86,17 @@ class Choice:
     """One choice for a batch: what each request does, and how long models take for all."""
 
     def __init__(
-        self, costs: Costs, candidates: list[Candidate], batch: int, account: "Account", reads: bool
+        self, costs: Costs, candidates: list[Candidate], batch: int, account: "Account", read: bool
     ) -> None:
         """`batch` requests share the pass; those that are no candidates draft nothing.
 
         The rows of drafts take at most what the account holds, each request's an equal part, or
-        one row. Models read text that they have missed if it `reads` and little of that is unpaid.
+        one row. With `read` models read text that they have missed, if little of that is unpaid.
         """
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
         self.rate = account.worth * batch / self.prices.plain_ms
-        read_ms = (_READING - account.unpaid) * self.prices.plain_ms if reads else 0.0
+        read_ms = (_READING - account.unpaid) * self.prices.plain_ms if read else 0.0
         self._most = self.prices.rows_within(account.balance, len(candidates))
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
@@ -120,7 +118,7 @@ class Choice:
             asking -= {i for i in asking if name in candidates[i].able}
         self.tokens = batch + sum(option.tokens for option in self.options)
         ms = sum(self.model_ms.values()) + sum(option.ms for option in self.options)
-        self.speedup = self.tokens / (batch + self.rate / account.worth * ms)
+        self.speedup = self.tokens / batch / (1 + ms / self.prices.plain_ms)
 
     def _join(self, options: dict[int, Option]) -> None:
         """Give each request its option in `options` if that gains more than the present one."""
@@ -305,11 +303,13 @@ class Controller:
             if size == 1:  # one of many changes little
                 account.join()
 
-    def decide(self, candidates: list[Candidate], batch: int, *terms: Any) -> list[Decision]:
+    def decide(
+        self, candidates: list[Candidate], batch: int, account: Account, read: bool
+    ) -> list[Decision]:
         """Decide which drafter drafts for each candidate, and how much: see Choice."""
         if not candidates:
             return []
-        choice = Choice(self.costs, candidates, batch, *terms)
+        choice = Choice(self.costs, candidates, batch, account, read)
         # All requests save for a try of an idle drafter, as one of them may be too short for it.
         able = [pair for candidate in candidates for pair in candidate.able.items()]
         idle, saved = sorted({name for name, record in able if record.since}), self._saved

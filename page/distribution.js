@@ -66,10 +66,10 @@ function withOthers(entries) {
 
 /** How often a guess is accepted, by rejection and with the same noise for both; others are one token. */
 export function acceptanceOf(entries) {
-  const all = withOthers(entries).filter(({ p, q }) => p && q);
-  const beside = (a) => sum(withOthers(entries).map((b) => Math.max(b.p / a.p, b.q / a.q)));
+  const all = withOthers(entries);
+  const beside = (a) => sum(all.map((b) => Math.max(b.p / a.p, b.q / a.q)));
   return { byRejection: sum(all.map(({ p, q }) => Math.min(p, q))),
-    byNoise: sum(all.map((entry) => 1 / beside(entry))) };
+    byNoise: sum(all.filter(({ p, q }) => p && q).map((entry) => 1 / beside(entry))) };
 }
 
 /**
@@ -82,18 +82,17 @@ export function chanceRows(entries, kinds, hasResidual = false) {
   const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
   const [low, high] = isNoisy ? rangeOf(entries) : [0, 1];
   const at = (value) => (Math.max(value, low) - low) / (high - low || 1);
-  const isLargest = (name, value) => value === Math.max(...entries.map((entry) => entry[name]));
-  const marked = (kind, end, noise, name) => (!Number.isFinite(end) ? [] : [
-    bar(`noise.${kind}`, at(Math.min(end, end - noise)), at(Math.max(end, end - noise))),
-    placed(element(isLargest(name, end) ? `span.mark.wins.${kind}` : `span.mark.${kind}`,
+  const wins = { p: isNoisy && top(entries, "target"), q: isNoisy && top(entries, "draft") };
+  const marked = (kind, end, entry) => (!Number.isFinite(end) ? [] : [
+    bar(`noise.${kind}`, at(Math.min(end, end - entry.noise)), at(Math.max(end, end - entry.noise))),
+    placed(element(wins[kind] === entry ? `span.mark.wins.${kind}` : `span.mark.${kind}`,
       end < low ? "‹" : MARKS[kind]), at(end))]);
   const rows = entries.map((entry) => {
-    const { id, text, p, q, target, draft, noise, share } = entry;
+    const { id, text, p, q, target, draft, share } = entry;
     const [kind, name] = [kinds.get(id), visible(text)];
     const bars = [bar("p", 0, p), hasResidual && p > q && bar("recovered", q, p), hasQ && bar("q", 0, q),
       share > 0 && placed(element("span.drawn"), share)];
-    const right = isNoisy ? element("span.marks", ...marked("p", target, noise, "target"),
-      ...marked("q", draft, noise, "draft"))
+    const right = isNoisy ? element("span.marks", ...marked("p", target, entry), ...marked("q", draft, entry))
       : isDrawn ? `${short(p)}, ${short(q)} → ${short(share)}` : numbers(entry);
     return row(kind ? `.${kind}` : "", kind ? `${MARKS[kind]} ${name}` : name, bars, right);
   });

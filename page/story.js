@@ -222,7 +222,7 @@ export class Story {
   #take(here = null, more = "") {
     const { model, machine, recorded_at: date } = this.#recording;
     this.#data = new Data(this.#recording, here);
-    this.#source = `ecorded with ${model} on ${machine}, ${date}.${more}`;
+    this.#source = `with ${model} on ${machine}, ${date}.${more}`;
     const { facts } = this.#data;
     for (const node of document.querySelectorAll("[data-fact]")) node.textContent = facts[node.dataset.fact];
     if (this.#id) this.#draw();
@@ -336,7 +336,8 @@ export class Story {
     for (const gain of byId("scene-movers").querySelectorAll("[data-way] span")) { // before the figure
       gain.textContent = ` ${chapter.gains(this.#data, gain.parentElement.dataset.way, state.at.k)}`;
     }
-    write("scene-source", `${chapter.isComputed ? "Worked out from what was r" : "R"}${this.#source}`);
+    const made = chapter.isComputed ? "Worked out from what was recorded" : "Recorded";
+    write("scene-source", `${made} ${this.#source}`);
     const draw = () => write("scene-says", chapter.draw(this.#scene, this.#data, { ...state, isPlayed }));
     draw();
     const { scrollHeight, clientHeight } = byId("scene-plot");

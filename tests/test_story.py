@@ -195,12 +195,8 @@ def as_p_says(rows):
 
 def is_kept_as_told(says):
     """By rejection and with the same noise, as often as draws from the rows' chances."""
-    told = [
-        *map(
-            float,
-            re.search(r"In this place (\S+) of all .* (\S+) with", says.inner_text()).groups(),
-        )
-    ]
+    found = re.search(r"In this place (\S+) of all .* (\S+) with", says.inner_text())
+    told = [*map(float, found.groups())]
     rows = says.page.locator("#scene-plot .row:not(.scale)").all_text_contents()
     p, q = np.array([re.findall(r"\.\d\d", row)[-3:-1] for row in rows], float).T + 1e-9
     noise = np.random.default_rng(1).gumbel(size=(10**5, len(p)))
