@@ -106,13 +106,13 @@ const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) 
  * Draw what each of `lanes`, [{name, tokens, words}], has written: a bar for each token by its fate, of a
  * token's width, or in time where the tokens say from when to when.
  */
-function drawTokens(scene, share, lanes, most, unit = "tokens") {
+function drawTokens(scene, share, lanes, most, unit = "tokens", ...above) {
   const bars = (tokens) => tokens.map(({ kind, from, to }, i) => (
     bar(`fate.${kind}`, (from ?? i) / most, (to ?? i + 1) / most)));
   const rows = lanes.map(({ name, tokens, words, isTold = true }) => ( // what is not told keeps its room
     row("", name, bars(tokens), element(isTold ? "span" : "span.later", words))));
   const told = lanes.map(({ name, tokens, words }) => `${name}: ${words || counted(tokens.length, "token")}`);
-  drawBars(scene, share, [told.join("; "), ...rows, row(".scale", unit, scale(0, most))]);
+  drawBars(scene, share, [told.join("; "), ...rows, row(".scale", unit, scale(0, most))], ...above);
 }
 
 /** The same of racers, as far as they were at `ms`; who has ended says when. */
@@ -219,7 +219,8 @@ export const CHAPTERS = {
       const took = `in ${counted(judged.length, "pass", "passes")}`;
       const lanes = Object.entries({ you, [data.drafter]: theirs, plain }).map(([name, tokens]) => (
         { name, tokens, words: `${counted(tokens.length, "token")} ${took}` }));
-      drawTokens(scene, 0.24, lanes, Math.max(20, you.length, theirs.length));
+      const score = cycle ? [] : [element("p.score", `You ${you.length} : ${theirs.length} ${data.drafter}`)];
+      drawTokens(scene, cycle ? 0.24 : 0.34, lanes, Math.max(20, you.length, theirs.length), "tokens", ...score);
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
       const says = `Accepted: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
         + `The pass gives ${counted(shown.tokens.length, "token")}. `;
@@ -357,11 +358,12 @@ export const CHAPTERS = {
       scene.nothing();
       drawRace(scene, 0.75, racers, ms);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
-      if (chosen === null || share < 100) return "All write the same text, each with its own passes.";
+      const bet = chosen === null ? "" : ` Your bet: ${racers[chosen].name}.`;
+      if (!bet || share < 100) return `All write the same text, each with its own passes.${bet}`;
       const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
       return `Of the drafters ${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in `
-        + `${passes}.${loses}`;
+        + `${passes}.${loses}${bet}`;
     },
   },
 };

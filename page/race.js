@@ -1,6 +1,7 @@
 // The race: one request decoded both ways. The server runs speculative decoding first, which is held back
 // here. Then both lanes move on the server's clock, as plain decoding's tokens come. The figures under
-// them are medians of three runs of each; Replay shows the first two runs again, slowed.
+// them are medians of three runs of each. Replay shows the first two runs again, slowed; a race that is over
+// too soon to be seen is shown so at once.
 
 import { bar, drawRows, row, scale } from "./charts.js";
 import { byId, explained, mayMove, onPress, write } from "./elements.js";
@@ -9,7 +10,7 @@ import { tokensOf } from "./tokens.js";
 import { spentMs } from "./trace.js";
 import { counted, milliseconds, times, visible } from "./words.js";
 
-const REPLAY_MS = 7000; // what the slower lane takes on the screen
+const [REPLAY_MS, SHORT_MS] = [7000, 2000]; // what the slower lane takes on the screen; too short to see
 const NAMES = ["speculative", "plain"];
 
 /** One way's text, as far as a clock has come. */
@@ -76,8 +77,10 @@ export class Race {
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
   finish({ compare }, textOf) {
     this.#finished = () => this.#tell(compare, textOf);
-    this.#move();
+    if (mayMove() && this.#endMs < SHORT_MS) this.#replay();
+    else this.#move();
   }
+  get #endMs() { return Math.max(...NAMES.map((name) => this.#lanes[name].endMs)); }
   #tell(compare, textOf) {
     byId("race-again").hidden = !mayMove();
     if (compare.costs.alpha === null) {
@@ -91,12 +94,12 @@ export class Race {
     drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`, ...rows,
       row(".scale", "ms", scale(0, most)));
     byId("chart-race").hidden = false;
-    return this.say("Medians of three runs. ", ...speedWords(compare), ` ${textWords(compare, textOf)}`);
+    return this.say("Medians of three runs; the lanes show one. ", ...speedWords(compare),
+      ` ${textWords(compare, textOf)}`);
   }
   #replay() {
     cancelAnimationFrame(this.#frame);
-    const end = Math.max(...NAMES.map((name) => this.#lanes[name].endMs));
-    [this.#clock, this.#frame, this.#slower] = [0, 0, Math.max(1, REPLAY_MS / (end || 1))];
+    [this.#clock, this.#frame, this.#slower] = [0, 0, Math.max(1, REPLAY_MS / (this.#endMs || 1))];
     byId("chart-race").hidden = true;
     write("race-pace", `replayed ${this.#slower.toFixed(this.#slower < 10 ? 1 : 0)} times slower`);
     this.#move();

@@ -260,9 +260,8 @@ export class Story {
     const press = (i) => ({ type: "button", click: () => choose(i), "aria-pressed": "false" });
     buttons.append(...choices.map((choice, i) => element("button.answer-button", press(i), choice)));
     const skip = () => byId("scene-movers").querySelector("button, input").focus();
-    const room = element("p.answer-room", { "aria-hidden": "true" }, `Not so. ${filled(words.tell, facts)}`);
-    const answer = element("div.verdict-place", says, room);
-    article.append(element("div.question", element("h3", filled(words.ask, facts)), buttons, answer),
+    const question = element("h3", filled(words.ask, facts));
+    article.append(element("div.question", question, buttons, element("div.verdict-place", says)),
       element("button.skip", { type: "button", click: skip }, "Move the picture"));
     article.addEventListener("focusin", ({ target }) => target.matches(":focus-visible") && this.#enter(id));
     const request = chapter.run?.(this.#data);
