@@ -219,8 +219,9 @@ export const CHAPTERS = {
       const took = `in ${counted(judged.length, "pass", "passes")}`;
       const lanes = Object.entries({ you, [data.drafter]: theirs, plain }).map(([name, tokens]) => (
         { name, tokens, words: `${counted(tokens.length, "token")} ${took}` }));
-      const score = cycle ? [] : [element("p.score", `You ${you.length} : ${theirs.length} ${data.drafter}`)];
-      drawTokens(scene, cycle ? 0.24 : 0.34, lanes, Math.max(20, you.length, theirs.length), "tokens", ...score);
+      const [share, ...score] = cycle ? [0.24]
+        : [0.34, element("p.score", `You ${you.length} : ${theirs.length} ${data.drafter}`)];
+      drawTokens(scene, share, lanes, Math.max(20, you.length, theirs.length), "tokens", ...score);
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
       const says = `Accepted: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
         + `The pass gives ${counted(shown.tokens.length, "token")}. `;

@@ -251,6 +251,8 @@ export class Story {
       const verdict = element("b", right.includes(at) ? "Yes. " : "Not so. ");
       says.replaceChildren(verdict, filled(words.tell, this.#data.facts));
       state.chosen = at;
+      state.first ??= at;
+      this.#count();
       Object.assign(state.at, chapter.answered?.(this.#data));
       this.#enter(id, "answer");
       if (isNarrow()) reveal(says); // below the picture
@@ -268,6 +270,13 @@ export class Story {
     const click = () => dispatchEvent(new CustomEvent("try", { detail: request }));
     const label = "See this run in the workbench";
     if (request) article.append(element("button.quiet", { type: "button", click }, label));
+  }
+  /** Say how many questions were answered, and how well. */
+  #count() {
+    const answered = Object.entries(this.#states).filter(([, { first }]) => first !== undefined);
+    const right = answered.filter(([id, { first }]) => [CHAPTERS[id].right(this.#data)].flat().includes(first));
+    write("answered", `You have answered ${answered.length} of ${Object.keys(CHAPTERS).length} questions, `
+      + `${right.length} of them right at the first try.`);
   }
   /** Show a chapter; what it plays at its start, or where an answer or a button was pressed, begins. */
   #enter(id, pressed = null) {

@@ -289,6 +289,7 @@ def test_a_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_sight
         button.click()
         page.see({f"[data-chapter={chapter}] .answer-says": "Yes." if at in right else "Not so."})
         assert marked.count() == len(right) + (at not in right)
+    page.see({"#answered": f"1 of 12 questions, {int(0 in right)} of them right at the first"})
     assert [each for each in words if each not in said.text_content()] == []
     page.act(*steps if size == WIDE else ())
     for pick in range(16 if chapter == "you" else 0):  # with a bonus, and with a cut
