@@ -242,7 +242,7 @@ export class Story {
     const says = element("p.answer-says", { role: "status" });
     const buttons = element("div.buttons", { role: "group", "aria-label": "Your answer" });
     const choose = (at) => {
-      const [right, state] = [[chapter.right(this.#data)].flat(), this.#state(id)];
+      const [right, state] = [this.#rightOf(id), this.#state(id)];
       [...buttons.children].forEach((one, i) => {
         one.setAttribute("aria-pressed", i === at);
         one.classList.toggle("is-true", right.includes(i));
@@ -271,10 +271,11 @@ export class Story {
     const label = "See this run in the workbench";
     if (request) article.append(element("button.quiet", { type: "button", click }, label));
   }
+  #rightOf(id) { return [CHAPTERS[id].right(this.#data)].flat(); }
   /** Say how many questions were answered, and how well. */
   #count() {
     const answered = Object.entries(this.#states).filter(([, { first }]) => first !== undefined);
-    const right = answered.filter(([id, { first }]) => [CHAPTERS[id].right(this.#data)].flat().includes(first));
+    const right = answered.filter(([id, { first }]) => this.#rightOf(id).includes(first));
     write("answered", `You have answered ${answered.length} of ${Object.keys(CHAPTERS).length} questions, `
       + `${right.length} of them right at the first try.`);
   }
