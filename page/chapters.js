@@ -16,7 +16,7 @@
 import { bar, row, scale } from "./charts.js";
 import { balanceOf, bestK, breakEven, drawCosts, drawTimes, LARGEST_K, MOST_POSITIONS,
   passMs } from "./curve.js";
-import { chanceRows, drawnByRejection, likeliest, top, withNoise } from "./distribution.js";
+import { chanceRows, drawnByRejection, drawnWithNoise, likeliest, top } from "./distribution.js";
 import { element, isNarrow } from "./elements.js";
 import { phasesOf } from "./picture.js";
 import { drawLanes } from "./scene.js";
@@ -24,12 +24,13 @@ import texts from "./texts.json" with { type: "json" };
 import { numAccepted, tokensIn } from "./trace.js";
 import { bytes, counted, milliseconds, quoted, short, times, visible } from "./words.js";
 
-const [TEN, MOST_TOKENS, PHASE_MS] = [10, 16, 1300];
+const [TEN, MOST_TOKENS, NEAR, PHASE_MS, VERDICT_MS] = [10, 16, 16, 1300, 700];
 const [ROOM, NEARLY] = [1.15, 1.1]; // of an axis beyond the longest lane; of the shortest time
 const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each token takes
 export const QUESTION = { alpha: 0.8, k: 5 };
-// Tokens that are drawn by rejection; the first three are steps of one draw.
+// Tokens that are drawn with noise or by rejection; there the first three are steps of one draw.
 const DRAWS = [0, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
+const GROW_MS = 250; // a step of K that moves by itself
 const [BATCH, SLOW, GAIN] = [8, 0.9, 1.02]; // users; the time of a slow guess; a gain at the least
 
 /** What a mixture's pass over so many positions reads, in weights of one over one position. */
@@ -115,12 +116,12 @@ function drawTokens(scene, share, lanes, most, unit = "tokens", ...above) {
   drawBars(scene, share, [told.join("; "), ...rows, row(".scale", unit, scale(0, most))], ...above);
 }
 
-/** The same of racers, as far as they were at `ms`; who has ended says when. */
-function drawRace(scene, share, racers, ms) {
+/** The same of racers, as far as they were at `ms`; who has ended says when, and who `waits` is not seen. */
+function drawRace(scene, share, racers, ms, ...above) {
   const end = Math.max(...racers.map(({ endMs }) => endMs));
-  const lanes = racers.map(({ name, at, endMs, costs }) => ({ name, tokens: at(ms), isTold: ms >= endMs,
-    words: `${milliseconds(endMs)}${isNarrow() ? "" : costs}` }));
-  drawTokens(scene, share, lanes, end, "ms");
+  const lanes = racers.map(({ name, at, endMs, costs, waits }) => ({ name, tokens: waits ? [] : at(ms),
+    isTold: !waits && ms >= endMs, words: `${milliseconds(endMs)}${isNarrow() ? "" : costs}` }));
+  drawTokens(scene, share, lanes, end, "ms", ...above);
 }
 
 export const CHAPTERS = {
@@ -141,7 +142,9 @@ export const CHAPTERS = {
       scene.writings(pair.map((lane, i) => (i && chosen === null
         ? { name: lane.name, tokens: [], words: "waits for your answer" }
         : { name: lane.name, tokens: lane.at(ms), words: words(lane) })));
-      drawRace(scene, 0.3, chosen === null ? pair.slice(0, 1) : pair, ms);
+      const isOver = chosen !== null && share === 100;
+      const above = isOver ? [element("p.score", `${times(data.gain)} as fast`)] : [];
+      drawRace(scene, 0.3, chosen === null ? pair.slice(0, 1) : pair, ms, ...above);
       return "One model writes one text, alone and with a drafter, on one clock.";
     },
   },
@@ -164,17 +167,17 @@ export const CHAPTERS = {
   },
   positions: {
     kinds: ["pass", "plain"],
-    movers: () => [["rows", "positions in one pass", [1, MOST_POSITIONS, 1], 6]],
+    movers: () => [["rows", "positions in one pass", [1, NEAR, 1], 6]],
     right: (data) => [1.75, 4.5, Infinity].findIndex((edge) => data.factorOf(6) < edge),
     answered: () => ({ rows: 6 }),
     draw(scene, data, { at: { rows }, chosen }) {
       scene.strip(data.told.prompt, asPlain(data.tokens.slice(0, 6)));
       const read = data.tokens.map(({ text }) => text);
       scene.positions(rows, data.here, { read, says: read.slice(1) });
-      const isShown = chosen !== null || rows !== 6;
+      const isShown = chosen !== null;
       const guesses = [1, 3, 6];
       const handles = [{ rows, words: counted(rows, "position") }];
-      scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown,
+      scene.plot((box) => drawTimes(box, data.here.curve, { handles, guesses, isShown, end: NEAR,
         moves: ["rows", (positions) => positions] }), 0.6);
       const took = milliseconds(passMs(data.here.curve, rows));
       return isShown ? `A pass over ${counted(rows, "position")} takes ${took}, `
@@ -184,7 +187,7 @@ export const CHAPTERS = {
   },
   guess: {
     kinds: ["drafting", "pass", "accepted", "bonus", "plain"],
-    right: () => 1,
+    right: () => 2,
     ...playsCycle(({ whole }) => whole),
     draw: (scene, data, state) => drawCycle(scene, data, data.whole, state),
   },
@@ -198,30 +201,37 @@ export const CHAPTERS = {
   you: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered", "bonus"],
     movers: () => [],
-    first: (data) => ({ game: data.game() }),
+    first: (data) => ({ game: data.game(), phase: 0 }),
+    play(data, { game: { judged, isOpen }, phase }) { // what was judged, step by step
+      const shown = judged.at(-1);
+      const last = isOpen ? 0 : phasesOf(shown).length;
+      return phase < last ? ["phase", Math.max(phase, shown.proposals.length + 1), last, VERDICT_MS] : [];
+    },
     presses(data, { game }) {
       const { judged, picks, cycle, offered, isOpen } = game;
-      if (!cycle) return [["Start again", () => ({ game: data.game() })]];
-      if (!isOpen) return [["Next pass", () => ({ game: { ...game, isOpen: true } })]];
+      if (!cycle) return [["Start again", () => ({ game: data.game(), phase: 0 })]];
+      if (!isOpen) return [["Next pass", () => ({ game: { ...game, isOpen: true }, phase: 0 })]];
       const picked = (token) => ({ game: data.game(judged, [...picks, token]) });
       return offered.map((token) => [visible(token.text), () => picked(token), { "data-id": token.id }]);
     },
     right: () => 1,
-    draw(scene, data, { at: { game: { judged, cycle, missing, isOpen } }, isPlayed }) {
+    draw(scene, data, { at: { game: { judged, cycle, missing, isOpen }, phase }, isPlayed }) {
       const { cycles, prompt } = data.played;
       const shown = isOpen ? cycle : judged.at(-1);
       const { step } = judged[0] ?? cycle;
-      const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + judged.length)];
-      const [you, theirs] = [tokensIn(judged), tokensIn(rivals)];
-      scene.strip(prompt, tokensIn([...before, ...judged]));
-      scene.cycle(shown, [...before, ...judged, shown], isOpen ? shown.proposals.length : Infinity, isPlayed);
-      const plain = asPlain(you.slice(0, judged.length)); // as many as passes
-      const took = `in ${counted(judged.length, "pass", "passes")}`;
+      const phases = phasesOf(shown);
+      const counts = isOpen || phase >= phases.length ? judged : judged.slice(0, -1); // not before its end
+      const [before, rivals] = [cycles.slice(0, step), cycles.slice(step, step + counts.length)];
+      const [you, theirs] = [tokensIn(counts), tokensIn(rivals)];
+      scene.strip(prompt, tokensIn([...before, ...counts]));
+      scene.cycle(shown, [...before, ...judged, shown], isOpen ? shown.proposals.length : phase, isPlayed);
+      const plain = asPlain(you.slice(0, counts.length)); // as many as passes
+      const took = `in ${counted(counts.length, "pass", "passes")}`;
       const lanes = Object.entries({ you, [data.drafter]: theirs, plain }).map(([name, tokens]) => (
         { name, tokens, words: `${counted(tokens.length, "token")} ${took}` }));
-      const [share, ...score] = cycle ? [0.24]
-        : [0.34, element("p.score", `You ${you.length} : ${theirs.length} ${data.drafter}`)];
-      drawTokens(scene, share, lanes, Math.max(20, you.length, theirs.length), "tokens", ...score);
+      const score = element("p.score", `You ${you.length} : ${theirs.length} ${data.drafter}`);
+      drawTokens(scene, 0.34, lanes, Math.max(20, you.length, theirs.length), "tokens", score);
+      if (counts.length < judged.length) return phases[phase - 1].says;
       if (isOpen) return `You are the drafter: choose ${counted(missing, "more token")}.`;
       const says = `Accepted: ${numAccepted(shown)} of your ${shown.proposals.length} guesses. `
         + `The pass gives ${counted(shown.tokens.length, "token")}. `;
@@ -233,11 +243,11 @@ export const CHAPTERS = {
   },
   cache: {
     kinds: ["drafting", "pass", "accepted", "rejected", "recovered"],
-    movers: (data) => [["phase", "when", [0, data.behind ? 3 : 2, 1], 0,
+    movers: (data) => [["phase", "moment", [0, data.behind ? 3 : 2, 1], 0,
       ["before the pass", "after the pass", "after the cut", "after the next pass"]]],
     right: () => 2,
     start: () => ["phase", 1, PHASE_MS],
-    play: (data) => ["phase", 1, data.behind ? 3 : 2, 2 * PHASE_MS],
+    play: () => ["phase", 2, 2, PHASE_MS],
     draw(scene, { cut, behind, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
       scene.strip(prompt, tokensIn(cycles.slice(0, cut.step + (phase > 1))));
       const [n, end] = [cut.proposals.length, phasesOf(cut).length];
@@ -256,16 +266,18 @@ export const CHAPTERS = {
     isComputed: true,
     kinds: ["drafting", "pass", "accepted", "plain"],
     movers: ({ c }) => [["alpha", "α, right", [0, 1, 0.01], QUESTION.alpha],
-      ["k", "K, guesses", [0, 15, 1], QUESTION.k], ["c", "c, time", [0, 1, 0.01], c]],
+      ["k", "K, guesses", [0, 15, 1], QUESTION.k], ["c", "c, cost", [0, 1, 0.01], c]],
     right: () => 2,
+    play: (data, { k }) => ["k", 0, k, GROW_MS],
     draw(scene, data, { at, chosen }) {
-      const isShown = chosen !== null || at.alpha !== QUESTION.alpha || at.k !== QUESTION.k;
+      const [isShown, { curve }] = [chosen !== null, data.here];
       drawGain(scene, data, at, isShown);
-      const { curve } = data.here;
+      const { tokens, passes } = balanceOf(curve, at);
+      if (!isShown) return `This cycle takes the time of ${short(passes)} plain passes.`;
       const [least, k] = [at.k ? breakEven(curve, at) : null, bestK(curve, at)];
       const terms = list(at.k + 1, (i) => short(at.alpha ** i)).slice(1, 4).join(" + ");
-      const gives = isShown && at.k ? `A cycle gives 1 + ${terms}${at.k > 3 ? " + …" : ""} = `
-        + `${short(balanceOf(curve, at).tokens)} tokens. ` : "";
+      const sum = `1 + ${terms}${at.k > 3 ? " + …" : ""}`;
+      const gives = at.k ? `A cycle gives ${sum} = ${short(tokens)} tokens. ` : "";
       const pays = !at.k ? "This is plain decoding." : least === null
         ? "It cannot pay, however good the guesses are."
         : `With this K and c it pays from α = ${short(least)} on.`;
@@ -282,6 +294,7 @@ export const CHAPTERS = {
       return many && slow ? 2 : many ? 0 : slow ? 1 : 3;
     },
     answered: () => ({ way: "bad", k: QUESTION.k }),
+    play: (data, { k }) => ["k", 0, k, GROW_MS],
     draw(scene, data, { at: { way, k } }) {
       const { here: { curve } } = data;
       const at = atWay(data, way, k);
@@ -293,25 +306,36 @@ export const CHAPTERS = {
     },
   },
   sampling: {
+    isComputed: true,
     kinds: ["p", "q", "drafting", "accepted", "recovered"],
-    movers: () => [["noise", "other noise; 0 was recorded", [0, 30, 1], 0]],
+    movers: () => [["added", "noise added, in %", [0, 100, 1], 0],
+      ["draws", "draws", [0, DRAWS.length - 2, 1], 0, ["the recorded one", ...DRAWS.slice(2)]]],
+    start: () => ["added", 100, 40],
+    answered: () => ({ added: 100 }),
+    play: () => ["draws", 0, DRAWS.length - 2, 450],
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
-    draw(scene, { drawn }, { at: { noise }, chosen }) {
+    draw(scene, { drawn }, { at: { added, draws: stop }, chosen }) {
       if (!drawn) return UNDRAWN;
       scene.strip("", drawn.tokens);
       const without = drawn.text === drawn.plain ? "without: equal" : "without";
       scene.twins([["with drafts", drawn.text], [without, drawn.plain]], chosen !== null);
-      const entries = withNoise(drawn.entries, noise);
-      const [own, guess] = [top(entries, "target"), top(entries, "draft")];
+      const count = DRAWS[stop + 1];
+      const { all, same } = drawnWithNoise(drawn.entries, count, added / 100);
+      const [own, guess] = [top(all, "target"), top(all, "draft")];
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
-      const shown = likeliest(entries, [...kinds.keys()], isNarrow() ? 6 : undefined);
-      const heads = ["chance of each token", "log chance + noise: the largest has a ring (‹ below −8)"];
+      const shown = likeliest(all, [...kinds.keys()], isNarrow() ? 6 : undefined);
+      const heads = ["chance of each token", "log chance + noise: the largest wins (ring)"];
       drawBars(scene, 0.62, chanceRows(shown, kinds),
         element("p.spread.note", ...heads.map((words) => element("span", words))));
-      return `At the right, noise (the line) moves the log of each chance. Largest: ● ${quoted(own)}, `
-        + `◆ ${quoted(guess)}: ${isSame ? "accepted" : "rejected"}.`;
+      if (count > 1) {
+        return `${count} draws. Black lines: how often the target took each token. In ${short(same)} of all `
+          + "draws it took the drafter’s.";
+      }
+      if (added < 100) return "The noise (the line) moves the log of each chance.";
+      return `Largest: ● ${quoted(own)} for the target, ◆ ${quoted(guess)} for the drafter: `
+        + `${isSame ? "accepted" : "rejected"}.`;
     },
   },
   rejection: {
@@ -345,6 +369,7 @@ export const CHAPTERS = {
   who: {
     kinds: ["accepted", "recovered", "bonus", "plain"],
     movers: () => [["share", "time, in % of the slowest", [0, 100, 1], 0]],
+    start: () => ["share", 100, 20],
     choices: (data) => data.rivals("copy").map(({ name }) => name),
     right(data) {
       const ends = data.rivals("copy").map(({ endMs }) => endMs);
@@ -354,14 +379,16 @@ export const CHAPTERS = {
     draw(scene, data, { at: { way, share }, chosen }) {
       const racers = data.racers(way);
       const ms = (share / 100) * Math.max(...racers.map(({ endMs }) => endMs));
-      const first = data.rivals(way).reduce((a, b) => (b.endMs < a.endMs ? b : a));
+      const [plain] = racers;
+      const first = chosen === null ? plain : data.rivals(way).reduce((a, b) => (b.endMs < a.endMs ? b : a));
       scene.strip("", first.at(ms));
       scene.nothing();
-      drawRace(scene, 0.75, racers, ms);
+      drawRace(scene, 0.75, racers.map((lane, i) => ({ ...lane, waits: i > 0 && chosen === null })), ms);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
       const bet = chosen === null ? "" : ` Your bet: ${racers[chosen].name}.`;
-      if (!bet || share < 100) return `All write the same text, each with its own passes.${bet}`;
-      const late = racers.filter(({ endMs }) => endMs > racers[0].endMs).map(({ name }) => name);
+      if (!bet) return "Plain decoding takes so long. The others wait for your answer.";
+      if (share < 100) return `All write the same text, each with its own passes.${bet}`;
+      const late = racers.filter(({ endMs }) => endMs > plain.endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
       return `Of the drafters ${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in `
         + `${passes}.${loses}${bet}`;

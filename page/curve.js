@@ -112,21 +112,22 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, moves, isFl
  * of one position, stand at six, and hide the curve until `isShown`.
  */
 export function drawTimes(box, curve, { handles = [], guesses = [], isShown = true, moves,
-  factor = () => 1 }) {
+  factor = () => 1, end = MOST_POSITIONS }) {
   const one = passMs(curve, 1) * factor(1);
   const at = (rows) => passMs(curve, rows) * factor(rows);
-  const all = Array.from({ length: MOST_POSITIONS }, (_, i) => [i + 1, at(i + 1)]);
-  const most = 1.1 * Math.max(at(MOST_POSITIONS), (guesses.length ? 6.4 : 3) * one);
+  const all = Array.from({ length: end }, (_, i) => [i + 1, at(i + 1)]);
+  const most = 1.1 * Math.max(at(end), (guesses.length ? 6.4 : 3) * one);
   const words = handles.map(({ rows, words: what }) => `${what}: ${times(at(rows) / one)}`).join(", ");
-  const label = `Milliseconds of a pass against the positions in it, 1 to 64. ${words}`;
-  const plot = axes(box, { xs: [0, MOST_POSITIONS], most, xTicks: [1, 8, 16, 32, 48, 64],
+  const label = `Milliseconds of a pass against the positions in it, 1 to ${end}. ${words}`;
+  const plot = axes(box, { xs: [0, end], most, xTicks: [1, ...[1, 2, 4, 6, 8].map((n) => (n * end) / 8)],
     yWords: "ms of one pass", xWords: "positions in the pass", label, moves });
-  const last = Math.min(MOST_POSITIONS, most / one); // what as many passes over one would take
+  const last = Math.min(end, most / one); // what as many passes over one would take
   plot.path([[1, one], [last, last * one]], "plain");
   plot.text(plot.x(last) + 8, plot.y(last * one) + 14, "one by one", "start");
   if (isShown) {
     plot.path(all, "pass");
-    for (const rows of Object.keys(curve.pass_ms)) plot.dot(Number(rows), at(Number(rows)), "pass", 3);
+    const measured = Object.keys(curve.pass_ms).map(Number).filter((rows) => rows <= end);
+    for (const rows of measured) plot.dot(rows, at(rows), "pass", 3);
   }
   plot.dot(1, one, "pass", 4);
   if (!isShown) return guesses.forEach((guess) => plot.dot(6, guess * one, "guess", 7));
@@ -166,7 +167,7 @@ function drawGain(box, curve, at, { isShown = true, points = [], moves }) {
   const name = (y, dy, words) => plot.text(plot.right - 4, plot.y(y) + dy, words, "end.value");
   const hasRoom = !points.length && !isNarrow();
   if (hasRoom) name(last.verify / 4, 0, "time of the pass");
-  if (hasRoom && last.draft > most / 12) name(last.passes - last.draft / 2, 5, "of guessing");
+  if (hasRoom && last.draft > most / 12) name(last.passes - last.draft / 2, 5, "time of guessing");
   if (!isShown) return;
   const isClear = Math.abs(last.tokens - last.verify / 4) > most / 12; // of the name of the pass
   if (hasRoom && isClear) name(last.tokens, last.tokens > last.passes ? -9 : 18, "tokens it gives");

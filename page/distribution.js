@@ -29,9 +29,12 @@ function gumbel(seed, id) {
   return -Math.log(-Math.log(((x >>> 0) + 0.5) / 2 ** 32));
 }
 
-/** The entries with log p + noise and log q + noise, `target` and `draft`: of the run, or of a seed. */
-export const withNoise = (entries, seed = 0) => entries.map((entry) => {
-  const noise = seed ? gumbel(seed, entry.id) : entry.noise;
+/**
+ * The entries with log p + noise and log q + noise, `target` and `draft`: of the run, or of a seed. A share
+ * of the noise may be `added`.
+ */
+export const withNoise = (entries, seed = 0, added = 1) => entries.map((entry) => {
+  const noise = added * (seed ? gumbel(seed, entry.id) : entry.noise);
   return { ...entry, noise, target: Math.log(entry.p) + noise, draft: Math.log(entry.q) + noise };
 });
 
@@ -39,6 +42,21 @@ export const withNoise = (entries, seed = 0) => entries.map((entry) => {
 export const likeliest = (entries, must = [], most = SHOWN) => [...entries]
   .sort((a, b) => Math.max(b.p, b.q) - Math.max(a.p, a.q))
   .filter(({ id }, i) => i < most - 2 || must.includes(id)).slice(0, most);
+
+/**
+ * Draw so often with the same noise for both; 0 is the run's own draw. Gives the entries and the others, each
+ * with the last noise and the `share` that it has won by p, and how often both landed on one token.
+ */
+export function drawnWithNoise(entries, count, added) {
+  const all = withOthers(entries);
+  const draws = Array.from({ length: count }, (_, i) => {
+    const scores = withNoise(all, i + 1);
+    return [top(scores, "target").id, top(scores, "draft").id];
+  });
+  const shareOf = (test) => (count ? draws.filter(test).length / count : null);
+  const withShare = (entry) => ({ ...entry, share: shareOf(([own]) => own === entry.id) });
+  return { all: withNoise(all, count, added).map(withShare), same: shareOf(([own, guess]) => own === guess) };
+}
 
 /** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */
 export function drawnByRejection(entries, count) {
@@ -61,7 +79,8 @@ export function drawnByRejection(entries, count) {
 /** The entries, and all others as one. */
 function withOthers(entries) {
   const [p, q] = ["p", "q"].map((name) => Math.max(0, 1 - sum(entries.map((entry) => entry[name]))));
-  return [...entries, { id: null, text: "others", p, q }];
+  const known = entries.map(({ target, draft, ...entry }) => entry);
+  return [...known, { id: null, text: "others", p, q }];
 }
 
 /** How often a guess is accepted, by rejection and with the same noise for both; others are one token. */
@@ -78,7 +97,7 @@ export function acceptanceOf(entries) {
  */
 export function chanceRows(entries, kinds, hasResidual = false) {
   const [hasQ, isDrawn] = [entries[0].q !== null, "share" in entries[0]];
-  const isNoisy = !isDrawn && "target" in entries[0];
+  const isNoisy = "target" in entries[0];
   const numbers = ({ p, q }) => (hasQ ? `${chance(p)} / ${chance(q)}` : chance(p));
   const [low, high] = isNoisy ? rangeOf(entries) : [0, 1];
   const at = (value) => (Math.max(value, low) - low) / (high - low || 1);
@@ -97,7 +116,8 @@ export function chanceRows(entries, kinds, hasResidual = false) {
     return row(kind ? `.${kind}` : "", kind ? `${MARKS[kind]} ${name}` : name, bars, right);
   });
   const foot = isNoisy ? element("span.marks", ...scale(low, high)) : isDrawn ? "p, q → drawn" : "";
-  const says = (entry) => (isDrawn ? `p ${chance(entry.p)}, drawn ${chance(entry.share)}` : numbers(entry));
+  const says = (entry) => (
+    isDrawn ? `p ${chance(entry.p)}, q ${chance(entry.q)}, drawn ${chance(entry.share)}` : numbers(entry));
   return [`Chances: ${entries.map((entry) => `${visible(entry.text)} ${says(entry)}`).join("; ")}`,
     ...rows, row(".scale", "chance", scale(0, 1), foot)];
 }

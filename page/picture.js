@@ -56,6 +56,7 @@ export function stage(slots, beam, least = 0) {
     ...all.map((slot) => element("li", slot)), element("li.beam.pass", element("span", beam)));
   const behind = slots.length > 1 ? (all.length - slots.length + 1) / all.length : 0;
   list.style.setProperty("--behind", behind); // where the pass is no more
+  list.style.setProperty("--slots", all.length);
   return list;
 }
 
@@ -64,7 +65,7 @@ const nothing = () => element("span");
 export const slotOf = (tag, attributes, label, reads, says, verdict, more = null) => element(tag, attributes,
   label || nothing(), reads || nothing(), element("span.gap"), says || nothing(), verdict || nothing(), more);
 /** What the first slot has in the place of what the target says. */
-export const SAYS = "it says";
+export const SAYS = "target:";
 
 export class Picture {
   #box;

@@ -35,7 +35,7 @@ export class Scene {
    * `chances` how likely that is to be kept.
    */
   positions(count, { weights }, { read = [], says = [], parts, chances = [] } = {}) {
-    const above = chances.length ? "; above: how likely the token of each one counts" : "";
+    const above = chances.length ? "; above: the chance that each one’s token is kept" : "";
     const past = isNarrow() ? "" : ` stream past ${counted(count, "position")}${above}`;
     const words = (parts || `${bytes(weights)} of weights`) + past;
     const slots = Array.from({ length: count + 1 }, (_, i) => slotOf("div.slot", {},

@@ -10,7 +10,7 @@ import texts from "./texts.json" with { type: "json" };
 import { figuresOf, numAccepted, readCycle, readRun, spentMs, tokensIn } from "./trace.js";
 import { bytes, chance, counted, milliseconds, quoted, short, times } from "./words.js";
 
-const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-72% 0px -18% 0px"]; // of the window: which chapter is shown
+const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-66% 0px -28% 0px"]; // of the window: which chapter is shown
 const MODELS = ["draft_model", "eagle3", "mtp", "dflash", "self_int8"]; // the first that was recorded is told
 const [FLAT, AGREED, ROUNDS, PLACES] = [1.25, 0.55, 4, 4];
 /** Where the tokens behind a cycle begin, in the output. */
@@ -155,6 +155,8 @@ class Data {
     const autos = ["copy", "new"].flatMap((text) => this.racers(text).filter(({ name }) => name === "auto"));
     const [autoCopy, autoNew] = autos.map(({ endMs }) => milliseconds(endMs));
     const [copy, fresh] = ["copy", "new"].map(ranked);
+    const best = (racers) => racers.slice(0, 3).map(({ name, endMs }) => `${name} ${milliseconds(endMs)}`)
+      .join(", ");
     const ngram = (racers) => short((racers.find(({ name }) => name === "ngram") ?? racers[0]).tokensPerPass);
     const speed = (way) => times(gainOf(this, way));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
@@ -173,7 +175,7 @@ class Data {
       cut: counted(cut.cached[0] - cut.cached[1], "token"), from: cut.cached[0], to: cut.cached[1],
       five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneUser: speed("alone"),
       eightUsers: speed("batch"), slowGuesser: speed("bad"), eightBest: bestK(curve, atWay(this, "batch")),
-      copyFirst: copy[0].name, copySecond: copy[1].name, newFirst: fresh[0].name, newSecond: fresh[1].name,
+      copyRanks: best(copy), newRanks: best(fresh), drafterSays: texts.drafters[this.drafter], most: n + 1,
       ngramCopy: ngram(copy), ngramNew: ngram(fresh),
       auto: autoNew ? filled(texts.says.auto, { autoCopy, autoNew }) : "",
     };
@@ -290,7 +292,7 @@ export class Story {
     for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
     const { at, chosen } = this.#state(id);
     const plays = pressed ? chapter.play : chosen === null ? chapter.start : null;
-    const [name, ...how] = plays?.(this.#data) ?? [];
+    const [name, ...how] = plays?.(this.#data, this.#state(id).at) ?? [];
     if (name && pressed) at[name] = how.shift();
     this.#drawMovers(chapter);
     this.#stop();

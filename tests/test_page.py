@@ -523,6 +523,7 @@ def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(op
     page.act(  # both figures have this server's curve
         ("look", "", DONE | {"#scene-source": "by this server", "#whatif-source": timed}),
         ("reach", "positions", {}),
+        ("click", "[data-chapter=positions] .answer-button >> nth=0", {}),  # which shows it
         (8, "#move-rows", {"#scene-says": ratio}),
         (7, "#whatif-k", {"#whatif-times": f"K + 1: {ratio}"}))  # fmt: skip
 

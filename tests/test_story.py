@@ -189,20 +189,39 @@ def rounds():
 
 def as_p_says(rows):
     """Each came as often as p says: within three standard deviations of 2,000 draws."""
-    found = re.findall(r"(\S+) p (\S+), drawn (\S+?)(?:;|$)", rows.get_attribute("aria-label"))
-    return len(found) == 7 and all(abs(float(drawn) - float(p)) < 0.034 for _, p, drawn in found)
+    p, _, drawn = chances_of(rows)
+    return len(p) > 5 and (abs(drawn - p) < 0.034).all()
+
+
+def chances_of(rows):
+    """p, q and what was drawn of the rows' tokens."""
+    found = re.findall(r"p (\S+), q (\S+), drawn (\S+?)(?:;|$)", rows.get_attribute("aria-label"))
+    return np.array(found, float).T
+
+
+def same_of(p, q):
+    """How often the same noise lands on one token of both."""
+    noise = np.random.default_rng(1).gumbel(size=(10**5, len(p)))
+    scores = (np.log(np.maximum(chances, 1e-9)) + noise for chances in (p, q))
+    lands = [each.argmax(1) for each in scores]
+    return (lands[0] == lands[1]).mean()
 
 
 def is_kept_as_told(says):
     """By rejection and with the same noise, as often as draws from the rows' chances."""
-    found = re.search(r"At this place (\S+) of all .* would be (\S+)\.", says.inner_text())
+    found = re.search(r"At this place (\S+) of all .* noise, (\S+) would", says.inner_text())
     told = [*map(float, found.groups())]
     rows = says.page.locator("#scene-plot .row:not(.scale)").all_text_contents()
-    p, q = np.array([re.findall(r"\.\d\d", row)[-3:-1] for row in rows], float).T + 1e-9
-    noise = np.random.default_rng(1).gumbel(size=(10**5, len(p)))
-    lands = [(np.log(chances) + noise).argmax(1) for chances in (p, q)]
-    drawn = [np.minimum(p, q).sum(), (lands[0] == lands[1]).mean()]
-    return told == pytest.approx(drawn, abs=0.03)
+    p, q = np.array([re.findall(r"\.\d\d", row)[-3:-1] for row in rows], float).T
+    return told == pytest.approx([np.minimum(p, q).sum(), same_of(p, q)], abs=0.03)
+
+
+def is_drawn_with_noise(says):
+    """2,000 draws, of which as many land on one token as other draws of the same chances."""
+    p, q, _ = chances_of(says.page.locator("#scene-plot .rows"))
+    p, q = [*p, 1 - sum(p), 0], [*q, 0, 1 - sum(q)]  # what has no row is likely for one of them
+    told = re.search(r"2000 draws\. .* In (\S+) of all", says.inner_text())
+    return told and float(told[1]) == pytest.approx(same_of(p, q), abs=0.05)
 
 
 def is_liked_too_much(question):
@@ -231,9 +250,9 @@ CHAPTERS = {
             shown.count() == 5 and TEXT.startswith("".join(shown.all_text_contents())))})),
     "positions": ({}, 0, [times(pass_ms(6) / pass_ms(1))],
         *((rows, "#move-rows", {READ: rows, SAYS: f"{times(pass_ms(rows) / pass_ms(1))} the time"})
-          for rows in (1, 7, 64)),
-        ((6, 40), "#scene-plot svg", {"#move-rows": value(40), SAYS: "A pass over 40 positions"})),
-    "guess": ({"#scene-pass .verdict.on": 0}, 1, [f"{WHOLE} of {WHOLE} places"]),
+          for rows in (1, 7, 16)),
+        ((6, 12), "#scene-plot svg", {"#move-rows": value(12), SAYS: "A pass over 12 positions"})),
+    "guess": ({"#scene-pass .verdict.on": 0}, 2, [f"{WHOLE} of {WHOLE} guesses"]),
     "reject": ({"#scene-pass .verdict.on": 0}, 1, ["recovered"]),
     "you": ({}, 1, ["Three"], *rounds()),
     "cache": ({}, 2, ["The length goes from {} to {}".format(*CUT["cached"])],
@@ -249,10 +268,11 @@ CHAPTERS = {
         ((5, 3), "#scene-plot .half:first-child svg", {"#move-k": value(3)}),
         ((3, 15), "#scene-plot .half:last-child svg", {"#move-k": value(7)})),  # 64 at most
     "sampling": ({".twin:visible": 0}, 1, ["comes from the seed"],
-        ("focus", "#move-noise", {
+        ("focus", "#move-draws", {SAYS: is_drawn_with_noise, "#scene-plot .rows": as_p_says}),
+        (0, "#move-draws", {
             ".twin": 2, "#scene-pass": (SAMPLED["text"][-40:], "with drafts", "without"),
             "#scene-plot .row.drafting": 1, "#scene-plot .row.recovered": 1, SAYS: "rejected"}),
-        (3, "#move-noise", {"#scene-plot .row.accepted": 1, SAYS: "accepted"})),
+        (0, "#move-added", {"#scene-plot .mark.wins": 2, SAYS: "moves the log"})),
     "rejection": ({SAYS: "drawn from the shaded part", "#scene-plot .slot": 3,
                    "#move-draws-value": exactly("1"), "#scene-plot .recovered.bar >> nth=0": 1,
                    "[data-chapter=rejection] h3": is_liked_too_much},
