@@ -78,7 +78,8 @@ const LINE = 17; // px
 export function axes(box, { xs, most, xTicks, xWords, yWords, label, moves, isFlat = false,
   height = Math.max(140, box.clientHeight) }) {
   const width = Math.max(240, box.clientWidth);
-  const [[left, top], right, bottom] = [isFlat ? [8, 24] : [46, 40], width - 16, height - 40]; // px
+  const [left, top, right, bottom] = isFlat ? [8, 24, width - 26, height - 24]
+    : [46, 40, width - 16, height - 40]; // px
   const x = (value) => left + ((value - xs[0]) / (xs[1] - xs[0])) * (right - left);
   const y = (value) => bottom - (Math.min(value, most) / most) * (bottom - top);
   const svg = drawing("svg.plot", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
@@ -100,8 +101,8 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, moves, isFl
     text(left - 6, y(tick) + 4, tick, "end");
   }
   line(xs[0], 0, xs[1], 0, "axis");
-  for (const tick of xTicks) text(x(tick), bottom + 17, tick);
-  text(right, bottom + 34, xWords, "end");
+  for (const tick of xTicks) text(x(tick), bottom + 17, isFlat && tick ? `${tick} ${xWords}` : tick);
+  if (!isFlat) text(right, bottom + 34, xWords, "end");
   text(4, 13 + LINE, yWords, "start");
   box.replaceChildren(svg);
   return { x, y, add, text, note, line, path, area, dot, left, top, right, bottom };

@@ -9,7 +9,7 @@ import { bytes, counted, short, visible } from "./words.js";
 
 const SLOTS = 7; // of the pass; for as many positions and more there are cells
 const [MOST_SHOWN, MOST_NARROW] = [24, 36]; // tokens of the text above the picture, and letters on a phone
-const [LANE, OVER] = [60, 28]; // px, the height of a lane of times at most, and of the words over it
+const [LANE, OVER, AXIS] = [60, 25, 48]; // px: a lane of times at most, the words over it, what is around all
 const oneLine = (text) => text.replaceAll("\n", "↵");
 /** Tokens by their fates; what ends a text is none of its words. */
 const spans = (tokens) => tokens.filter(({ text }, i) => i < tokens.length - 1 || !/^<.+>$/.test(text))
@@ -82,9 +82,9 @@ export class Scene {
 /** Times as blocks in lanes: [{words, blocks: [{ms, kind, isOn, words}]}], what is to come is dashed. */
 export function drawLanes(box, lanes, most) {
   const label = lanes.map(({ words }) => words).join("; ");
-  const high = Math.max(20, Math.min(LANE, (box.clientHeight - 66) / lanes.length - OVER));
+  const high = Math.max(20, Math.min(LANE, (box.clientHeight - AXIS) / lanes.length - OVER));
   const plot = axes(box, { xs: [0, most], most: 1, xTicks: ticks(0, most), xWords: "ms", yWords: "", label,
-    isFlat: true, height: 66 + lanes.length * (high + OVER) });
+    isFlat: true, height: AXIS + lanes.length * (high + OVER) });
   lanes.forEach(({ words, blocks }, i) => {
     const top = plot.top + 4 + i * (high + OVER);
     plot.text(plot.left, top - 6, words, "start.value");
