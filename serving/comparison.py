@@ -45,14 +45,10 @@ def comparison(
     Under the rule of rejection sampled outputs are different draws from one distribution: those
     are not compared token by token (identical: null).
     """
-    sampling = runs[0][0].request.sampling
-    comparable = sampling.is_coupled
+    comparable = runs[0][0].request.sampling.is_coupled
     differing = [pair for pair in runs if pair[0].output != pair[1].output] if comparable else []
     speculative, plain = (differing or runs)[0]
-    difference = None
-    if differing:
-        near_tie = _NEAR_TIE.get(dtype, 1e-3) / (1 if sampling.is_greedy else sampling.temperature)
-        difference = _first_difference(speculative, plain, events, near_tie)
+    difference = _first_difference(speculative, plain, events, dtype) if differing else None
     every = [(ours.statistics, theirs.statistics) for ours, theirs in runs]
     ours, theirs = (_median_run(list(side)) for side in zip(*every, strict=True))
     times = [(plain.ms_per_token, drafted.ms_per_token) for drafted, plain in every]
@@ -81,19 +77,16 @@ def _median_run(runs: list[Statistics]) -> Statistics:
 
 
 def _first_difference(
-    speculative: TextSequence, plain: TextSequence, events: list[Json], near_tie: float
-) -> Json | None:
-    """Where two outputs part, and whether rounding can have done that.
+    speculative: TextSequence, plain: TextSequence, events: list[Json], dtype: torch.dtype
+) -> Json:
+    """Where two outputs that differ part, and whether rounding can have done that.
 
-    Totals of sampled text are log p and noise, so `near_tie` has been divided by the temperature.
+    Totals of sampled text are log p and noise, so the bound of a tie is divided by the temperature.
     With typical_p, top-k, top-p or min-p, rounding may also have moved the border of what is cut
     off: then nobody can tell (verdict: null).
     """
-    both = list(zip_longest(speculative.output, plain.output))
-    position = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), None)
-    if position is None:
-        return None
-    ours, theirs = both[position]
+    pairs = enumerate(zip_longest(speculative.output, plain.output))
+    position, ours, theirs = next((i, *pair) for i, pair in pairs if pair[0] != pair[1])
     sampling = speculative.request.sampling
     cuts, off = ((*s.transforms[1:], s.typical_p) for s in (sampling, Sampling()))
     may_have_cut = not sampling.is_greedy and cuts != off
@@ -101,7 +94,8 @@ def _first_difference(
     tops = [top for event in events for top in event["target_top"]]
     top = tops[position] if position < len(tops) else []
     totals = {choice["id"]: choice["total"] for choice in top}
-    is_tie = ours in totals and top[0]["total"] - totals[ours] <= near_tie
+    near = _NEAR_TIE.get(dtype, 1e-3) / (1 if sampling.is_greedy else sampling.temperature)
+    is_tie = ours in totals and top[0]["total"] - totals[ours] <= near
     return {
         "position": position,
         "speculative_token": ours,
