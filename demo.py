@@ -63,7 +63,6 @@ _COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "spe
 _WORDS = "accepted: drafted tokens that were kept in a cycle; rate: their share of drafted tokens"
 _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
-
 Decode = Callable[..., list[int]]  # the core's plain_decode
 Prompts = dict[str, tuple[str, list[int]]]  # by name: text, and token ids
 

@@ -77,9 +77,8 @@ def _answer(job: Job, notes: list[str]) -> Json:
     read = {"cache_n": job.num_cached, "prompt_n": prompt - job.num_cached}
     timings = read | statistics.timings()
     body = body_of(job, sequence.output, notes, usage, counters, timings)
-    body["metrics"]["controller"] = (
-        sequence.drafting.task.decision and sequence.drafting.task.decision.as_dict()
-    )
+    decision = sequence.drafting.task.decision
+    body["metrics"]["controller"] = decision and decision.as_dict()
     if trace.IDS in request.returns:
         body["prompt_token_ids"] = list(request.prompt)
     if request.prompt_logprobs is not None:

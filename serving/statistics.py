@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -75,9 +75,7 @@ class Statistics:
 
     def record_times(self, times: list[float], is_prefill: bool) -> None:
         """Count one cycle's seconds: began, drafted, verified, done."""
-        draft_ms, verify_ms, other_ms = (
-            (end - begin) * 1e3 for begin, end in zip(times, times[1:], strict=False)
-        )
+        draft_ms, verify_ms, other_ms = ((end - begin) * 1e3 for begin, end in pairwise(times))
         if is_prefill:
             self.prefills += 1
             self.prompt_ms += draft_ms + verify_ms + other_ms
@@ -93,10 +91,9 @@ class Statistics:
         for name, mine in vars(self).items():
             theirs = getattr(other, name)
             if isinstance(mine, list):  # position by position
-                sum_of_both = list(map(sum, zip_longest(mine, theirs, fillvalue=0)))
+                setattr(total, name, list(map(sum, zip_longest(mine, theirs, fillvalue=0))))
             else:
-                sum_of_both = mine + theirs
-            setattr(total, name, sum_of_both)
+                setattr(total, name, mine + theirs)
         return total
 
     @property
@@ -124,9 +121,8 @@ class Statistics:
     @property
     def ms_per_token(self) -> float | None:
         """Mean ms per token after the prefill's token."""
-        return ratio(
-            self.draft_ms + self.verify_ms + self.other_ms, self.completion_tokens - self.prefills
-        )
+        decode_ms = self.draft_ms + self.verify_ms + self.other_ms
+        return ratio(decode_ms, self.completion_tokens - self.prefills)
 
     def costs(self, plain: "Statistics") -> dict[str, float | None]:
         """What the formulas of speculative decoding are made of, as measured.
