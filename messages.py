@@ -287,9 +287,7 @@ class Decision(NamedTuple):
 
     def as_dict(self) -> "Json":
         """A dict for JSON, with the sentence."""
-        values = {
-            name: round(v, 4) if isinstance(v, float) else v for name, v in self._asdict().items()
-        }
+        values = {n: round(v, 4) if isinstance(v, float) else v for n, v in self._asdict().items()}
         return values | {"says": str(self)}
 
     def __str__(self) -> str:
@@ -454,22 +452,19 @@ class RequestError(Exception):
     """A caller's mistake, or a reason why the server cannot serve; becomes the error body."""
 
     def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None,
-        counts: Json | None = None,
-    ) -> None:  # fmt: skip
-        """`counts` are numbers that some dialects' bodies have, too."""
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(message := one_line(message))
         self.message, self.param, self.status, self.code = message, param, status, code
-        self.counts = counts or {}
+        self.counts: Json = {}  # numbers that some dialects' bodies have, too
 
     def body(self) -> Json:
         # 501 (encoding not known) and 505 (HTTP version not known) are the caller's mistakes, too.
         is_callers = self.status < 500 or self.status in (501, 505)
         kind = "invalid_request_error" if is_callers else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 def engine_failure(error: Exception) -> RequestError:

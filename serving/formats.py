@@ -95,8 +95,7 @@ def constraint_of(body: Json) -> tuple[str, str, Any] | None:
     """The constraint of a request, as (name of the field, kind, value). Raises RequestError."""
     constraints = list[tuple[str, str, Any]]()
     for name in FIELDS:
-        value = body.get(name)
-        if value is None:
+        if (value := body.get(name)) is None:
             continue
         if name == "response_format":
             constraints += _of_response_format(value)

@@ -88,8 +88,7 @@ def address(text: str) -> str:
     return text
 
 
-_COUNT = between(1, 1_000_000)
-_COUNTED: Json = {"type": _COUNT, "metavar": "N"}
+_COUNTED: Json = {"type": between(1, 1_000_000), "metavar": "N"}
 _SECONDS: Json = {"type": seconds, "metavar": "S"}
 _SWITCH = {"action": "store_true"}
 _NAME = {"metavar": "NAME"}

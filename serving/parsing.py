@@ -78,11 +78,19 @@ def _number(low: float, high: float, kind: type = int | float, name: str = "a nu
     return is_valid, f"{name} from {low} to {high}"
 
 
-def _are_stops(value: Any) -> bool:
-    stops = [value] if isinstance(value, str) else value
-    return (isinstance(stops, list) and len(stops) <= MAX_STOPS) and all(
-        is_text(stop) and len(stop) <= MAX_STOP_CHARACTERS for stop in stops
+def _are(is_valid: Callable[[Any], bool], least: int, most: int) -> Callable[[Any], bool]:
+    """What tells whether a value is a list of `least` to `most` values that are valid."""
+    return lambda values: (
+        isinstance(values, list) and least <= len(values) <= most and all(map(is_valid, values))
     )
+
+
+def _is_short_text(value: Any) -> bool:
+    return is_text(value) and len(value) <= MAX_STOP_CHARACTERS
+
+
+def _are_stops(value: Any) -> bool:
+    return _are(_is_short_text, 0, MAX_STOPS)([value] if isinstance(value, str) else value)
 
 
 def _are_biases(value: Any) -> bool:
@@ -97,22 +105,10 @@ def _or_minus_1(check: Check) -> Check:
     return lambda value: value == -1 or check[0](value), f"-1 or {check[1]}"
 
 
-def _are_words(value: Any) -> bool:
-    return (isinstance(value, list) and len(value) <= masks.MOST_WORDS) and all(
-        is_text(word) and word.strip() and len(word) <= MAX_STOP_CHARACTERS for word in value
-    )
-
-
 def _ids(least: int) -> Check:
-    def are_ids(value: Any) -> bool:
-        is_id = _number(0, 1 << 31, int)[0]
-        return (
-            isinstance(value, list)
-            and least <= len(value) <= masks.MOST_IDS
-            and all(map(is_id, value))
-        )
-
-    return are_ids, f"a list of {least} to {masks.MOST_IDS} token ids"
+    is_id, _ = _number(0, 1 << 31, int)
+    what = f"a list of {least} to {masks.MOST_IDS} token ids"
+    return _are(is_id, least, masks.MOST_IDS), what
 
 
 def _one_of(*values: Any) -> Check:
@@ -152,7 +148,7 @@ _CHECKS: dict[str, Check] = {
     "stop_token_ids": _ids(0),
     "allowed_token_ids": _ids(1),
     "bad_words": (
-        _are_words,
+        _are(lambda word: _is_short_text(word) and word.strip(), 0, masks.MOST_WORDS),
         f"a list of at most {masks.MOST_WORDS} texts of up to "
         f"{MAX_STOP_CHARACTERS} characters, none of them empty",
     ),
@@ -250,13 +246,11 @@ def _read_prompt(
         try:
             check_prompt(prompt, max_length, vocab_size, fields["max_tokens"])
         except ValueError as error:
-            is_long = len(prompt) >= max_length
-            raise RequestError(
-                str(error),
-                param="prompt",
-                code="context_length_exceeded" if is_long else None,
-                counts={"n_prompt_tokens": len(prompt), "n_ctx": max_length} if is_long else None,
-            ) from error
+            refusal = RequestError(str(error), param="prompt")
+            if len(prompt) >= max_length:
+                refusal.code = "context_length_exceeded"
+                refusal.counts = {"n_prompt_tokens": len(prompt), "n_ctx": max_length}
+            raise refusal from error
     _check_scores(len(prompt), fields.get("prompt_logprobs"), fields.get("n", 1))
     return prompt
 
@@ -337,8 +331,7 @@ def parse_fields(
     `prompt` comes back as _read_prompt has it, `stop` as a tuple, `drafter` as a name or None (for
     "none", and without `speculative`), `logprobs` as a number or None, `seed` as a number
     (random if absent), the fields of Sampling as `sampling`, and those of masks.py in `masks`, as
-    they were sent. A null counts as absent. Raises
-    RequestError, naming the field.
+    they were sent. A null counts as absent. Raises RequestError, naming the field.
     """
     known = check_fields(body)
     check_supported(body)
@@ -356,14 +349,12 @@ def parse_fields(
     fields["prompt"] = _read_prompt(known, fields, tokenizer, max_length, vocab_size)
     stop = known.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "drafter" in known:
-        if not isinstance(known["drafter"], str) or known["drafter"] not in (*drafters, PLAIN):
+    if (drafter := known.get("drafter")) is not None:
+        if drafter not in (*drafters, PLAIN):
             choices = ", ".join(sorted([*drafters, PLAIN]))
-            raise RequestError(
-                f"there is no drafter {_shown(known['drafter'])} here; choose: {choices}",
-                param="drafter",
-            )
-        fields["drafter"] = known["drafter"]
+            why = f"there is no drafter {_shown(drafter)} here; choose: {choices}"
+            raise RequestError(why, param="drafter")
+        fields["drafter"] = drafter
     if not fields.pop("speculative", True) or fields["drafter"] == PLAIN:
         fields["drafter"] = None
     if fields.get("seed") is None:
