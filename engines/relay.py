@@ -2,7 +2,7 @@
 
     handler thread                       one thread for each request
     submit(wanted) ── a place, or 429 ─→ Client.events
-    for events in job ← news ─────────── an event of what the engine says, its end, or an error
+    read(jobs)        ← news ─────────── an event of what the engine says, its end, or an error
 
 While a client reads slowly nothing is read for it, and the engine notices. Leaving early closes the
 connection, which cancels the request in the engine.

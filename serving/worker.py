@@ -3,7 +3,7 @@
     handler thread                       worker thread, cycle after cycle
     submit(request) ── waiting ────────→ admit while there is room · drop cancelled
                                          retry.step(all that run)
-    for events in job ← news ─────────── an event to each, its end, or an error
+    read(jobs)        ← news ─────────── an event to each, its end, or an error
     job.wait()        ← ────────────────
 
 A request joins at any cycle, shares the target's forwards with whatever else runs, and leaves when
@@ -65,10 +65,10 @@ WHY_NOT = {
 
 
 class Job:
-    """A request that the worker carries out: iterate over its events, or wait for its end.
+    """A request that the worker carries out: `read` its events, or wait for its end.
 
-    A thread that wakes takes a core from the running pass. So a waiting thread wakes once, and an
-    iterating one at most every 25 ms: events in between come with the next one, or the end.
+    A thread that wakes takes a core from the running pass. So a waiting thread wakes once, and a
+    reading one at most every 25 ms: events in between come with the next one, or the end.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Job:
         first = after or entry
         self._changed = first._changed if first else threading.Condition()
         self._news: list[Json] = []  # events that nobody has taken yet
-        self._is_read = True  # by iteration
-        self._rested = 0.0  # about from when on an event wakes the iterating thread
+        self._is_read = True  # by `read`
+        self._rested = 0.0  # about from when on an event wakes the reading thread
         self._put_at = self.submitted  # when the last event came
 
     def cancel(self) -> None:
@@ -136,7 +136,7 @@ class Job:
         return self._is_read or request.trace or request.logprobs is not None
 
     def put(self, event: Json) -> None:
-        """Hand an event to the thread that iterates over the job."""
+        """Hand an event to the thread that reads the job's."""
         if self.request.trace:
             self.events.append(event)
         with self._changed:
@@ -171,7 +171,7 @@ class Job:
         return times | {"tokens_per_second": round(num_tokens / computing, 3) if computing else 0}
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more will come; an error is raised in the thread that iterates or waits."""
+        """Nothing more will come; an error is raised in the thread that reads or waits."""
         with self._changed:
             self.failure = self.failure or error
             self.ended, self.left = True, self.left or time.monotonic()
@@ -197,10 +197,6 @@ class Job:
         """Nobody reads its events, those that have come neither."""
         with self._changed:
             self._is_read, self._news = False, []
-
-    def __iter__(self) -> Iterator[list[Json]]:
-        """The events as `read` has them."""
-        return (events for _, events in read([self]))
 
     def _sleep(self, limit_s: float, *others: "Job") -> None:
         """Wait until one of them is over, has an event that is due, or the time is up."""
@@ -389,11 +385,9 @@ class Worker(Admission):
     """Runs up to `max_running` jobs at once on an engine, in a separate thread."""
 
     def __init__(
-        self,
-        engine: Engine | None,
-        options: Options,
+        self, engine: Engine | None, options: Options,
         load: "Callable[[Worker], tuple[Engine, Any]] | None" = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Without an engine, `load` makes one and the `app` around it, in the worker's thread.
 
         torch keeps idle threads for each thread that has computed. With more of them than cores,
@@ -421,9 +415,9 @@ class Worker(Admission):
     def submit(self, *requests: Request) -> list[Job]:
         """Queue requests that belong together: choices run at once, others one after the other.
 
-        Each choice takes a place to run, and others one together. Jobs for a list
-        of prompts run at once, and wait as one. Raises RequestError: 429 if the
-        queue is full, 503 without an engine that works.
+        Each choice takes a place to run, and others one together. Jobs for a list of prompts run at
+        once, and wait as one. Raises RequestError: 429 if the queue is full, 503 without an engine
+        that works.
         """
         jobs: list[Job] = []
         for i, request in enumerate(requests):

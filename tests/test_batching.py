@@ -19,7 +19,7 @@ from messages import Request
 from serving import retry, trace
 from serving.options import Options
 from serving.statistics import Statistics
-from serving.worker import _REST_S, Job, Worker
+from serving.worker import _REST_S, Job, Worker, read
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
@@ -53,6 +53,10 @@ def is_idle(engine):
     return free and not any(any(cache.lengths) for cache in caches)
 
 
+def events_of(job):
+    return chain.from_iterable(events for _, events in read([job]))
+
+
 def request_at_random(chance, prompts):
     return Request(
         (chance.choice(list(prompts.values())) * 8)[: chance.randint(1, 120)],
@@ -77,7 +81,7 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_en
     jobs = [job for request in requests for job in worker.submit(request)]
 
     def client(job, leaves_after):
-        for seen, _ in enumerate(chain.from_iterable(job)):
+        for seen, _ in enumerate(events_of(job)):
             if seen == leaves_after:
                 job.cancel()
 
@@ -155,9 +159,9 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
     jobs = [worker.submit(Request(prompts["hard_prose"], 200))[0] for _ in range(2)]
     for job in jobs:
         with pytest.raises(RuntimeError, match="no memory"):
-            list(job)
+            list(read([job]))
     (job,) = worker.submit(Request(prompts["hard_prose"], 5))
-    assert len(list(chain.from_iterable(job))) == 5
+    assert len(list(events_of(job))) == 5
     worker.drain(60)
     assert is_idle(engine)
 
@@ -177,7 +181,7 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
 
 
 @pytest.mark.parametrize(("pause_ms", "wakes"), [(21, [0, 1, 2]), (40, [0, 1, 2]), (3, [7])])
-def test_the_event_nearest_to_the_end_of_a_rest_wakes_who_iterates(monkeypatch, pause_ms, wakes):
+def test_the_event_nearest_to_the_end_of_a_rest_wakes_who_reads(monkeypatch, pause_ms, wakes):
     """Tokens that come about as fast as anybody reads are not sent two by two. A rest: 25 ms."""
     clock = Mock(return_value=100.0)
     monkeypatch.setattr("time.monotonic", clock)
@@ -192,15 +196,15 @@ def test_the_event_nearest_to_the_end_of_a_rest_wakes_who_iterates(monkeypatch, 
 
 
 @pytest.mark.parametrize("tells", ["put", "end", "cancel"])
-def test_an_event_the_end_and_leaving_wake_who_iterates(monkeypatch, tells):
+def test_an_event_the_end_and_leaving_wake_who_reads(monkeypatch, tells):
     monkeypatch.setattr("serving.worker.POLL_S", 3600)
     job, seen = Job(Request([1], 9), 7200), []
-    reader = threading.Thread(target=lambda: seen.append(next(iter(job), None)), daemon=True)
+    reader = threading.Thread(target=lambda: seen.append(next(events_of(job), None)), daemon=True)
     reader.start()
     told = {"put": partial(job.put, "an event")}.get(tells) or getattr(job, tells)
     threading.Timer(0.05, told).start()
     reader.join(30)
-    assert seen == [["an event"] if tells == "put" else None]
+    assert seen == ["an event" if tells == "put" else None]
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "mtp"])
