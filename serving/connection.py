@@ -314,7 +314,7 @@ class Connection(asyncio.Protocol):
         }
         self._enter(State.ANSWER)
         is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK
-        self.server.run_in_thread(is_quick, self.respond, self.environ)
+        self.server.threads[is_quick].submit(self.respond, self.environ)
 
     def when_left(self, act: Callable[[], None]) -> None:
         """Have `act` called, once or twice, if the client leaves before its answer is complete."""
@@ -454,14 +454,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        app: Callable[..., Any],
-        check: Callable[[Json], None],
-        host: str,
-        port: int,
-        num_threads: int,
-        max_connections: int,
-    ) -> None:
+        self, app: Callable[..., Any], check: Callable[[Json], None], host: str, port: int,
+        num_threads: int, max_connections: int,
+    ) -> None:  # fmt: skip
         """Take the address. Raises OSError, a sentence, if it cannot be had."""
         self.app, self.check = app, check
         self.has_died = False
@@ -497,8 +492,8 @@ class Server:
             reason = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
             hint = " (give another --port)" if number == errno.EADDRINUSE else ""
             raise OSError(f"cannot listen on {host}:{port}: {reason}{hint}") from error
-        # Short requests, above all /health, never wait behind those that generate.
-        self._threads = {True: _threads("quick", 8), False: _threads("answer", num_threads)}
+        # By whether work is quick: /health, above all, never waits behind requests that generate.
+        self.threads = {True: _threads("quick", 8), False: _threads("answer", num_threads)}
 
     def start(self, at_end: Callable[[], None]) -> None:
         """Serve, in a thread, while the process lives; `at_end` is called if a fault ends that."""
@@ -531,10 +526,6 @@ class Server:
         for _ in range(len(self._calls)):
             function, arguments = self._calls.popleft()
             self._loop.call_soon(function, *arguments)
-
-    def run_in_thread(self, is_quick: bool, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call it in one of the threads for quick work or in one for work that takes time."""
-        self._threads[is_quick].submit(function, *arguments)
 
     @property
     def is_busy(self) -> bool:

@@ -62,10 +62,16 @@ def base_app(options: Options) -> Flask:
     @app.after_request
     def add_headers(response: Response) -> Response:
         """Keep a browser from taking an answer for something else; say which pages may read it."""
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers.setdefault("Content-Security-Policy", "default-src 'none'")
-        if options.allow_origin:
-            allow(response, options.allow_origin)
+        headers = response.headers
+        headers["X-Content-Type-Options"] = "nosniff"
+        headers.setdefault("Content-Security-Policy", "default-src 'none'")
+        if options.allow_origin:  # CORS
+            wanted = request.headers.get("Access-Control-Request-Headers")
+            headers["Access-Control-Allow-Origin"] = options.allow_origin
+            headers["Access-Control-Allow-Headers"] = wanted or "Authorization, Content-Type"
+            headers["Access-Control-Allow-Methods"] = "GET, POST"
+            headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id"
+            response.vary.add("Origin")
         return response
 
     return app
@@ -98,12 +104,9 @@ class Guard:
         name = re.sub(r":\d*$", "", host).lower()
         if not name or self._names & {name, "*"} or _is_ip(name):
             return
-        raise RequestError(
-            f"this server does not go by the name {in_short(name)[:100]}: start it with "
-            "--allowed-host NAME, or with an API key",
-            status=403,
-            code="unknown_host",
-        )
+        why = f"this server does not go by the name {in_short(name)[:100]}"
+        hint = "start it with --allowed-host NAME, or with an API key"
+        raise RequestError(f"{why}: {hint}", status=403, code="unknown_host")
 
     def _check_key(self, headers: EnvironHeaders) -> None:
         """Either header may have the key: Anthropic's clients send X-Api-Key."""
@@ -134,16 +137,6 @@ def _is_ip(name: str) -> bool:
     except ValueError:
         return False
     return is_v6 or ":" not in name
-
-
-def allow(response: Response, origin: str) -> None:
-    """Tell a browser which pages may read the answer (CORS)."""
-    response.headers["Access-Control-Allow-Origin"] = origin
-    wanted = request.headers.get("Access-Control-Request-Headers")
-    response.headers["Access-Control-Allow-Headers"] = wanted or "Authorization, Content-Type"
-    response.headers["Access-Control-Allow-Methods"] = "GET, POST"
-    response.headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id"
-    response.vary.add("Origin")
 
 
 def body_of(error: RequestError) -> Json:

@@ -53,6 +53,7 @@ class Server:
 
     def __init__(self):
         self.asked, self.num_held, self.num_asked = [], 0, 0
+        self.threads = [SimpleNamespace(submit=lambda _, environ: self.asked.append(environ))] * 2
 
     check = admit = forget = note = lambda *_, **__: None
 
@@ -60,9 +61,6 @@ class Server:
         self.num_held += num_bytes
         if self.num_held > self.limit:
             self.victim.abort()
-
-    def run_in_thread(self, is_quick, function, environ):
-        self.asked.append(environ)
 
     def call(self, function, *arguments):
         function(*arguments)
