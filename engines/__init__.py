@@ -26,6 +26,11 @@ from serving.parsing import model_id
 from serving.service import Service
 from serving.worker import Worker
 
+from .advice import show_plan
+from .app import connect
+
+__all__ = ["load_app", "serve", "show_plan"]
+
 
 def load_app(
     options: Options, load_engine: Callable[[Options], Engine], create_app: Callable[[Any], Flask]
@@ -36,8 +41,6 @@ def load_app(
     other thread does.
     """
     if options.engine:
-        from .app import connect
-
         return create_app(connect(options))
 
     def load(worker: Worker) -> tuple[Engine, Flask]:
@@ -51,11 +54,9 @@ def load_app(
 
 
 def serve(
-    flags: Namespace,
-    options: Options,
-    load_engine: Callable[[Options], Engine],
-    create_app: Callable[[Any], Flask],
-) -> int:
+    flags: Namespace, options: Options,
+    load_engine: Callable[[Options], Engine], create_app: Callable[[Any], Flask],
+) -> int:  # fmt: skip
     """Serve the application, or write the page with answers of it; returns the exit status."""
     if flags.port:
         load = partial(load_app, options, load_engine, create_app)
@@ -72,10 +73,3 @@ def serve(
     count = torch.get_num_threads()
     machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"
     return export.write(flags.export, load_named, machine)
-
-
-def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
-    """Print how another engine would serve these models; returns the exit status."""
-    from . import advice
-
-    return advice.show_advice(engine, options, flags)

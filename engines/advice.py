@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -259,8 +260,11 @@ def prompts_for(engine: Engine, options: Options, flags: Namespace) -> dict[str,
     return prompts
 
 
-def show_advice(engine: Engine, options: Options, flags: Namespace) -> int:
-    """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
+def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
+    """Print how another engine would serve these models. Returns 0, the exit status.
+
+    Raises ValueError where it cannot be done.
+    """
     names, left_out = [], ["self_int8", "tree"]
     for name, drafter in engine.pool.drafters.items():
         if name in engine.pool.special:  # requests bring what they draft from

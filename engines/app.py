@@ -46,8 +46,6 @@ _UNKNOWN = (  # of /health: what no engine tells
     "quantization", "compiled", "trees", "model_card", "target", "bitwise_lossless",
     "exactness", "kv_cache_capacity_tokens", "controller",
 )  # fmt: skip
-
-
 # Fields of ours that an engine has as well, by its kind.
 _HANDED_ON = {
     "vllm": (*masks.NAMES, *READ, NAMES, *TEMPLATE_FIELDS),
@@ -60,8 +58,7 @@ _HANDED_ON = {
 
 def _handed_on(body: Json, fields: Json, how: Json, engine: Engine) -> Json:
     """The fields that the engine honours in our place. Raises RequestError for the first other."""
-    sent = {name: body.get(name) for name in (*READ, NAMES, IDS)} | fields.pop("masks")
-    sent |= how
+    sent = {name: body.get(name) for name in (*READ, NAMES, IDS)} | fields.pop("masks") | how
     if engine.kind == "vllm" and how.get("continue_final_message"):
         sent["add_generation_prompt"] = False
     sent["typical_p"] = fields["sampling"].typical_p % 1  # 1 is off
@@ -118,10 +115,8 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[st
     if is_open and all(body.get(name) is None for name in LIMITS):
         fields["max_tokens"] = None
     elif (fields["max_tokens"] or 0) > room:
-        notes.append(
-            f"max_tokens was lowered from {fields['max_tokens']} to {room}: the context holds "
-            f"{engine.max_length} tokens"
-        )
+        what = f"max_tokens was lowered from {fields['max_tokens']} to {room}"
+        notes.append(f"{what}: the context holds {engine.max_length} tokens")
         fields["max_tokens"] = room
     if body.get("seed", options.seed) is None:
         fields["seed"] = None  # the engine draws its noise: a seed for each request is slow
@@ -178,8 +173,8 @@ class Remote(Service):
         self.call_form = None  # it is not bound to a grammar
         self.tokenizer, self.end_ids = None, []
 
-    def begin(self, fields: Json) -> tuple[list[RemoteJob], bool, list[str]]:
-        """Parse and queue a request. Returns its job, whether to stream, and warnings."""
+    def begin(self, fields: Json, prompts: None = None) -> tuple[list[RemoteJob], bool, list[str]]:
+        """Parse and queue a request. There are no `prompts`: `read_list` raises."""
         wanted, notes = parse(fields, self.engine, self.options)
         is_behind = request.environ.get(CLIENT_BEHIND, lambda: False)
         jobs = watched(self.worker.submit(wanted, is_behind))

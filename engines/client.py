@@ -237,13 +237,10 @@ def _part(client: Client, path: str, *keys: Any) -> Any:
 
 def _speculation(client: Client) -> tuple[str | None, int | None]:
     """Whether the engine drafts, and how many tokens, by its metrics."""
-    try:
-        metrics = client.metrics()
-    except RequestError:
-        return None, None
-    if "spec_decode_num_drafts_total" not in metrics:
-        return None, None
-    return "engine", len(positions_in(metrics)) or None
+    with suppress(RequestError):
+        if "spec_decode_num_drafts_total" in (metrics := client.metrics()):
+            return "engine", len(positions_in(metrics)) or None
+    return None, None
 
 
 def positions_in(metrics: dict[str, float]) -> list[float]:

@@ -47,15 +47,11 @@ def assemble_engine(
         with refusal(model, is_fast=True):
             kernels.speed_up(model, options.quantize, check)
     return engine_class(
-        target,
-        loaded,
-        default,
-        prefill_chunk=options.prefill_chunk,
+        target, loaded, default, prefill_chunk=options.prefill_chunk,
         controller=None if options.fixed_k else Controller.of(target, loaded),
-        draft_model=draft,
-        is_strict=options.strict,
+        draft_model=draft, is_strict=options.strict,
         prefixes=PrefixCache.of(target, options.prefix_cache_mb),
-    )
+    )  # fmt: skip
 
 
 def load_engine(

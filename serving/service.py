@@ -87,7 +87,7 @@ class Service:
         made one of its jobs fail.
         """
         shape = shape or Shape(fields)
-        jobs, is_stream, notes = self.begin_list(fields, prompts) if prompts else self.begin(fields)
+        jobs, is_stream, notes = self.begin(fields, prompts)
         shape.requests = [job.request for job in jobs]
         if is_stream:
             events = stream(jobs, shape, lambda: self.answer(jobs, notes))
@@ -103,14 +103,21 @@ class Service:
         finally:
             cancel(jobs)
 
-    def begin(self, fields: Json) -> tuple[list[Any], bool, list[str]]:
+    def begin(
+        self, fields: Json, prompts: list[list[int]] | None = None
+    ) -> tuple[list[Any], bool, list[str]]:
         """Parse and queue a request. Returns its jobs, whether to stream, and warnings.
 
-        Raises RequestError.
+        Of several `prompts` there are choices of the first, then those of the second, … Raises
+        RequestError.
         """
         defaults = self.options.for_requests
-        wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
-        runs = runs_to_compare(wanted) if compare else wanted.choices
+        if prompts:
+            requests, is_stream, notes = parse_list(fields, prompts, self.engine, defaults)
+            runs = [run for each in requests for run in each.choices]
+        else:
+            wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
+            runs = runs_to_compare(wanted) if compare else wanted.choices
         return watched(self.worker.submit(*runs)), is_stream, notes
 
     def read_list(self, prompts: list[Any], field: str) -> list[list[int]]:
@@ -120,15 +127,6 @@ class Service:
         """
         target = self.engine.target
         return list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
-
-    def begin_list(
-        self, fields: Json, prompts: list[list[int]]
-    ) -> tuple[list[Any], bool, list[str]]:
-        """`begin` for each of these prompts: choices of the first, then those of the second, …"""
-        defaults = self.options.for_requests
-        wanted, is_stream, notes = parse_list(fields, prompts, self.engine, defaults)
-        runs = [run for each in wanted for run in each.choices]
-        return watched(self.worker.submit(*runs)), is_stream, notes
 
     def read_chat(
         self, messages: Any, fields: Json, tools: Tools | None = None, how: Json | None = None
