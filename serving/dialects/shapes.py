@@ -98,9 +98,7 @@ class OpenAIShape(Shape):
             | self.choice(i, each)
             for i, each in enumerate(bodies(body))
         ]
-        if self._has_ids:
-            for choice, each in zip(choices, bodies(body), strict=True):
-                self._new_ids[choice["index"]] = each["token_ids"]
+        self._new_ids |= enumerate(each["token_ids"] for each in bodies(body))
         absent = {} if self.has_own_prompts else _OF_PROMPTS
         return self._head | absent | self._with_ids(choices) | figures(body)
 
@@ -157,8 +155,6 @@ class InParts(Shape):
 
     A stream has each call whole in one part, and no text that may still become a call.
     """
-
-    new_reader: Callable[[], AnswerReader]
 
     def __init__(self, *arguments: Any, new_reader: Callable[[], AnswerReader]) -> None:
         """`new_reader` makes what reads a choice's text."""
