@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import prometheus_client
 from flask import Flask, Response
+from prometheus_client import Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
 
 from messages import Engine
 
@@ -42,7 +42,7 @@ _GAUGES = {
     "kv_cache_usage_perc": "share of the KV cache in use, 0 to 1",
 }
 # Without this every histogram comes with one more gauge, the time when it was made.
-prometheus_client.disable_created_metrics()
+disable_created_metrics()
 
 _SPANS = {  # of a request: between which of its job's moments
     "time_to_first_token_seconds": ("submitted", "first_token"),
@@ -55,7 +55,7 @@ _SPANS = {  # of a request: between which of its job's moments
 _WORDS = {"submitted": "arrival", "began": "place", "first_token": "first token", "left": "end"}
 # In no global registry: several servers may live in one process, each with its histograms.
 _Histogram = partial(
-    prometheus_client.Histogram,
+    Histogram,
     registry=None,
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
@@ -139,53 +139,42 @@ def figures_of(engine: Engine) -> Figures:
     return Figures(values, total.accepted_at)
 
 
-class _Collector(Collector):
-    """Gives figures to prometheus-client."""
-
-    def __init__(self, figures: Figures, finished: Counter[str]) -> None:
-        self._figures, self._finished = figures, finished
-
-    def collect(self) -> Iterator[Metric]:
-        """Make every metric but the histograms, which are collectors themselves."""
-        values, accepted_at = self._figures
-        ended = CounterMetricFamily(
-            "request_success", "requests that ended", labels=["finished_reason"]
-        )
-        for reason, count in sorted(self._finished.items()):
-            ended.add_metric([reason], count)
-        yield ended
-        for family, meanings in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-            for name, meaning in meanings.items():
-                if (value := values.get(name)) is not None:
-                    yield family(name, meaning, value)
-        meaning = "drafted tokens accepted, by position in the draft"
-        accepted = CounterMetricFamily(PER_POSITION, meaning, labels=["position"])
-        for position, count in enumerate(accepted_at):
-            accepted.add_metric([str(position)], count)
-        yield accepted
+def _families(figures: Figures, meter: Meter) -> Iterator[Metric]:
+    """Every metric, as prometheus-client has them."""
+    meaning = "requests that ended"
+    ended = CounterMetricFamily("request_success", meaning, labels=["finished_reason"])
+    for reason, count in sorted(meter.finished.items()):
+        ended.add_metric([reason], count)
+    yield ended
+    for family, meanings in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+        for name, meaning in meanings.items():
+            if (value := figures.values.get(name)) is not None:
+                yield family(name, meaning, value)
+    meaning = "drafted tokens accepted, by position in the draft"
+    accepted = CounterMetricFamily(PER_POSITION, meaning, labels=["position"])
+    for position, count in enumerate(figures.accepted_at):
+        accepted.add_metric([str(position)], count)
+    yield accepted
+    for histogram in meter.histograms.values():
+        yield from histogram.collect()
 
 
 def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> None:
     """GET /metrics: what `read` gives, and what the worker knows of its requests."""
-
     head = {"Process-Start-Time-Unix": str(int(time.time()))}  # as llama.cpp's
 
     @app.get("/metrics")
     def get_metrics() -> Response:
-        """The counters, as a scraper reads them."""
-        meter, figures, registry = worker.meter, read(), CollectorRegistry()
-        values = dict(meter.values) | figures.values
+        figures = read()
+        values = dict(worker.meter.values) | figures.values
         values["num_requests_running"] = worker.num_running
         values["num_requests_waiting"] = worker.num_waiting
-        registry.register(_Collector(Figures(values, figures.accepted_at), meter.finished))
-        for histogram in meter.histograms.values():
-            registry.register(histogram)
-        page = prometheus_client.generate_latest(registry).decode()
+        families = _families(figures._replace(values=values), worker.meter)
+        page = generate_latest(SimpleNamespace(collect=lambda: families)).decode()
         page += re.sub("(?m)^(# (?:HELP|TYPE) )?(?=[a-z])", r"\1vllm:", page)
         known = Counter({name: value for name, value in values.items() if value is not None})
         for name, (kind, value_of) in _LLAMA_CPP.items():
             name = f"llamacpp:{name}"
-            page += (
-                f"# HELP {name} as in llama.cpp\n# TYPE {name} {kind}\n{name} {value_of(known)}\n"
-            )
+            page += f"# HELP {name} as in llama.cpp\n# TYPE {name} {kind}\n"
+            page += f"{name} {value_of(known)}\n"
         return Response(page, content_type="text/plain; version=0.0.4", headers=head)
