@@ -135,9 +135,8 @@ def measure(
         offers = [offer(name, counted, costs, k) for k in range(1, most[name] + 1)]
         chosen[name] = max(offers, key=lambda one: one.expected_speedup).k
     # With a smaller K cycles begin elsewhere in the text, so each is measured at the K it got.
-    statistics |= count(
-        engine, {n: k for n, k in chosen.items() if k < most[n]}, prompts, options, "at the best K"
-    )
+    fewer = {n: k for n, k in chosen.items() if k < most[n]}
+    statistics |= count(engine, fewer, prompts, options, "at the best K")
     offers = [offer(name, statistics[name], costs, k) for name, k in chosen.items()]
     return sorted(offers, key=lambda one: -one.expected_speedup)
 

@@ -215,10 +215,8 @@ def room_for_connections(needed: int) -> int:
             limit = allowed - _OTHER_FILES
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if needed > limit:
-        raise ValueError(
-            f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)} "
-            "are possible here (ulimit -n sets how many files may be open)"
-        )
+        why = f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)}"
+        raise ValueError(f"{why} are possible here (ulimit -n sets how many files may be open)")
     return limit
 
 

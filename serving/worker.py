@@ -148,7 +148,6 @@ class Job:
                     self._changed.notify()
 
     def note_first(self) -> None:
-        """Note the time of the first token."""
         if self.first_token is None:
             self.first_token = time.monotonic()
 
@@ -250,7 +249,6 @@ def read(jobs: list[Job]) -> Iterator[tuple[int, list[Json]]]:
 
 
 def cancel(jobs: Iterable[Job]) -> None:
-    """Cancel what has not ended yet."""
     for job in jobs:
         job.cancel()
 
