@@ -18,8 +18,8 @@ from models.tools import Tools
 from serving import masks
 from serving.answers import body_of, of_choices
 from serving.connection import CLIENT_BEHIND
-from serving.fields import LIMITS
-from serving.formats import constraint_of, refused
+from serving.fields import LIMITS, wrong
+from serving.formats import constraint_of
 from serving.metrics import Figures
 from serving.options import Options
 from serving.parsing import READ, parse_fields
@@ -71,8 +71,7 @@ def _handed_on(body: Json, fields: Json, how: Json, engine: Engine) -> Json:
     }
     for name in wanted:
         if name not in _HANDED_ON.get(engine.kind, ()):
-            why = f"{name} is not supported: the engine ({engine.kind}) does not know it"
-            raise RequestError(why, param=name)
+            raise wrong(name, f"is not supported: the engine ({engine.kind}) does not know it")
     return wanted
 
 
@@ -96,7 +95,7 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
         if is_asked:
             raise RequestError(f"{name}: {subject} {why}", param=name)
     if constraint := constraint_of(body):
-        raise refused(constraint[0], f"is not supported: {subject} writes texts without a format")
+        raise wrong(constraint[0], f"is not supported: {subject} writes texts without a format")
 
 
 def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[str]]:
@@ -201,7 +200,6 @@ class Remote(Service):
         raise RequestError(f"suffix is not supported: {why}", param="suffix")
 
     def answer(self, jobs: list[RemoteJob], notes: list[str]) -> Json:
-        """What /generate returns for a finished job, or those of several choices."""
         bodies = [self._answer(job, notes) for job in jobs]
         return of_choices(bodies) if jobs[0].is_choice else bodies[0]
 
@@ -213,7 +211,6 @@ class Remote(Service):
         return body_of(job, ids, notes, usage, rates(s.speculation), timings(job))
 
     def health(self) -> Json:
-        """The body of GET /health. What the engine does not tell is null."""
         engine, relay = self.engine, self.worker
         status, metrics, warnings = self._state()
         counters = acceptance(metrics, engine.num_spec_tokens)

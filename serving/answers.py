@@ -179,6 +179,7 @@ class Shape:
     """
 
     opening, closing = "", "data: [DONE]\n\n"  # what a stream begins and ends with
+    num_prompts = 1
 
     def __init__(self, fields: Json) -> None:
         """`fields` are the request's, which may be wrong until a job has begun."""
@@ -186,9 +187,13 @@ class Shape:
         self.requests: list[Request] = []  # of the jobs, once they have begun
 
     @property
-    def num_choices(self) -> int:
-        """How many texts the request wants."""
+    def per_prompt(self) -> int:
+        """How many texts the request wants of each prompt."""
         return self._fields.get("n") or self._fields.get("n_cmpl") or 1
+
+    @property
+    def num_choices(self) -> int:
+        return self.num_prompts * self.per_prompt
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once; `body` is the service's answer."""

@@ -8,6 +8,7 @@
 Any other field is unknown, and a warning names it.
 """
 
+import re
 from typing import Any
 
 from messages import Json, RequestError
@@ -130,6 +131,11 @@ _GROUPS: tuple[tuple[tuple[Any, ...], str, str], ...] = (
 REFUSED = {name: (values, why) for values, names, why in _GROUPS for name in names.split()}
 
 
+def wrong(path: str, what: str) -> RequestError:
+    """The error for what stands at a path, which is the message's first word."""
+    return RequestError(f"{path} {what}", param=re.match(r"\w+", path)[0])
+
+
 def _is_same(value: Any, neutral: Any) -> bool:
     """Whether they are equal; in JSON true is not 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
@@ -153,14 +159,8 @@ def check_dialect(body: Json) -> None:
     A dialect takes the fields that it reads itself before.
     """
     if body.pop("chat", None) not in (None, False):
-        why = "is a field of /generate: /v1/chat/completions takes messages"
-        raise RequestError(f"chat {why}", param="chat")
+        raise wrong("chat", "is a field of /generate: /v1/chat/completions takes messages")
     check_supported(body)
-
-
-def is_known(name: str) -> bool:
-    """Whether it is harmless, or refused where it is not neutral."""
-    return name in HARMLESS or name in REFUSED
 
 
 def with_own_names(fields: Json) -> Json:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from grammars import CHOICE, JSON, LARK, OPEN, POSSIBLE, REGEX, Grammar, source_of, vocabulary_of
-from messages import Engine, Json, RequestError, one_line
+from messages import Engine, Json, one_line
 from models.prompts import Conversation, Tokenizer, is_text
+
+from .fields import wrong
 
 _TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
 _MOST_CHARACTERS = 1 << 18
@@ -50,13 +52,8 @@ def _checked(name: str, kind: str, value: Any) -> tuple[str, str, Any]:
             value = None
     is_valid, what = _VALID[kind]
     if not is_valid(value):
-        raise refused(name, f"must be {what}")
+        raise wrong(name, f"must be {what}")
     return name, kind, value
-
-
-def refused(name: str, what: str) -> RequestError:
-    """The error for a constraint by its name, which may be a part of a field: that is named."""
-    return RequestError(f"{name} {what}", param=name.partition(".")[0])
 
 
 def _of_response_format(value: Any) -> Iterator[tuple[str, str, Any]]:
@@ -70,15 +67,14 @@ def _of_response_format(value: Any) -> Iterator[tuple[str, str, Any]]:
         schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
         yield _checked(f"{name}.json_schema.schema", JSON, schema)
     elif kind != "text":
-        message = f"{name} must be an object of type text, json_object or json_schema"
-        raise RequestError(message, param=name)
+        raise wrong(name, "must be an object of type text, json_object or json_schema")
 
 
 def _of_structured_outputs(value: Any) -> Iterator[tuple[str, str, Any]]:
     """The constraint of vLLM's field."""
     name = "structured_outputs"
     if not isinstance(value, dict):
-        raise RequestError(f"{name} must be an object", param=name)
+        raise wrong(name, "must be an object")
     for key, part in value.items():
         if part is None or part is False:
             continue
@@ -87,8 +83,7 @@ def _of_structured_outputs(value: Any) -> Iterator[tuple[str, str, Any]]:
         elif key in _KINDS:
             yield _checked(f"{name}.{key}", _KINDS[key], part)
         elif key != "disable_any_whitespace":  # there is none
-            what = f"{name} has the field {reprlib.repr(key)}, which is not supported"
-            raise RequestError(what, param=name)
+            raise wrong(name, f"has the field {reprlib.repr(key)}, which is not supported")
 
 
 def constraint_of(body: Json) -> tuple[str, str, Any] | None:
@@ -105,7 +100,7 @@ def constraint_of(body: Json) -> tuple[str, str, Any] | None:
             constraints.append(_checked(name, _NAMES[name], value))
     if len(constraints) > 1:
         first, second = (name for name, *_ in constraints[:2])
-        raise refused(second, f"cannot go with {first}: a text obeys one")
+        raise wrong(second, f"cannot go with {first}: a text obeys one")
     return constraints[0] if constraints else None
 
 
@@ -169,4 +164,4 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
         return vocabulary_of(*words).compiled(source)
     except (ValueError, RecursionError) as error:
-        raise refused(name, f"cannot be used: {one_line(error, longest=200)}") from error
+        raise wrong(name, f"cannot be used: {one_line(error, longest=200)}") from error

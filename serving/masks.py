@@ -10,7 +10,9 @@ Masks are transforms of logits, so no draft changes the text.
 
 from dataclasses import replace
 
-from messages import Json, Model, RequestError
+from messages import Json, Model
+
+from .fields import wrong
 
 NAMES = (
     "ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids",
@@ -27,8 +29,8 @@ def _bad_words(words: list[str], target: Model) -> list[tuple[int, ...]]:
         texts = [word.lstrip(), f" {word.lstrip()}"]
         for tokens in target.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
             if not 0 < len(tokens) <= _LONGEST_WORD:
-                why = f"bad_words[{i}] has {len(tokens)} tokens: it must have 1 to {_LONGEST_WORD}"
-                raise RequestError(why, param="bad_words")
+                why = f"has {len(tokens)} tokens: it must have 1 to {_LONGEST_WORD}"
+                raise wrong(f"bad_words[{i}]", why)
             ids.append(tuple(tokens))
     return ids
 
@@ -41,11 +43,9 @@ def take_masks(fields: Json, target: Model) -> None:
     sent = fields.pop("masks")
     for name in ("stop_token_ids", "allowed_token_ids"):
         if (largest := max(sent.get(name, []), default=0)) >= target.vocab_size:
-            why = f"{name} has token id {largest}: the largest one is {target.vocab_size - 1}"
-            raise RequestError(why, param=name)
+            raise wrong(name, f"has token id {largest}: the largest one is {target.vocab_size - 1}")
     if (least := sent.get("min_tokens", 0)) > fields["max_tokens"]:
-        why = f"min_tokens must be at most max_tokens, which is {fields['max_tokens']}"
-        raise RequestError(why, param="min_tokens")
+        raise wrong("min_tokens", f"must be at most max_tokens, which is {fields['max_tokens']}")
     words, ends = _bad_words(sent.get("bad_words", []), target), sorted(target.eos_ids)
     words += [(token,) for token in ends if sent.get("ignore_eos")]
     fields["stop_token_ids"] = stops = frozenset(sent.get("stop_token_ids", []))

@@ -35,7 +35,7 @@ from models.prompts import (
 )  # fmt: skip
 
 from . import formats, masks
-from .fields import OTHER_NAMES, check_supported, is_known, with_own_names
+from .fields import HARMLESS, OTHER_NAMES, REFUSED, check_supported, with_own_names, wrong
 from .trace import IDS, NAMES
 
 
@@ -112,9 +112,8 @@ def _ids(least: int) -> Check:
 
 
 def _one_of(*values: Any) -> Check:
-    return lambda value: not isinstance(value, bool) and value in values, " or ".join(
-        map(str, values)
-    )
+    what = " or ".join(map(str, values))
+    return lambda value: not isinstance(value, bool) and value in values, what
 
 
 _integer = partial(_number, kind=int, name="an integer")
@@ -268,14 +267,12 @@ def _read_sampling(fields: Json, vocab_size: int) -> Sampling:
 
     Raises RequestError for a bias of a token that is not in the vocabulary.
     """
-    values = {name: fields.pop(name, default) for name, default in _SAMPLING.items()}
-    for name, default in _SAMPLING.items():
-        if isinstance(default, float):  # JSON may write 1 or 1.0
-            values[name] = float(values[name])
-    biases = {int(token): float(bias) for token, bias in dict(values["logit_bias"]).items()}
-    if max(biases, default=0) >= vocab_size:
-        why = f"logit_bias has token id {max(biases)}: the largest one is {vocab_size - 1}"
-        raise RequestError(why, param="logit_bias")
+    given = dict(fields.pop("logit_bias", {}))
+    biases = {int(token): float(bias) for token, bias in given.items()}
+    # JSON may write 1 or 1.0.
+    values = {name: type(v)(fields.pop(name, v)) for name, v in _SAMPLING.items()}
+    if (largest := max(biases, default=0)) >= vocab_size:
+        raise wrong("logit_bias", f"has token id {largest}: the largest one is {vocab_size - 1}")
     return Sampling(**values | {"logit_bias": tuple(biases.items())})
 
 
@@ -313,7 +310,8 @@ def _check_stream_options(value: Any) -> None:
 
 def _unknown(body: Json) -> list[str]:
     """Warnings about fields that nobody reads."""
-    unknown = [name for name in body if name not in KNOWN and not is_known(name)]
+    known = KNOWN, HARMLESS, REFUSED
+    unknown = [name for name in body if not any(name in names for names in known)]
     options = body.get("stream_options") or {}
     unknown += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
     notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown[:_MAX_NAMED]]
@@ -394,9 +392,8 @@ def parse_list(
     requests, notes = list[Request](), list[str]()
     for i, prompt in enumerate(prompts):
         with at_place(i):
-            request, stream, compare, notes = parse_request(
-                body | {"prompt": prompt}, engine, defaults
-            )
+            one = body | {"prompt": prompt}
+            request, stream, compare, notes = parse_request(one, engine, defaults)
         requests.append(replace(request, num_prompts=len(prompts)))
     if compare:
         raise RequestError("compare goes with one prompt", param="compare")

@@ -70,7 +70,7 @@ class Canned(Service):
 
     text, size, reason = "", 1000, "stop"
 
-    def begin(self, fields):
+    def begin(self, fields, prompts=None):
         self.fields = fields
         jobs = [self.job() for _ in range(fields.get("n") or 1)]
         return jobs, fields.get("stream", False), []

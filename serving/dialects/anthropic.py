@@ -53,7 +53,6 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post(_PATH)
     def messages() -> Response | Json:
-        """Answer a conversation."""
         fields, sent = read_body(), dict[str, str]()
         with errors_name(sent):
             if fields.get("max_tokens") is None:
@@ -217,7 +216,6 @@ class Messages(InParts):
         yield event("message_stop")
 
     def failed(self, error: RequestError) -> str:
-        """An error in a stream."""
         return event("error", **error_body(error, self._id))
 
     def _ending(self, body: Json) -> Json:

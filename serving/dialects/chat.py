@@ -26,8 +26,6 @@ from .shapes import InParts, Logprobs, OpenAIShape, by_id, refuse_streamed_score
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    """Add the route for the service's model."""
-
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
         return respond(service, read_body(), Chat)
@@ -183,7 +181,5 @@ def log_probabilities(logprobs: Logprobs) -> Json | None:
         known = None if "\ufffd" in token else list(token.encode("utf-8"))
         return {"token": token, "logprob": one["logprob"], "bytes": known}
 
-    listed = [
-        entry(one) | {"top_logprobs": list(map(entry, one["top_logprobs"]))} for one in logprobs
-    ]
+    listed = [entry(one) | {"top_logprobs": [*map(entry, one["top_logprobs"])]} for one in logprobs]
     return {"content": listed, "refusal": None}

@@ -15,7 +15,7 @@ from flask import Flask, Response
 from messages import Json, RequestError
 from models.fim import Gap
 from models.prompts import is_text
-from serving.fields import check_dialect
+from serving.fields import check_dialect, wrong
 from serving.parsing import model_id
 from serving.service import Service, read_body
 
@@ -25,12 +25,10 @@ _MOST_PROMPTS = 128
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    """Add the route for the service's model."""
     name = model_id(service.name)
 
     @app.post("/v1/completions")
     def completions() -> Response | Json:
-        """Continue a prompt, or each of a list."""
         fields = read_body()
         echo = fields.pop("echo", None) or False
         if not isinstance(echo, bool):
@@ -45,8 +43,7 @@ def register_routes(app: Flask, service: Service) -> None:
             prompts = service.read_list(sent := prompts, "echo" if echo else "prompt")
         if echo:
             if fields.get("truncate_prompt_tokens") is not None:
-                why = "truncate_prompt_tokens does not go with echo"
-                raise RequestError(why, param="truncate_prompt_tokens")
+                raise wrong("truncate_prompt_tokens", "does not go with echo")
             _score(fields)
             for each, ids in zip(sent, prompts, strict=True):
                 text = each if isinstance(each, str) else service.tokenizer.decode(ids)
@@ -111,8 +108,7 @@ def _prompts_of(prompt: Any) -> list[Any]:
 def check_number(prompts: list[Any]) -> None:
     """Raises RequestError for more prompts than a list may have."""
     if len(prompts) > _MOST_PROMPTS:
-        why = f"prompt has {len(prompts)} entries; at most {_MOST_PROMPTS} are taken"
-        raise RequestError(why, param="prompt")
+        raise wrong("prompt", f"has {len(prompts)} entries; at most {_MOST_PROMPTS} are taken")
 
 
 class Completion(OpenAIShape):
@@ -129,24 +125,15 @@ class Completion(OpenAIShape):
         `is_scored`: the client asks for `prompt_logprobs`.
         """
         super().__init__(model, fields)
-        self._num_prompts, self._begins, self._is_scored = num_prompts, begins, is_scored
+        self.num_prompts, self._begins, self._is_scored = num_prompts, begins, is_scored
         self._offsets: Counter[int] = Counter()  # where in a choice's text the next token begins
-
-    @property
-    def num_choices(self) -> int:
-        return self._num_prompts * self._per_prompt
-
-    @property
-    def _per_prompt(self) -> int:
-        return super().num_choices
 
     def whole(self, body: Json) -> Json:
         self._scores = [each.get("prompt_logprobs") for each in bodies(body)]
         return super().whole(body)
 
     def choice(self, index: int, body: Json) -> Json:
-        """A choice of a whole answer."""
-        scores = self._scores[index - index % self._per_prompt]
+        scores = self._scores[index - index % self.per_prompt]
         text, logprobs = body["text"], body.get("logprobs")
         if self._begins:
             before, scored = self._echo(index, scores)
@@ -155,7 +142,6 @@ class Completion(OpenAIShape):
         return choice | ({"prompt_logprobs": by_id(scores)} if self._is_scored else {})
 
     def end(self, index: int, reason: str) -> Json:
-        """The choice in the chunk that ends it."""
         return self._choice(index, "", None, reason)
 
     def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
@@ -172,7 +158,7 @@ class Completion(OpenAIShape):
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
-        begin = self._begins[index // self._per_prompt]
+        begin = self._begins[index // self.per_prompt]
         if _num_top(self._fields) is None:
             return begin.text, None
         first = {"token": begin.first, "logprob": None, "top_logprobs": None}

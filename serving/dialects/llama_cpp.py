@@ -18,7 +18,7 @@ from flask import Flask, Response, request
 
 from messages import Json, RequestError
 from models.fim import File, Gap
-from serving.fields import LIMITS, check_dialect
+from serving.fields import LIMITS, check_dialect, wrong
 from serving.parsing import MAX_BIASES, Check, model_id
 from serving.service import Service, read_body
 
@@ -56,7 +56,6 @@ _GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    """Add the routes for the service's model."""
     app.extensions["error_forms"] |= dict.fromkeys(_OURS, error_form)
 
     @app.post("/completion", endpoint="completion")
@@ -213,8 +212,7 @@ def _biases(value: Any, service: Service) -> Any:
     """Biases as OpenAI has them; llama.cpp has pairs, too, texts in place of ids, and false."""
     pairs, biases = list(value.items()) if isinstance(value, dict) else value, dict[str, Any]()
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
-        why = f"logit_bias must be an object or a list of pairs, of at most {MAX_BIASES}"
-        raise RequestError(why, param="logit_bias")
+        raise wrong("logit_bias", f"must be an object or a list of pairs, of at most {MAX_BIASES}")
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str):
             raise RequestError("logit_bias has an entry that is no pair", param="logit_bias")

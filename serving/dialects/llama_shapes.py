@@ -58,12 +58,8 @@ class LlamaCompletion(Shape):
         self._name, self._length = model_id(service.name), service.max_length
         self._tokenizer, self._asked = service.tokenizer, asked
         self._settings, self._prompts = settings, prompts or [None]
+        self.num_prompts = len(self._prompts)
         self._counts = defaultdict[int, int](int)  # tokens that a stream has shown, by choice
-
-    @property
-    def num_choices(self) -> int:
-        """How many texts the request wants, of all prompts."""
-        return len(self._prompts) * super().num_choices
 
     def whole(self, body: Json) -> Json:
         """The body, or a list of those of several texts."""
@@ -96,7 +92,6 @@ class LlamaCompletion(Shape):
             yield sse(self._body(i, each, body) | {"content": "", "tokens": []})
 
     def failed(self, error: RequestError) -> str:
-        """An event with the error."""
         return sse(error_form(error))
 
     def _body(self, index: int, body: Json, whole: Json) -> Json:
@@ -104,7 +99,7 @@ class LlamaCompletion(Shape):
         usage, word, kind = whole["usage"], body["stop_reason"] or "", "limit"
         if body["finish_reason"] == "stop":
             kind = "word" if word else "eos"
-        prompt = self._prompts[index * len(self._prompts) // self.num_choices]
+        prompt = self._prompts[index // self.per_prompt]
         evaluated, predicted = usage["prompt_tokens"], body["timings"]["predicted_n"]
         evaluated = evaluated if prompt is None else len(prompt)
         is_full = kind == "limit" and (evaluated or 0) + predicted >= self._length

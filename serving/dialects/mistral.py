@@ -14,7 +14,6 @@ from .completions import Completion, fill_in
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    """Add the route for the service's model."""
     name = model_id(service.name)
 
     @app.post("/v1/fim/completions")
@@ -34,7 +33,6 @@ class Filled(Completion):
     prefix, kind, kind_of_chunk = "fim", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, body: Json) -> Json:
-        """A choice of a whole answer."""
         choice = super().choice(index, body)
         return choice | {"message": choice.pop("delta")}
 

@@ -50,12 +50,10 @@ _KINDS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    """Add the route for the service's model."""
     name = model_id(service.name)
 
     @app.post("/v1/responses")
     def responses() -> Response | Json:
-        """Answer a conversation."""
         fields, sent = read_body(), dict[str, str]()
         told = _TOLD | {field: fields[field] for field in _TOLD if fields.get(field) is not None}
         with errors_name(sent):
@@ -245,6 +243,5 @@ class Responses(InParts):
         return told
 
     def failed(self, error: RequestError) -> str:
-        """An error in a stream."""
         about = {"code": error.code or "server_error", "message": error.message}
         return self._event("failed", response=self._state("failed", error=about))

@@ -7,9 +7,10 @@ from typing import Any
 
 from flask import current_app, g
 
-from messages import Json, RequestError
+from messages import Json
 from models.calls import AnswerReader, Part
 from serving.answers import Shape, sse
+from serving.fields import wrong
 
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
@@ -35,8 +36,7 @@ def bodies(body: Json) -> list[Json]:
 def refuse_streamed_scores(fields: Json) -> None:
     """Raises RequestError where a stream is to have a prompt's scores."""
     if fields.get("prompt_logprobs") is not None and fields.get("stream"):
-        why = "prompt_logprobs goes with stream: false"
-        raise RequestError(why, param="prompt_logprobs")
+        raise wrong("prompt_logprobs", "goes with stream: false")
 
 
 def by_id(scores: list[Json | None]) -> list[Json | None]:
@@ -98,7 +98,7 @@ class OpenAIShape(Shape):
             | self.choice(i, each)
             for i, each in enumerate(bodies(body))
         ]
-        self._new_ids |= enumerate(each["token_ids"] for each in bodies(body))
+        self._new_ids |= enumerate(each.get("token_ids") for each in bodies(body))
         absent = {} if self.has_own_prompts else _OF_PROMPTS
         return self._head | absent | self._with_ids(choices) | figures(body)
 
@@ -178,9 +178,8 @@ class InParts(Shape):
         logprobs = event.get("logprobs")
         if logprobs is not None and not parts:
             parts = [""]
-        return "".join(
-            self.part(number, part, None if i else logprobs) for i, part in enumerate(parts)
-        )
+        told = (self.part(number, part, None if i else logprobs) for i, part in enumerate(parts))
+        return "".join(told)
 
     def last(self, body: Json) -> Iterator[str]:
         """What was held back, then what the shape ends with."""

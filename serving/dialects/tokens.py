@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from messages import Json, RequestError
 from models.prompts import Tokenizer, is_text, long_texts, tokenize, tokenize_plain
+from serving.fields import wrong
 from serving.service import Service, read_body
 
 from .chat import errors_name, read_chat
@@ -24,8 +25,6 @@ _FLAGS = "add_special", "parse_special", "with_pieces", "add_special_tokens", "r
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    """Add the routes for the service's tokenizer."""
-
     @app.post("/tokenize")
     def to_tokens() -> Json:
         fields = read_body(takes_place=False)
@@ -82,14 +81,13 @@ def ids_of_chat(service: Service, fields: Json) -> list[int]:
     return list(fields["prompt"])
 
 
-def check_ids(ids: Any, vocabulary: int, name: str = "tokens") -> list[int]:
+def check_ids(ids: Any, vocabulary: int) -> list[int]:
     """A list of token ids as it is. Raises RequestError for anything else, naming the first."""
     if not isinstance(ids, list):
-        raise RequestError(f"{name} must be a list of token ids", param=name)
+        raise wrong("tokens", "must be a list of token ids")
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary:
-            why = f"{name}[{i}] must be a token id from 0 to {vocabulary - 1}"
-            raise RequestError(why, param=name)
+            raise wrong(f"tokens[{i}]", f"must be a token id from 0 to {vocabulary - 1}")
     return ids
 
 
@@ -116,10 +114,8 @@ def ids_of(
 
 
 def _for_llama_cpp(fields: Json, tokenizer: Tokenizer) -> Json:
-    is_plain, has_special = fields.get("parse_special") is False, bool(fields.get("add_special"))
-    ids = ids_of(
-        fields["content"], tokenizer, "content", has_special=has_special, is_plain=is_plain
-    )
+    is_plain, special = fields.get("parse_special") is False, bool(fields.get("add_special"))
+    ids = ids_of(fields["content"], tokenizer, "content", has_special=special, is_plain=is_plain)
     if not fields.get("with_pieces"):
         return {"tokens": ids}
     return {"tokens": [{"id": i, "piece": _piece(i, tokenizer)} for i in ids]}

@@ -4,17 +4,12 @@ Whatever is wrong is named by its path, such as messages[2].content[0].
 """
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from messages import Json, RequestError
 from models.calls import Call
-
-
-def wrong(path: str, what: str) -> RequestError:
-    """The error for what stands at a path, which is the message's first word."""
-    return RequestError(f"{path} {what}", param=re.match(r"\w+", path)[0])
+from serving.fields import wrong
 
 
 def unsupported(path: str, kind: Any) -> RequestError:
