@@ -38,6 +38,7 @@ class Sampling:
     min_tokens: int = 0  # so many tokens are generated before one of `end_ids` may be
     end_ids: tuple[int, ...] = ()
     typical_p: float = 1.0  # the tokens of this weight stay that surprise most nearly as expected
+    is_traced: bool = False  # for drafters: a trace also shows a coupled draft's q
 
     def behind(self, prompt: list[int]) -> "Sampling":
         """This sampling for a text that begins with the prompt."""
@@ -65,7 +66,7 @@ class Sampling:
     @property
     def needs_q(self) -> bool:
         """Whether a drafter that draws tokens must give the distribution q that it drew from."""
-        return not self.is_coupled
+        return not self.is_coupled or (self.is_traced and not self.is_greedy)
 
     @property
     def transforms(self) -> tuple[float, int, float, float]:
@@ -78,14 +79,6 @@ _PENALTIES = (
     "allowed_token_ids", "bad_words", "min_tokens", "typical_p",
 )  # fmt: skip
 GREEDY = Sampling()
-
-
-class TracedSampling(Sampling):
-    """A traced request's sampling, for its drafters: a trace also shows a coupled draft's q."""
-
-    @property
-    def needs_q(self) -> bool:
-        return not self.is_greedy
 
 
 def check_prompt(prompt: list[int], context: int, vocab_size: int, max_tokens: int = 1) -> None:
@@ -165,7 +158,7 @@ class Request:
     @property
     def drafting(self) -> Sampling:
         """The sampling as its drafters see it."""
-        return TracedSampling(**vars(self.sampling)) if self.trace else self.sampling
+        return replace(self.sampling, is_traced=True) if self.trace else self.sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,20 +367,15 @@ class Cycle:
     logits: Tensor  # [n + 1, V] of the target, after the pending and each drafted token
     scores: Tensor  # [n + 1, V], penalised
     times: list[float] = field(default_factory=list)  # seconds: began, drafted, verified, done
-    emitted: list[Judgement] = field(init=False)  # accepted, and the target's own, as before a cut
-    tokens: list[Judgement] = field(init=False)  # the emitted ones that stay
-    is_whole: bool = field(init=False)  # whether all of them do
-    num_drafted: int = field(init=False)
-    num_beside: int = field(init=False)  # drafted in other branches than the text's path
-    num_accepted: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Once: these are asked for several times in every cycle.
+        # Once: these are asked for several times in every cycle. What is emitted is accepted, or
+        # the target's own; what stays of it is in `tokens`.
         self.emitted = [judgement for judgement in self.judged if judgement.kind != "rejected"]
         self.tokens = self.emitted[: self.num_kept]
         self.is_whole = self.num_kept == len(self.emitted)
         self.num_drafted = len(self.path) if self.is_whole else self.num_kept
-        beside = len(self.draft.tokens) - len(self.path)
+        beside = len(self.draft.tokens) - len(self.path)  # in other branches than the text's
         self.num_beside = beside if self.is_whole else 0
         self.num_accepted = min(len(self.emitted) - 1, self.num_kept)
 
