@@ -189,8 +189,7 @@ class RemoteJob(Job):
         first: "RemoteJob | None" = None,
     ) -> None:  # fmt: skip
         """`first` is the job of the request's first choice, if this is another one."""
-        super().__init__(wanted, timeout_s)
-        self._changed = first._changed if first else self._changed  # one thread waits for all
+        super().__init__(wanted, timeout_s, entry=first)
         self.sequence, self.is_behind = Told(wanted), is_behind
         self.heard = self.submitted  # when the engine last said something
         self._socket: socket.socket | None = None

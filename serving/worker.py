@@ -78,7 +78,7 @@ class Job:
         """`after` is a job that must have ended before this one begins, and gives it its place.
 
         A choice begins as soon as the job before it has read the prompt, which is in the prefix
-        cache then. `entry` is the first job of a list of prompts: one thread waits for all.
+        cache then. `entry` is the request's first job: one thread waits for all of them.
         """
         self.request, self.after = request, after
         self.then: Job | None = None  # gets this one's place
@@ -419,13 +419,12 @@ class Worker(Admission):
         """
         jobs: list[Job] = []
         for i, request in enumerate(requests):
-            (prompt, choice), is_listed = divmod(i, request.n), request.num_prompts > 1
+            prompt, choice = divmod(i, request.n)
             before = jobs[i - choice] if choice else None
-            if jobs and request.n == 1 and not is_listed:
+            if jobs and request.texts == 1:
                 before = jobs[-1]
-            entry = jobs[0] if jobs and is_listed else None
             limit_s = self.options.request_timeout * (1 + prompt)  # as if each came alone
-            jobs.append(Job(request, limit_s, before, entry))
+            jobs.append(Job(request, limit_s, before, entry=jobs[0] if jobs else None))
         with self._changed:
             self._queue(jobs)
             self._changed.notify()
