@@ -55,7 +55,6 @@ _SGLANG = {
 }  # fmt: skip
 _COLUMNS = ("drafter", "K", "tokens/pass", "c", "cost", "expected", "pays below")
 _ROW = "{:14}{:>3} {:>12} {:>6} {:>6} {:>9} {:>11}"
-READ_ON = "docs/engines.md says what of this is measured and what is assumed"
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> in
         "reasons": {one.drafter: one.why for one in offers},
         "command_lines": command_lines(offers, options),
         "left_out": left_out,
-        "read_on": READ_ON,
+        "read_on": "docs/engines.md says what of this is measured and what is assumed",
     }
     print(json.dumps(document) if flags.json else text_of(document))
     return 0
