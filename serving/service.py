@@ -76,6 +76,7 @@ class Service:
         register_metrics(app, self.figures, self.worker)
         register_curve(app, self.worker)
         app.extensions |= {"worker": self.worker, "fingerprint": self.fingerprint}
+        app.extensions["model"] = model_id(self.name)
         return app
 
     def respond(

@@ -17,13 +17,13 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flask import Flask, Response, g
+from flask import Flask, Response, current_app, g
 
 import serving.dialects.translation as to_chat
 from messages import Json, RequestError
 from models.calls import AnswerReader, Call, Part, Thought
 from models.prompts import Conversation
-from serving.parsing import check_model, model_id
+from serving.parsing import check_model
 from serving.service import Service, read_body
 
 from .chat import errors_name, read_chat
@@ -47,7 +47,6 @@ _ERRORS = {
 
 def register_routes(app: Flask, service: Service) -> None:
     """Add the routes for the service's model, and their form of errors."""
-    name = model_id(service.name)
     for path in (_PATH, f"{_PATH}/count_tokens"):
         app.extensions["error_forms"][path] = lambda error: error_body(error, g.id)
 
@@ -59,13 +58,13 @@ def register_routes(app: Flask, service: Service) -> None:
                 raise wrong("max_tokens", "must be an integer: this protocol has no default")
             _translate(fields, sent)
             new_reader = read_chat(service, fields, sent)
-            return service.respond(fields, Messages(name, fields, new_reader=new_reader))
+            return service.respond(fields, Messages(fields, new_reader=new_reader))
 
     @app.post(f"{_PATH}/count_tokens")
     def count_tokens() -> Json:
         """Count the tokens of a conversation and its tools, as the model would read them."""
         fields, sent = read_body(takes_place=False), dict[str, str]()
-        check_model(fields.get("model") or name, service.name)
+        check_model(fields.get("model") or service.name, service.name)
         with errors_name(sent):
             _translate(fields, sent)
             read_chat(service, fields, sent)
@@ -167,9 +166,10 @@ class Messages(InParts):
 
     closing = ""
 
-    def __init__(self, model: str, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
+    def __init__(self, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
         super().__init__(fields, new_reader=new_reader)
-        self._head = {"id": f"msg_{g.id}", "type": "message", "role": "assistant", "model": model}
+        self._head = {"id": f"msg_{g.id}", "type": "message", "role": "assistant"}
+        self._head["model"] = current_app.extensions["model"]
         self._id, self._kind, self._index = g.id, "", -1  # kind and index of the block being told
 
     @property

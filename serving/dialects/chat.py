@@ -19,7 +19,6 @@ from models.prompts import template_options
 from models.tools import read_tools
 from serving.fields import check_dialect
 from serving.formats import FIELDS, constraint_of
-from serving.parsing import model_id
 from serving.service import Service, read_body
 
 from .shapes import InParts, Logprobs, OpenAIShape, by_id, refuse_streamed_scores
@@ -37,7 +36,7 @@ def respond(service: Service, fields: Json, shape: "Callable[..., Chat]") -> Res
     sent = dict[str, str]()
     with errors_name(sent):
         new_reader = read_chat(service, fields, sent)
-        return service.respond(fields, shape(model_id(service.name), fields, new_reader=new_reader))
+        return service.respond(fields, shape(fields, new_reader=new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -111,8 +110,8 @@ class Chat(InParts, OpenAIShape):
     has_own_prompts = False
     first_content: str | None = ""  # of a stream
 
-    def __init__(self, model: str, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
-        super().__init__(model, fields, new_reader=new_reader)
+    def __init__(self, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
+        super().__init__(fields, new_reader=new_reader)
         self._calls = defaultdict[int, list[Json]](list)  # by choice
 
     @property

@@ -16,7 +16,6 @@ from messages import Json, RequestError
 from models.fim import Gap
 from models.prompts import is_text
 from serving.fields import check_dialect, wrong
-from serving.parsing import model_id
 from serving.service import Service, read_body
 
 from .shapes import Logprobs, OpenAIShape, bodies, by_id, refuse_streamed_scores
@@ -25,8 +24,6 @@ _MOST_PROMPTS = 128
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    name = model_id(service.name)
-
     @app.post("/v1/completions")
     def completions() -> Response | Json:
         fields = read_body()
@@ -51,7 +48,7 @@ def register_routes(app: Flask, service: Service) -> None:
                 first = f"token_id:{ids[0]}" if has_name else service.tokenizer.decode(ids[:1])
                 begins.append(Begin(text, first))
         fields["prompt"] = prompts[0]
-        shape = Completion(name, fields, len(prompts), begins, is_scored)
+        shape = Completion(fields, len(prompts), begins, is_scored)
         return service.respond(fields, shape, prompts if is_list else None)
 
 
@@ -117,14 +114,14 @@ class Completion(OpenAIShape):
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, fields: Json, num_prompts: int = 1, begins: Sequence[Begin] = (),
+        self, fields: Json, num_prompts: int = 1, begins: Sequence[Begin] = (),
         is_scored: bool = False,
     ) -> None:  # fmt: skip
         """`begins` has, for an echo, what stands before the choices of each prompt.
 
         `is_scored`: the client asks for `prompt_logprobs`.
         """
-        super().__init__(model, fields)
+        super().__init__(fields)
         self.num_prompts, self._begins, self._is_scored = num_prompts, begins, is_scored
         self._offsets: Counter[int] = Counter()  # where in a choice's text the next token begins
 

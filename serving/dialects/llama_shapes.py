@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flask import current_app
+
 from messages import Json, RequestError
 from serving.answers import Shape, sse
 from serving.fields import LIMITS
-from serving.parsing import model_id
 from serving.service import Service
 
 from .chat import Chat
@@ -55,7 +56,7 @@ class LlamaCompletion(Shape):
         `prompts` are those of a list; each has as many texts.
         """
         super().__init__(fields)
-        self._name, self._length = model_id(service.name), service.max_length
+        self._name, self._length = current_app.extensions["model"], service.max_length
         self._tokenizer, self._asked = service.tokenizer, asked
         self._settings, self._prompts = settings, prompts or [None]
         self.num_prompts = len(self._prompts)
@@ -190,8 +191,8 @@ class LlamaChat(Chat):
 
     first_content = None
 
-    def __init__(self, service: Service, model: str, fields: Json, **more: Any) -> None:
-        super().__init__(model, fields, **more)
+    def __init__(self, service: Service, fields: Json, **more: Any) -> None:
+        super().__init__(fields, **more)
         self._tokenizer = service.tokenizer
 
     def whole(self, body: Json) -> Json:

@@ -6,7 +6,6 @@ from flask import Flask, Response
 
 from messages import Json
 from serving.fields import check_dialect
-from serving.parsing import model_id
 from serving.service import Service, read_body
 
 from .chat import errors_name
@@ -14,8 +13,6 @@ from .completions import Completion, fill_in
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    name = model_id(service.name)
-
     @app.post("/v1/fim/completions")
     def fim() -> Response | Json:
         fields, sent = read_body(), {"seed": "random_seed"}
@@ -24,7 +21,7 @@ def register_routes(app: Flask, service: Service) -> None:
         with errors_name(sent):
             fill_in(service, fields)
             check_dialect(fields)
-            return service.respond(fields, Filled(name, fields))
+            return service.respond(fields, Filled(fields))
 
 
 class Filled(Completion):

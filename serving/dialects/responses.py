@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flask import Flask, Response, g
+from flask import Flask, Response, current_app, g
 
 import serving.dialects.translation as to_chat
 from messages import Json, RequestError
 from models.calls import AnswerReader, Call, Part, Thought
-from serving.parsing import model_id
 from serving.service import Service, read_body
 
 from .chat import errors_name, log_probabilities, read_chat
@@ -50,8 +49,6 @@ _KINDS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    name = model_id(service.name)
-
     @app.post("/v1/responses")
     def responses() -> Response | Json:
         fields, sent = read_body(), dict[str, str]()
@@ -59,7 +56,7 @@ def register_routes(app: Flask, service: Service) -> None:
         with errors_name(sent):
             _translate(fields, sent)
             new_reader = read_chat(service, fields, sent)
-            return service.respond(fields, Responses(name, fields, told, new_reader=new_reader))
+            return service.respond(fields, Responses(fields, told, new_reader=new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -123,13 +120,11 @@ class Responses(InParts):
 
     closing = ""
 
-    def __init__(
-        self, model: str, fields: Json, told: Json, *, new_reader: Callable[[], AnswerReader]
-    ) -> None:
+    def __init__(self, fields: Json, told: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
         """`told` are the request's fields as they are told again."""
         super().__init__(fields, new_reader=new_reader)
         head = {"id": f"resp_{g.id}", "object": "response", "created_at": int(time.time())}
-        head |= {"model": model, "background": False, "store": False}
+        head |= {"model": current_app.extensions["model"], "background": False, "store": False}
         nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
         self._response = head | told | nothing
         self._items = list[Json]()  # those that are done

@@ -66,11 +66,11 @@ class OpenAIShape(Shape):
     prefix, kind, kind_of_chunk = "", "", ""
     has_own_prompts = True  # whether a choice tells its prompt's ids, or the body does
 
-    def __init__(self, model: str, fields: Json) -> None:
-        """`fields` are the request's; `model` is the name by which clients know the model."""
+    def __init__(self, fields: Json) -> None:
         super().__init__(fields)
         self._head = {"id": f"{self.prefix}-{g.id}"}  # the X-Request-Id
-        self._head |= {"object": self.kind, "created": int(time.time()), "model": model}
+        self._head |= {"object": self.kind, "created": int(time.time())}
+        self._head["model"] = current_app.extensions["model"]
         self._head["system_fingerprint"] = current_app.extensions["fingerprint"]
         self._has_ids, self._num_tokens = fields.get("return_token_ids") is True, Counter[int]()
         self._new_ids = defaultdict[int, list[int]](list)  # by choice: those that no chunk has had
@@ -156,9 +156,9 @@ class InParts(Shape):
     A stream has each call whole in one part, and no text that may still become a call.
     """
 
-    def __init__(self, *arguments: Any, new_reader: Callable[[], AnswerReader]) -> None:
+    def __init__(self, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
         """`new_reader` makes what reads a choice's text."""
-        super().__init__(*arguments)
+        super().__init__(fields)
         self.readers = defaultdict[int, AnswerReader](new_reader)  # by choice
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
