@@ -138,8 +138,7 @@ def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
     try:
         for s, _ in engine.generate(wanted):
-            pieces = s.text.release(s.finish_reason is not None)
-            print(mark(pieces, colour), end="", flush=True)
+            print(mark(s.text.release(s.finish_reason is not None), colour), end="", flush=True)
     except RequestError:
         print(flush=True)  # the error starts on a new line
         raise

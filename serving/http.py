@@ -244,7 +244,9 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
         if is_loading:
             end(flush_log)
 
-    share_memory()
+    # Have all threads take memory from two places: what one gives back, another can use. With a
+    # place for each thread, as glibc has it, memory grows for ten thousands of requests.
+    _ask_glibc("mallopt", -8, 2)  # M_ARENA_MAX
     flush_log = log_to_stderr()
     handle_signals(stop)
     check = Guard(options).check
@@ -271,14 +273,6 @@ def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
     _ask_glibc("malloc_trim", 0)  # what only loading needed goes back to the system
     return app
-
-
-def share_memory() -> None:
-    """Have all threads take memory from two places: what one gives back, another can use.
-
-    With a place for each thread, as glibc has it, memory grows for ten thousands of requests.
-    """
-    _ask_glibc("mallopt", -8, 2)  # M_ARENA_MAX
 
 
 def _ask_glibc(function: str, *arguments: int) -> None:

@@ -470,10 +470,9 @@ def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     ):  # fmt: skip
         if is_wrong:
             parser.error(why)
-    for name in (
-        "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle",
-    ):  # fmt: skip
-        if flags.engine and getattr(flags, name) != getattr(Options, name):
+    own = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle"
+    for name in own if flags.engine else ():
+        if getattr(flags, name) != getattr(Options, name):
             why = "is for this server's own engine: it does not go with --engine"
             parser.error(f"{_flag(name)} {why}")
     names = read_prompts(is_chat=True)
