@@ -83,8 +83,7 @@ class Told:
     usage: Json = field(default_factory=dict)
     speculation: Json = field(default_factory=dict)  # vLLM's, of this request
     finish_reason: str | None = None
-    num_steps: int = 0
-    pieces: list[str] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # of the text, one for each event
     num_characters: int = 0
     is_cut: bool = False  # the engine went on behind the last token that was asked for
 
@@ -127,7 +126,7 @@ class Told:
         logprobs = _logprobs(choice["logprobs"], ids) if choice.get("logprobs") else []
         self.num_characters += len(text)
         tokens = max(len(self.output) + len(ids), len(self.logprobs) + len(logprobs))
-        tokens = max(tokens, self.num_steps, self.num_characters // _LONGEST_TOKEN)
+        tokens = max(tokens, len(self.pieces), self.num_characters // _LONGEST_TOKEN)
         if tokens > self.request.limit:
             self.finish_reason, self.is_cut = "length", True
             return None
@@ -138,15 +137,14 @@ class Told:
         self.logprobs += logprobs
         if not ids and not text:
             return None
-        self.pieces.append(text)
         event: Json = {
-            "step": self.num_steps,
+            "step": len(self.pieces),
             "tokens": [{"id": token, "kind": None} for token in ids],
             "pieces": [(text, None)],
         }
+        self.pieces.append(text)
         if self.request.logprobs is not None:
             event["logprobs"] = logprobs
-        self.num_steps += 1
         return event
 
 
