@@ -437,8 +437,7 @@ def demo_run(
     ]
     # Both spend equal time on the prompt; only the drafter's runs measure it apart.
     prompt_ms = median(each.statistics.prompt_ms for each in sequences)
-    passes_ms = max(0.0, standard["ms"] - prompt_ms)
-    plain = Statistics(target_passes=num_plain - 1, verify_ms=passes_ms)
+    plain = Statistics(target_passes=num_plain - 1, verify_ms=max(0.0, standard["ms"] - prompt_ms))
     figures = {name: getattr(s.statistics, name) for name in _FIGURES}
     run = {
         "token_ids": s.output,
@@ -449,8 +448,7 @@ def demo_run(
         "identical": all(each.output == ids for each in sequences) if is_coupled else None,
     }
     t_verify = s.statistics.costs(plain)["t_verify"]
-    steady = steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
-    return figures | run | timed(ms) | steady
+    return figures | run | timed(ms) | steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
 
 
 def demo_totals(results: list[Json], is_coupled: bool) -> dict[str, Json]:

@@ -274,11 +274,10 @@ def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> in
     options = replace(options, max_running=flags.max_running or RUNNING_ELSEWHERE)
     prompts = prompts_for(engine, options, flags)
     offers = measure(engine, names, prompts, options)
-    tokens = options.max_tokens or Request.max_tokens
     document = {
         "model": model_id(options.model),
         "prompts": len(prompts),
-        "max_tokens": tokens,
+        "max_tokens": options.max_tokens or Request.max_tokens,
         "drafters": [vars(one) | {"pays": one.pays} for one in offers],
         "best": offers[0].drafter if offers[0].pays else PLAIN,
         "why": offers[0].why if offers[0].pays else "plain decoding is best: no drafter gains 5 %",

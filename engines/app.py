@@ -62,8 +62,7 @@ def _handed_on(body: Json, fields: Json, how: Json, engine: Engine) -> Json:
     if engine.kind == "vllm" and how.get("continue_final_message"):
         sent["add_generation_prompt"] = False
     sent["typical_p"] = fields["sampling"].typical_p % 1  # 1 is off
-    options = body.get("stream_options") or {}
-    sent["stream_options"] = options.get("continuous_usage_stats")
+    sent["stream_options"] = (body.get("stream_options") or {}).get("continuous_usage_stats")
     wanted = {
         name: value
         for name, value in sent.items()

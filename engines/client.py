@@ -253,9 +253,8 @@ def positions_in(metrics: dict[str, float]) -> list[float]:
 
 def _has_template(client: Client, model: str) -> bool:
     """Whether the engine can write a conversation as a text; so it seems where it does not say."""
-    turns = [{"role": "user", "content": "x"}]
     try:
-        client.ask("/tokenize", {"model": model, "messages": turns})
+        client.ask("/tokenize", {"model": model, "messages": [{"role": "user", "content": "x"}]})
     except RequestError as error:
         return "template" not in error.message
     return True

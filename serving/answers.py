@@ -75,8 +75,7 @@ def _answer(job: Job, notes: list[str]) -> Json:
         limit = "max_tokens" if sequence.finish_reason == "length" else "a stop string"
         notes.append(f"{limit} cut the text, so it is not a whole one of its grammar")
     read = {"cache_n": job.num_cached, "prompt_n": prompt - job.num_cached}
-    timings = read | statistics.timings()
-    body = body_of(job, sequence.output, notes, usage, counters, timings)
+    body = body_of(job, sequence.output, notes, usage, counters, read | statistics.timings())
     decision = sequence.drafting.task.decision
     body["metrics"]["controller"] = decision and decision.as_dict()
     if trace.IDS in request.returns:
@@ -357,11 +356,10 @@ def _costs_by_batch(costs: Costs) -> Json:
     for size in sorted(costs.passes):
         batch = 1 << size - 1
         prices = costs.prices(batch, batch)
-        drafts = {n: round(prices.drafts[n].first_ms, 4) for n in measured}
         classes["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
             "pass_ms": round(prices.plain_ms, 4),
             "token_ms": round(prices.rows_ms[0], 4),
-            "draft_step_ms": drafts,
+            "draft_step_ms": {n: round(prices.drafts[n].first_ms, 4) for n in measured},
         }
     return classes
 

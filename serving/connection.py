@@ -71,8 +71,7 @@ def malformed(why: str, status: int = 400) -> RequestError:
 
 def too_large(what: str, limit: int, status: int = 413) -> RequestError:
     """A part of a request beyond its limit."""
-    message = f"the {what} is larger than {limit} bytes"
-    return RequestError(message, status=status, code="too_large")
+    return RequestError(f"the {what} is larger than {limit} bytes", status=status, code="too_large")
 
 
 def environ_of(request: h11.Request) -> Json:
@@ -241,8 +240,7 @@ class Connection(asyncio.Protocol):
             raise too_large("body", MAX_BODY_BYTES)
         self._enter(State.BODY)
         if self.parser.they_are_waiting_for_100_continue:
-            go_on = h11.InformationalResponse(status_code=100, headers=[])
-            self._write(self.parser.send(go_on))
+            self._write(self.parser.send(h11.InformationalResponse(status_code=100, headers=[])))
 
     def read_body(self, data: bytes) -> None:
         """Collect the body. In slices: a megabyte of tiny chunks is a second of work."""

@@ -84,8 +84,7 @@ class _Words(logging.Formatter):
         if record.exc_info:  # strangers' bytes may be in it, too
             for each in self.formatException(record.exc_info).splitlines():
                 lines.append(re.match(" *", each)[0] + one_line(each, LONGEST_LINE))
-        moment = datetime.fromtimestamp(record.created)
-        return f"{moment:%H:%M:%S} {level:8}" + "\n".join(lines)
+        return f"{datetime.fromtimestamp(record.created):%H:%M:%S} {level:8}" + "\n".join(lines)
 
 
 def _in_words(line: Json) -> str:
@@ -113,8 +112,7 @@ def log_to_stderr() -> Callable[[], bool]:
     lines: queue.Queue[Any] = queue.Queue(_MAX_LINES)
     writer = logging.StreamHandler(sys.stderr)
     writer.setFormatter(_Words() if sys.stderr.isatty() else _Format())
-    root = logging.getLogger()
-    root.handlers = [_Handler(lines)]
+    logging.getLogger().handlers = [_Handler(lines)]
     LOG.setLevel(logging.INFO)
     for name in ("kernels", "engine", "progress"):  # what was chosen, and is done, at the start
         logging.getLogger(name).setLevel(logging.INFO)

@@ -267,8 +267,7 @@ def _read_sampling(fields: Json, vocab_size: int) -> Sampling:
 
     Raises RequestError for a bias of a token that is not in the vocabulary.
     """
-    given = dict(fields.pop("logit_bias", {}))
-    biases = {int(token): float(bias) for token, bias in given.items()}
+    biases = {int(token): float(bias) for token, bias in dict(fields.pop("logit_bias", {})).items()}
     # JSON may write 1 or 1.0.
     values = {name: type(v)(fields.pop(name, v)) for name, v in _SAMPLING.items()}
     if (largest := max(biases, default=0)) >= vocab_size:

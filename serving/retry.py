@@ -18,8 +18,7 @@ def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cy
 
     A sequence that cannot go on ends with a `failure`, and has no cycle.
     """
-    lengths = engine.target.cache.lengths
-    held = {s: lengths[s.row] for s in sequences}
+    held = {s: engine.target.cache.lengths[s.row] for s in sequences}
     cycles: dict[TextSequence, Cycle] = {}
     try:
         return engine.step(sequences, cycles)

@@ -155,8 +155,7 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
             for entry in entries:
                 entry["q"] = _short(q[entry["id"]])
         if sampling.is_coupled and not sampling.is_greedy:
-            position = len(s.tokens) - count + row
-            times = s.noise.exponentials(position, np.array(ranked))
+            times = s.noise.exponentials(len(s.tokens) - count + row, np.array(ranked))
             for entry, e in zip(entries, times, strict=True):
                 entry["noise"] = _short(-np.log(e))
         result.append(entries)
@@ -204,8 +203,7 @@ def token_logprobs(
     logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
     they do not depend on the request's sampling. With `has_names` a token's text is "token_id:7".
     """
-    scores = scores_of(logits, tokens, num_top)
-    return _entries(tokens, scores, _naming(tokenizer, has_names))
+    return _entries(tokens, scores_of(logits, tokens, num_top), _naming(tokenizer, has_names))
 
 
 def prompt_logprobs(s: TextSequence) -> list[Json | None]:

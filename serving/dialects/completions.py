@@ -180,5 +180,4 @@ class Completion(OpenAIShape):
         """The likeliest tokens where one stands, and that one."""
         if (tops := entry["top_logprobs"]) is None:
             return None
-        listed = [*tops[: _num_top(self._fields)], entry]
-        return {top["token"]: top["logprob"] for top in listed}
+        return {top["token"]: top["logprob"] for top in [*tops[: _num_top(self._fields)], entry]}

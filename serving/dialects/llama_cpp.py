@@ -75,8 +75,7 @@ def register_routes(app: Flask, service: Service) -> None:
             texts = check_text(before, "prompt"), check_text(behind, "suffix")
         middle, files = fields.pop("prompt", None) or "", _files(fields.pop("input_extra", None))
         with errors_name(sent):
-            gap = Gap(*texts, check_text(middle, "the prompt"), files)
-            service.read_infill(gap, fields)
+            service.read_infill(Gap(*texts, check_text(middle, "the prompt"), files), fields)
             return _respond(service, fields)
 
     @app.post("/chat/completions", endpoint="llama_chat")

@@ -74,10 +74,9 @@ class LlamaCompletion(Shape):
         ids = [token["id"] for token in event["tokens"]]
         text, parts = "".join(text for text, _ in event["pieces"]), [(ids, Json())]
         if "logprobs" in event:  # the text is in the last one
-            probabilities = self._probabilities(event["logprobs"])
             parts = [
                 ([token], {"completion_probabilities": [entry]})
-                for token, entry in zip(ids, probabilities, strict=True)
+                for token, entry in zip(ids, self._probabilities(event["logprobs"]), strict=True)
             ]
         chunks = list[str]()
         for i, (tokens, more) in enumerate(parts, 1):
@@ -199,6 +198,5 @@ class LlamaChat(Chat):
         """The body, with the prompt where that was asked for."""
         told = super().whole(body)
         if self._fields.get("verbose") is True and self._tokenizer:
-            prompt = text_of(self._tokenizer, list(self._fields["prompt"]))
-            told["__verbose"] = {"prompt": prompt}
+            told["__verbose"] = {"prompt": text_of(self._tokenizer, list(self._fields["prompt"]))}
         return told

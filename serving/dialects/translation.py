@@ -105,8 +105,7 @@ def call_of(number: str, name: str, arguments: Any) -> Json:
     """A call in a chat's message; its arguments may be a text already."""
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": name, "arguments": arguments}
-    return {"id": number, "type": "function", "function": function}
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments_of(call: Call) -> Json | None:
