@@ -100,9 +100,8 @@ def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
 def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, list[str]]:
     """A request's fields, defaults filled in, and warnings. Raises RequestError."""
     defaults = options.for_requests | {"drafter": engine.drafter}
-    known = engine.name, engine.max_length, engine.vocab_size
     how = template_options(body) if body.get("chat") is True else {}
-    fields, notes = parse_fields(body, None, engine.choices, defaults, *known)
+    fields, notes = parse_fields(body, engine, engine.choices, defaults)
     refuse_what_it_cannot(body, engine)
     fields["handed_on"] = _handed_on(body, fields, how, engine)
     room = engine.max_length

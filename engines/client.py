@@ -192,6 +192,7 @@ class Engine:
     drafter: str | None  # "engine" where only the engine knows which
     num_spec_tokens: int | None
     vocab_size: int = 1 << 31  # it is not reported: the engine itself refuses unknown ids
+    tokenizer: None = None  # it tokenises itself
 
     @classmethod
     def ask(cls, client: Client) -> "Engine":

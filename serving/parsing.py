@@ -24,15 +24,7 @@ from messages import (
     Sampling,
     check_prompt,
 )
-from models.prompts import (
-    Tokenizer,
-    at_place,
-    chat_ids,
-    is_text,
-    large_bodies,
-    prediction_ids,
-    prompt_ids,
-)  # fmt: skip
+from models.prompts import at_place, chat_ids, is_text, large_bodies, prediction_ids, prompt_ids
 
 from . import formats, masks
 from .fields import HARMLESS, OTHER_NAMES, REFUSED, check_supported, with_own_names, wrong
@@ -226,15 +218,14 @@ def check_model(wanted: Any, model: str) -> None:
         raise unknown_model(wanted, model)
 
 
-def _read_prompt(
-    known: Json, fields: Json, tokenizer: Tokenizer | None, max_length: int, vocab_size: int
-) -> Any:
+def _read_prompt(known: Json, fields: Json, target: Any) -> Any:
     """The ids of a prompt, which leave room for what is to follow; without a tokenizer a text.
 
     Where max_tokens is -1 it becomes what the context holds beside, and None where nobody knows.
     """
-    value, is_open = known.get("prompt"), fields["max_tokens"] == -1
-    prompt = (chat_ids if fields.pop("chat", False) else prompt_ids)(value, tokenizer, max_length)
+    max_length, is_open = target.max_length, fields["max_tokens"] == -1
+    read = chat_ids if fields.pop("chat", False) else prompt_ids
+    prompt = read(known.get("prompt"), target.tokenizer, max_length)
     has_ids = not prompt or isinstance(prompt[0], int)  # a chat template may write nothing
     if has_ids:
         least = 1 if is_open else fields["max_tokens"]
@@ -243,7 +234,7 @@ def _read_prompt(
         fields["max_tokens"] = max(1, max_length - len(prompt)) if has_ids else None
     if has_ids:
         try:
-            check_prompt(prompt, max_length, vocab_size, fields["max_tokens"])
+            check_prompt(prompt, max_length, target.vocab_size, fields["max_tokens"])
         except ValueError as error:
             refusal = RequestError(str(error), param="prompt")
             if len(prompt) >= max_length:
@@ -284,10 +275,10 @@ def _check_choices(num_choices: int, fields: Json) -> None:
         raise RequestError(f"{why}: choices have the seeds behind it", param="seed")
 
 
-def _expect(fields: Json, known: Json, tokenizer: Tokenizer | None, max_length: int) -> list[str]:
+def _expect(fields: Json, known: Json, target: Any) -> list[str]:
     """Put the prediction's ids into the fields, whose drafter is chosen; returns warnings."""
     value, drafter = known.get("prediction", ""), fields["drafter"]
-    fields["prediction"] = ids = prediction_ids(value, tokenizer, max_length)
+    fields["prediction"] = ids = prediction_ids(value, target.tokenizer, target.max_length)
     if known.get("drafter") == _PREDICTION and not ids:
         raise RequestError("drafter prediction goes with a prediction", param="drafter")
     if ids and drafter not in (AUTO, TREE, _PREDICTION):
@@ -299,12 +290,11 @@ def _expect(fields: Json, known: Json, tokenizer: Tokenizer | None, max_length: 
 
 def _check_stream_options(value: Any) -> None:
     """Raises RequestError for options that are no object of flags."""
-    name = "stream_options"
     if not isinstance(value, dict):
-        raise RequestError(f"{name} must be an object", param=name)
+        raise wrong("stream_options", "must be an object")
     for option in _STREAM_OPTIONS:
         if not isinstance(value.get(option), bool | None):
-            raise RequestError(f"{name}.{option} must be true or false", param=name)
+            raise wrong(f"stream_options.{option}", "must be true or false")
 
 
 def _unknown(body: Json) -> list[str]:
@@ -320,19 +310,19 @@ def _unknown(body: Json) -> list[str]:
 
 
 def parse_fields(
-    body: Json, tokenizer: Tokenizer | None, drafters: Collection[str], defaults: Json,
-    model: str, max_length: int, vocab_size: int,
-) -> tuple[Json, list[str]]:  # fmt: skip
+    body: Json, target: Any, drafters: Collection[str], defaults: Json
+) -> tuple[Json, list[str]]:
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
-    `prompt` comes back as _read_prompt has it, `stop` as a tuple, `drafter` as a name or None (for
-    "none", and without `speculative`), `logprobs` as a number or None, `seed` as a number
-    (random if absent), the fields of Sampling as `sampling`, and those of masks.py in `masks`, as
-    they were sent. A null counts as absent. Raises RequestError, naming the field.
+    `target` is a Model, or an engine that runs elsewhere and has no tokenizer. `prompt` comes back
+    as _read_prompt has it, `stop` as a tuple, `drafter` as a name or None (for "none", and without
+    `speculative`), `logprobs` as a number or None, `seed` as a number (random if absent), the
+    fields of Sampling as `sampling`, and those of masks.py in `masks`, as they were sent. A null
+    counts as absent. Raises RequestError, naming the field.
     """
     known = check_fields(body)
     check_supported(body)
-    check_model(known.get("model", model), model)
+    check_model(known.get("model", target.name), target.name)
     if "stream_options" in known:
         if not known.get("stream"):
             raise RequestError("stream_options goes with stream: true", param="stream_options")
@@ -342,8 +332,8 @@ def parse_fields(
     taken = {name: fields.pop(name) for name in (*masks.NAMES, *READ, IDS, NAMES) if name in fields}
     fields["returns"] = frozenset(name for name in (IDS, NAMES) if taken.get(name))
     fields["masks"] = {name: taken[name] for name in masks.NAMES if name in taken}
-    fields["sampling"] = _read_sampling(fields, vocab_size)
-    fields["prompt"] = _read_prompt(known, fields, tokenizer, max_length, vocab_size)
+    fields["sampling"] = _read_sampling(fields, target.vocab_size)
+    fields["prompt"] = _read_prompt(known, fields, target)
     stop = known.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if (drafter := known.get("drafter")) is not None:
@@ -360,7 +350,7 @@ def parse_fields(
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
-    warnings = _expect(fields, known, tokenizer, max_length)
+    warnings = _expect(fields, known, target)
     return fields, warnings + _unknown(body)
 
 
@@ -373,8 +363,7 @@ def parse_request(
     """
     target = engine.target
     defaults = defaults | {"drafter": engine.default_drafter}
-    known = target.name, target.max_length, target.vocab_size
-    fields, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
+    fields, notes = parse_fields(body, target, engine.pool.choices, defaults)
     stream, compare = fields.pop("stream"), fields.pop("compare")
     masks.take_masks(fields, target)
     fields["grammar"] = formats.grammar_of(body, engine, fields["prompt"])
