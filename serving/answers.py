@@ -4,7 +4,6 @@ They read the core's sequences and engine, handed in; docs/api.md says what thei
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -22,11 +21,9 @@ from .formats import reasoning_of
 from .options import Options
 from .parsing import model_id
 from .statistics import FORMULAS, PLAIN, Statistics, ratio
-from .worker import Job, Worker, cancel, read
+from .worker import LOG, Job, Worker, cancel, read
 
-LOG = logging.getLogger("engine")
 PING = ": ping\n\n"  # a proxy might take silence for an end
-
 _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
 
@@ -178,7 +175,7 @@ class Shape:
     """
 
     opening, closing = "", "data: [DONE]\n\n"  # what a stream begins and ends with
-    num_prompts = 1
+    num_prompts = 1  # in the request's list
 
     def __init__(self, fields: Json) -> None:
         """`fields` are the request's, which may be wrong until a job has begun."""

@@ -16,7 +16,7 @@ from models.reference import check, contents_of, refusal
 
 from . import answers
 from .options import Options
-from .worker import warm_up
+from .worker import LOG, warm_up
 
 LoadModel = Callable[[str, Options], Model]
 
@@ -63,6 +63,6 @@ def load_engine(
         engine.target.report = kernels.report_of(engine.target)
     for model in filter(None, (engine.target, engine.draft_model)):
         check(model)
-    answers.LOG.info(answers.setting(engine, options))
+    LOG.info(answers.setting(engine, options))
     warm_up(engine)
     return engine

@@ -23,10 +23,9 @@ from flask import Flask, Response, g, request
 
 from messages import LONGEST_LINE, Json, one_line
 
-from .worker import Job
+from .worker import PROGRESS, Job
 
 LOG = logging.getLogger("serving.requests")
-PROGRESS = logging.getLogger("progress")  # what is being done until all is loaded
 _MAX_LINES = 10_000  # that may wait for a slow reader of stderr
 
 

@@ -11,7 +11,6 @@ measured most often; large passes for which no time is left are left out. Not me
 from files, and those that run no model.
 """
 
-import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from drafters.pool import AUTO, Task
 from drafters.timed import TimedDrafter
 from messages import Draft, Engine, Json, Request, TextSequence, in_short
 
-from .curve import PARTS, ROWS, Curve, Store
+from .curve import LOG, PARTS, ROWS, Curve, Store
 from .worker import uncounted
 
 _LONGEST_MS = 1500.0  # of measuring, in all, without waiting for a core
@@ -36,7 +35,6 @@ _SHORT, _LONG = 1, 5  # tokens of drafts
 _UNREAD = 4  # tokens: a draft behind so many more is one that reads
 _PROMPT, _IDS = 16, range(300, 900)  # tokens; ids, which are mostly of frequent words
 _ROOM = 20  # tokens that drafts and what is read of them take
-LOG = logging.getLogger("engine")
 
 
 class Measurement:

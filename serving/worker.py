@@ -34,7 +34,7 @@ from .options import Options
 from .statistics import Totals
 
 LOG = logging.getLogger("engine")
-PROGRESS = logging.getLogger("progress")
+PROGRESS = logging.getLogger("progress")  # what is being done until all is loaded
 POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is silent for a minute
 _REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
 _QUIET_S = 0.2  # before measuring: who asks again at once is not to wait for a pass

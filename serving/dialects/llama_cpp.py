@@ -174,9 +174,7 @@ def _respond(
     if "infill" in (asked["samplers"] or ()):
         fields["temperature"] = 0
     check_dialect(fields)
-    told = partial(settings, service, fields)  # asked for once they are known to be valid
-    shape = LlamaCompletion(service, fields, asked, told, prompts)
-    return service.respond(fields, shape, prompts)
+    return service.respond(fields, LlamaCompletion(service, fields, asked, prompts), prompts)
 
 
 def _read_prompts(value: Any, service: Service) -> list[Any]:

@@ -1,7 +1,7 @@
 """llama.cpp's shapes: of an answer, whole or in chunks, of its chats, and of errors."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from flask import current_app
@@ -48,17 +48,13 @@ class LlamaCompletion(Shape):
     closing = ""
 
     def __init__(
-        self, service: Service, fields: Json, asked: Json, settings: Callable[[], Json],
-        prompts: list[list[int]] | None = None,
-    ) -> None:  # fmt: skip
-        """`asked` says what the answer is to have; it also shows the `settings`.
-
-        `prompts` are those of a list; each has as many texts.
-        """
+        self, service: Service, fields: Json, asked: Json, prompts: list[list[int]] | None = None
+    ) -> None:
+        """`asked` says what the answer is to have, and `prompts` are those of a list."""
         super().__init__(fields)
-        self._name, self._length = current_app.extensions["model"], service.max_length
+        self._service, self._name = service, current_app.extensions["model"]
         self._tokenizer, self._asked = service.tokenizer, asked
-        self._settings, self._prompts = settings, prompts or [None]
+        self._prompts = prompts or [None]
         self.num_prompts = len(self._prompts)
         self._counts = defaultdict[int, int](int)  # tokens that a stream has shown, by choice
 
@@ -102,7 +98,7 @@ class LlamaCompletion(Shape):
         prompt = self._prompts[index // self.per_prompt]
         evaluated, predicted = usage["prompt_tokens"], body["timings"]["predicted_n"]
         evaluated = evaluated if prompt is None else len(prompt)
-        is_full = kind == "limit" and (evaluated or 0) + predicted >= self._length
+        is_full = kind == "limit" and (evaluated or 0) + predicted >= self._service.max_length
         content = _indented(body["text"], self._asked["n_indent"] or 0)
         said = {
             "index": index, "content": content,
@@ -110,7 +106,7 @@ class LlamaCompletion(Shape):
             "id_slot": -1, "stop": True, "model": self._name,
             "tokens_predicted": predicted, "tokens_evaluated": evaluated,
             "tokens_cached": (usage["prompt_tokens_details"] or {}).get("cached_tokens"),
-            "generation_settings": self._settings() | {"seed": body["seed"]},
+            "generation_settings": settings(self._service, self._fields) | {"seed": body["seed"]},
             "prompt": self._prompt(prompt), "has_new_line": "\n" in content, "truncated": is_full,
             "stop_type": kind, "stopping_word": word,
             **{f"stopped_{each}": kind == each for each in ("eos", "limit", "word")},
