@@ -94,8 +94,8 @@ def _first_difference(
     tops = [top for event in events for top in event["target_top"]]
     top = tops[position] if position < len(tops) else []
     totals = {choice["id"]: choice["total"] for choice in top}
-    near = _NEAR_TIE.get(dtype, 1e-3) / (1 if sampling.is_greedy else sampling.temperature)
-    is_tie = ours in totals and top[0]["total"] - totals[ours] <= near
+    near_tie = _NEAR_TIE.get(dtype, 1e-3) / (1 if sampling.is_greedy else sampling.temperature)
+    is_tie = ours in totals and top[0]["total"] - totals[ours] <= near_tie
     return {
         "position": position,
         "speculative_token": ours,
