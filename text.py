@@ -96,10 +96,9 @@ class TextStream:
 
     def _append(self, new: str, kind: str) -> bool:
         searched, tail = len(self._tail), self._tail + new
-        matches = list[tuple[int, int]]()
-        if len(self._tokens) > self._min_tokens:
-            found = ((tail.find(s, max(0, searched - len(s) + 1)), len(s)) for s in self._stop)
-            matches = [match for match in found if match[0] >= 0]
+        stop = self._stop if len(self._tokens) > self._min_tokens else ()
+        found = ((tail.find(s, max(0, searched - len(s) + 1)), len(s)) for s in stop)
+        matches = [match for match in found if match[0] >= 0]
         begin, length = min(matches, default=(len(tail), 0))
         cut = begin + (length if self._has_stop else 0)
         self._begun += (self._length + match.start() for match in self._first.finditer(new))
@@ -123,10 +122,8 @@ class TextStream:
         next token.
         """
         self._catch_up()
-        begin, end = self._released, self._length
-        if not final:
-            end -= self._num_held()
-        self._released = max(begin, end)
+        begin, num_held = self._released, 0 if final else self._num_held()
+        self._released = max(begin, self._length - num_held)
         return self.stretches(begin, self._released)
 
     def _num_held(self) -> int:
