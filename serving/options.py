@@ -375,9 +375,8 @@ class _HelpAll(argparse.Action):
 
 def _parser(is_complete: bool) -> Parser:
     """A parser of all options; its help shows every one, or those that most people need."""
-    form = argparse.RawDescriptionHelpFormatter
     words = {"usage": _USAGE, "description": _ABOUT, "epilog": _BEGIN}
-    parser = Parser(**words, formatter_class=form, add_help=False)
+    parser = Parser(**words, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
     groups = {name: parser.add_argument_group(name) for name in _GROUPS}
     actions = groups[DO].add_mutually_exclusive_group(required=True)
 

@@ -41,7 +41,10 @@ def register_routes(app: Flask, service: Service) -> None:
         if echo:
             if fields.get("truncate_prompt_tokens") is not None:
                 raise wrong("truncate_prompt_tokens", "does not go with echo")
-            _score(fields)
+            # What is repeated is scored where log-probabilities are asked for, if it can be.
+            count, scored = _num_top(fields), fields.get("prompt_logprobs")
+            if count is not None and isinstance(scored, int | None):
+                fields["prompt_logprobs"] = max(count, scored or 0)
             for each, ids in zip(sent, prompts, strict=True):
                 text = each if isinstance(each, str) else service.tokenizer.decode(ids)
                 has_name = fields.get("return_tokens_as_token_ids") is True
@@ -75,13 +78,6 @@ class Begin(NamedTuple):
 
     text: str
     first: str  # its first token, which has no log-probability
-
-
-def _score(fields: Json) -> None:
-    """Let what an echo repeats be scored where log-probabilities are asked for, if they can be."""
-    count, scored = _num_top(fields), fields.get("prompt_logprobs")
-    if count is not None and isinstance(scored, int | None):
-        fields["prompt_logprobs"] = max(count, scored or 0)
 
 
 def _num_top(fields: Json) -> int | None:
