@@ -315,15 +315,10 @@ def show_demo(engine: Engine, options: Options, flags: Namespace, plain_decode: 
         if not document["prompts"]:
             raise
         document |= {"interrupted": True, "worked_cycle": None}
-    document |= {
-        "totals": demo_totals(document["prompts"], options.sampling.is_coupled),
-        "device": str(engine.target.model.device),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
+    document["totals"] = demo_totals(document["prompts"], options.sampling.is_coupled)
+    document["device"] = str(engine.target.model.device)
+    libraries = {each.__name__: each.__version__ for each in (torch, transformers)}
+    document["versions"] = {"python": platform.python_version()} | libraries
     if flags.json:
         for run in (run for p in document["prompts"] for run in p["speculative"].values()):
             del run["pieces"]
@@ -365,13 +360,8 @@ def compare(
     text, passes = engine.target.tokenizer.decode(ids, skip_special_tokens=True), len(ids) - 1
     standard = {"target_passes": passes, "tokens_per_pass": ratio(len(ids) - 1, passes)}
     standard |= timed(times[PLAIN]) | {"token_ids": ids, "text": text}
-    return {
-        "standard": standard,
-        "speculative": {
-            name: demo_run(engine, sequences, times[name], standard)
-            for name, sequences in runs.items()
-        },
-    }
+    speculative = {n: demo_run(engine, each, times[n], standard) for n, each in runs.items()}
+    return {"standard": standard, "speculative": speculative}
 
 
 def worked_cycle(engine: Engine, prompts: Prompts, options: Options) -> Json | None:

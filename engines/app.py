@@ -215,6 +215,7 @@ class Remote(Service):
         hits, asked = (metrics.get(f"prefix_cache_{what}_total") for what in ("hits", "queries"))
         prefixes = {"queried_tokens": int(asked or 0), "hit_tokens": int(hits or 0)}
         prefixes |= dict.fromkeys(("num_blocks", "num_bytes", "capacity_bytes"))
+        of_drafter = {"per_drafter": dict.fromkeys(engine.choices, counters), "per_rule": None}
         return {
             "status": status,
             "engine": {"name": engine.kind, "version": engine.version},
@@ -229,12 +230,7 @@ class Remote(Service):
             "num_requests_waiting": relay.num_waiting,
             "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
             "prefix_cache": None if asked is None else prefixes,
-            "speculative_decoding": counters
-            | {
-                "per_drafter": {name: counters for name in engine.choices},
-                "per_rule": None,
-                "formulas": _FORMULAS,
-            },
+            "speculative_decoding": counters | of_drafter | {"formulas": _FORMULAS},
             "warnings": warnings,
         }
 

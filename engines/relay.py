@@ -137,11 +137,8 @@ class Told:
         self.logprobs += logprobs
         if not ids and not text:
             return None
-        event: Json = {
-            "step": len(self.pieces),
-            "tokens": [{"id": token, "kind": None} for token in ids],
-            "pieces": [(text, None)],
-        }
+        shown = [{"id": token, "kind": None} for token in ids]
+        event: Json = {"step": len(self.pieces), "tokens": shown, "pieces": [(text, None)]}
         self.pieces.append(text)
         if self.request.logprobs is not None:
             event["logprobs"] = logprobs

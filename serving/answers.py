@@ -59,11 +59,8 @@ def _answer(job: Job, notes: list[str]) -> Json:
     }
     details = _reasoning_tokens(sequence)
     if request.prediction:
-        text = sequence.drafting
-        details |= {
-            "accepted_prediction_tokens": text.accepted["prediction"],
-            "rejected_prediction_tokens": text.rejected["prediction"],
-        }
+        details["accepted_prediction_tokens"] = sequence.drafting.accepted["prediction"]
+        details["rejected_prediction_tokens"] = sequence.drafting.rejected["prediction"]
     if details:
         usage["completion_tokens_details"] = details
     counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)

@@ -120,9 +120,7 @@ def steadiness(
     >>> steadiness([2.4, 2.5, 2.6], tokens_per_pass=2.0, t_verify=1.1)["disturbed"]
     True
     """
-    is_too_fast = bool(speedups and tokens_per_pass) and (
-        median(speedups) > _NOISE * tokens_per_pass
-    )
+    is_too_fast = bool(speedups and tokens_per_pass and median(speedups) > _NOISE * tokens_per_pass)
     is_odd = t_verify is not None and not _LEAST_T_VERIFY <= t_verify <= _MOST_T_VERIFY
     spread = [round(edge(speedups), 4) for edge in (min, max)] if speedups else None
     return {"disturbed": is_too_fast or is_odd, "spread": spread}

@@ -53,12 +53,9 @@ _SPANS = {  # of a request: between which of its job's moments
     "e2e_request_latency_seconds": ("submitted", "left"),
 }
 _WORDS = {"submitted": "arrival", "began": "place", "first_token": "first token", "left": "end"}
+_BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0  # seconds
 # In no global registry: several servers may live in one process, each with its histograms.
-_Histogram = partial(
-    Histogram,
-    registry=None,
-    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
-)
+_Histogram = partial(Histogram, registry=None, buckets=_BUCKETS)
 _LLAMA_CPP: dict[str, tuple[str, Callable[[Counter[str]], float]]] = {  # from sums by our names
     "prompt_tokens_total": ("counter", lambda n: n["prompt_tokens"] - n["prompt_tokens_cached"]),
     "prompt_tokens_cached_total": ("counter", lambda n: n["prompt_tokens_cached"]),

@@ -91,15 +91,10 @@ class OpenAIShape(Shape):
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once, from /generate's answer."""
-        choices = [
-            _stop(each)
-            | {"token_ids": None}
-            | (_OF_PROMPTS if self.has_own_prompts else {})
-            | self.choice(i, each)
-            for i, each in enumerate(bodies(body))
-        ]
+        own, absent = (_OF_PROMPTS, {}) if self.has_own_prompts else ({}, _OF_PROMPTS)
+        own = {"token_ids": None} | own
+        choices = [_stop(each) | own | self.choice(i, each) for i, each in enumerate(bodies(body))]
         self._new_ids |= enumerate(each.get("token_ids") for each in bodies(body))
-        absent = {} if self.has_own_prompts else _OF_PROMPTS
         return self._head | absent | self._with_ids(choices) | figures(body)
 
     def note(self, event: Json, number: int) -> None:
