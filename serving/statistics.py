@@ -162,11 +162,10 @@ class Statistics:
         """Acceptance by position in the draft: of all drafted, and of those that were reached."""
         at = self.accepted_at, self.drafted_at, self.reached_at
         positions = list(zip_longest(*at, fillvalue=0))
+        of_reached = [ratio(n, reached) for n, _, reached in positions]
         return {
             "acceptance_rate_per_position": [ratio(n, drafted) for n, drafted, _ in positions],
-            "conditional_acceptance_rate_per_position": [
-                ratio(n, reached) for n, _, reached in positions
-            ],
+            "conditional_acceptance_rate_per_position": of_reached,
         }
 
     def timings(self) -> dict[str, float]:

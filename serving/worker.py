@@ -356,7 +356,7 @@ class Admission:
                 begun.append(jobs)
         if joining:
             self._running += joining
-            others = [jobs for jobs in self._waiting if all(jobs is not each for each in begun)]
+            others = [jobs for jobs in self._waiting if jobs not in begun]
             self._waiting = deque(filter(None, [*others, *begun]))
         return joining
 

@@ -120,7 +120,7 @@ def _register_figures(app: Flask, service: Service) -> None:
     @app.get("/props")
     def props() -> Json:
         """The defaults of requests, and what the model reads. Folders are not told."""
-        tokenizer = service.tokenizer
+        texts = "chat_template", "bos_token", "eos_token"
         defaults = {"id": 0, "n_ctx": service.max_length, "params": settings(service, {})}
         return {
             "default_generation_settings": defaults,
@@ -128,9 +128,7 @@ def _register_figures(app: Flask, service: Service) -> None:
             "model_alias": name,
             "model_path": Path(options.model or name).name,
             "modalities": {"vision": False, "audio": False},
-            "chat_template": (tokenizer and tokenizer.chat_template) or "",
-            "bos_token": (tokenizer and tokenizer.bos_token) or "",
-            "eos_token": (tokenizer and tokenizer.eos_token) or "",
+            **{text: getattr(service.tokenizer, text, None) or "" for text in texts},
             "build_info": "speculative-decoding",
             "is_sleeping": False,
         }
