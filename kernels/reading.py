@@ -42,7 +42,7 @@ def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, 
         cos, sin = module(*inputs, kind) if isinstance(module.rope_type, dict) else module(*inputs)
         width = cos.shape[-1]
         halves = [table[0, :, : width // 2].float().contiguous() for table in (cos, sin)]
-        ropes[kind] = Rope(width, length, *map(address, halves))
+        ropes[kind] = Rope(width, *map(address, halves))
         ropes[kind].tables = halves  # the structure points to their memory
     return ropes
 

@@ -1,6 +1,6 @@
 """The structures of the C code for ctypes, read from its headers: what lies where is written once.
 
-    STRUCTS["rope"]     decoder.h's `rope`, with width, length, cos and sin
+    STRUCTS["rope"]     decoder.h's `rope`, with width, cos and sin
 
 A pointer to a structure that stands further up is a pointer here, too; others are addresses.
 """

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "../kernels/c/forward.h"
+#include "../kernels/c/decoder.h"
 #include "../kernels/c/sampling.h"
 
 int apply_convolution(const convolution *, const conv_text *, int, int);
@@ -184,7 +184,7 @@ int main(int count, char **arguments) {
     double frequencies[40];
     for (int j = 0; j < turned / 2; ++j) frequencies[j] = 1 / (1.0 + next(1000));
     tabulate(cosines, sines, capacity, turned / 2, frequencies, 1);
-    ropes[0] = (rope){turned, capacity, cosines, sines};
+    ropes[0] = (rope){turned, cosines, sines};
     for (int i = 0; i < d.num_blocks; ++i) {
       block *b = blocks + i;
       const int q = kv_heads * groups * width, kv = kv_heads * width, inner = 8 + next(150);

@@ -6,7 +6,6 @@
 // rising order, whoever computed them. What a row does not see it does not read, wherever it lies: a token
 // of a branch has the bits of a chain. A key is read once for all rows of a group and all queries of its head.
 
-#define _GNU_SOURCE
 #include "attention.h"
 
 #include <stdlib.h>

@@ -11,7 +11,6 @@
 #include <stdlib.h>
 
 #include "errors.h"
-#include "forward.h"
 
 enum { MOST_MATCH = 8 };  // last tokens that are compared: a longer match is no better
 

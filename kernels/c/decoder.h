@@ -15,9 +15,8 @@ typedef struct {
 } norm;
 
 typedef struct {
-  int32_t width;            // numbers of a head that turn, in two halves
-  int32_t length;
-  const float *cos, *sin;  // [length, width / 2]
+  int32_t width;           // numbers of a head that turn, in two halves
+  const float *cos, *sin;  // [positions, width / 2]
 } rope;
 
 // A gated delta net in the place of attention; qkv makes what the convolution reads, z, b and a.
@@ -83,3 +82,5 @@ typedef struct {
   float *states;                           // [num_states, rows, hidden]
   float *logits;                           // [num_wanted, words]
 } batch;
+
+int run_decoder(const decoder *d, const batch *f, int threads);  // 0, NO_MEMORY or NO_PLACE (forward.c)

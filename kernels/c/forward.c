@@ -1,9 +1,6 @@
 // A whole forward in one job: all threads go through its steps together, and meet between them. In a
 // step rows are shared out, or a matrix's outputs, or heads and keys. Numbers between layers are floats.
 
-#define _GNU_SOURCE
-#include "forward.h"
-
 #include <math.h>
 #include <stdlib.h>
 

@@ -1,6 +1,5 @@
 // What Python calls (library.py): one job of all threads for each call.
 
-#define _GNU_SOURCE
 #include <stdlib.h>
 
 #include "errors.h"

@@ -194,10 +194,8 @@ INLINE float largest16(lanes x) {  // no lane is a NaN
 
 // Four products of bytes, added to each of 16 sums: `weights` are 16 times four bytes, `x` are four
 // bytes for all. No sum overflows, as there are at most 32 products in one.
-#if defined(__aarch64__)
+#if defined(__aarch64__) || (VECTOR_BYTES == 32 && !defined(__AVXVNNI__))
 #define SIGNED_WEIGHTS 1  // weights are integers from -128 to 127
-#elif VECTOR_BYTES == 32 && !defined(__AVXVNNI__)
-#define SIGNED_WEIGHTS 1
 #else
 #define SIGNED_WEIGHTS 0  // from 0 to 255
 #endif
@@ -259,8 +257,6 @@ INLINE ivec dot_bytes(ivec sums, ivec weights, ivec x) {
 #endif
 #if HAS_BF16_DOT && defined(__AMX_BF16__)
 #define HAS_AMX 1
-#else
-#define HAS_AMX 0
 #endif
 
 #define PREFETCH(from, ahead) __builtin_prefetch((const char *)(from) + (ahead), 0, 3)

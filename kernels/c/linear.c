@@ -3,7 +3,6 @@
 // the blocks' sums are added in rising order. So neither the number of rows nor of threads nor the
 // place of a row changes a bit. Tiles of several rows read a weight once for all.
 
-#define _GNU_SOURCE
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -35,10 +34,8 @@ static void quantise(const float *x, int count, inputs_block *to) {
     const float factor = 127 / most;
     const lanes magic = all(12582912.0f);  // 1.5 · 2^23: the sum has no room for a fraction
     to->scale = most / 127;
-    whole[0] = float_bits(add(mul(a, all(factor)), magic));
-    whole[1] = float_bits(add(mul(b, all(factor)), magic));
-    whole[0] = iadd(whole[0], iall(-0x4b400000));
-    whole[1] = iadd(whole[1], iall(-0x4b400000));
+    whole[0] = iadd(float_bits(add(mul(a, all(factor)), magic)), iall(-0x4b400000));
+    whole[1] = iadd(float_bits(add(mul(b, all(factor)), magic)), iall(-0x4b400000));
   }
   const int32_t sums[2] = {isum16(whole[0]), isum16(whole[1])};
   for (int i = 0; i < 2; ++i) store_int8(to->q + LANES * i, whole[i]);

@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "recurrent.h"
 
 #include <stdlib.h>

@@ -91,7 +91,6 @@ static double weight_of(const score_row *r, float score) {
 INLINE lvec wholes_of(dvec weights) {  // in units of 2⁻⁴⁰, to the nearest, ties to even
   return (lvec)(weights * 0x1p40 + 0x1p52) - (lvec)(0x1p52 - (dvec){});
 }
-INLINE int64_t whole_of(const score_row *r, float score) { return wholes_of(weight_of(r, score) - (dvec){})[0]; }
 
 static int64_t whole_sum(const score_row *r) {
   lvec sums[AT_ONCE] = {};
@@ -217,7 +216,7 @@ static int find(score_row *r, float low, float high) {
 }
 
 // --------------------------------------------------------------------------------------- cuts
-INLINE int64_t whole_at(const score_row *r, int i) { return whole_of(r, score_of(r, r->ranked[i])); }
+INLINE int64_t whole_at(const score_row *r, int i) { return wholes_of(weight_of(r, score_of(r, r->ranked[i])) - (dvec){})[0]; }
 
 // How many of the first `count` ranked tokens have less than `limit` before them. `before`: what
 // weighs more than they, and then what weighs more than the others.
@@ -422,8 +421,9 @@ typedef struct {
   atomic_int result;
 } score_job;
 
+static const choice plain = {.temperature = 1, .top_p = 1};
+
 static int score(const score_job *j, int row) {
-  static const choice plain = {.temperature = 1, .top_p = 1};
   const float *scores = j->scores + (size_t)row * (size_t)j->vocab, own = scores[j->tokens[row]];
   score_row r;
   int result = (int)begin(&r, &plain, scores, j->vocab);
@@ -459,7 +459,6 @@ int score_rows(const float *scores, int rows, int vocab, const int64_t *tokens, 
 }
 
 double confidence(const float *scores, int vocab, int token) {
-  static const choice plain = {.temperature = 1, .top_p = 1};
   score_row r;
   double share = 0;
   if (begin(&r, &plain, scores, vocab) > 0) share = weight_of(&r, scores[token]) / ((double)whole_sum(&r) * 0x1p-40);
