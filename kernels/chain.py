@@ -87,7 +87,9 @@ def draft_chain(
         flat.ids += fed[i]
         flat.wanted.append(len(flat.ids) - 1)
         each.position = begin + len(fed[i]) + (hidden is not None)  # a pair's token stands behind
-        memory.append(_fill(each, state, limits[i], _before(state) if can_guess else []))
+        # The end of the text, with what a grammar puts before the draft, is what a guess may copy.
+        before = [*state.text[-_LOOKED_AT:], *state.forced] if can_guess else []
+        memory.append(_fill(each, state, limits[i], before))
     decoder.chain(flat, drafts, words, hidden, shift, layer, _GUESSED if can_guess else 0)
     place.counts = [len(ids) + each.count - 1 for ids, each in zip(fed, drafts, strict=True)]
     cache.advance(place)
@@ -100,11 +102,6 @@ def draft_chain(
         for each, (tokens, sure, doubts) in zip(drafts, memory, strict=True)
     )
     return [next(drawn) if asked else Draft() for asked in is_asked]
-
-
-def _before(state: Any) -> list[int]:
-    """The end of a text, with what a grammar puts before the draft: what a guess may copy."""
-    return [*state.text[-_LOOKED_AT:], *state.forced]
 
 
 def _fill(each: ctypes.Structure, state: Any, limit: int, before: list[int]) -> tuple[Any, ...]:

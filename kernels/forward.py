@@ -22,9 +22,7 @@ from . import library
 from .decoder import Decoder, Rows
 from .modules import Modules
 from .parts import is_same
-from .patches import panels_in
 from .reading import recompute_rope_tables
-from .weights import Panels
 
 _TRIED_S = 0.15  # for which rows are computed one by one at a start
 _ROUNDED = (
@@ -145,12 +143,9 @@ class KernelForward:
             self._model.cache.close_row(row)
         seconds, cpu = time.perf_counter() - began, library.instructions()
         threads = self.decoder.num_threads
-        is_rounded = cpu.endswith(("AMX", "BF16")) and "bfloat16" in {p.reads for p in self._panels}
+        forms = {panels.reads for panels in self.decoder.panels}
+        is_rounded = cpu.endswith(("AMX", "BF16")) and "bfloat16" in forms
         return Report(doubt, threads, seconds, cpu, self.reason, _ROUNDED if is_rounded else None)
-
-    @property
-    def _panels(self) -> set[Panels]:
-        return self.decoder.panels
 
     def _doubt(self, row: int) -> str | None:
         """What differed, if anything did; the row is empty. A slow model is tried on fewer rows."""
@@ -177,11 +172,7 @@ class ModuleForward(KernelForward):
     @property
     def num_bytes(self) -> int:
         """The bytes of the matrices in panels."""
-        return sum(panels.num_bytes for panels in self._panels)
-
-    @property
-    def _panels(self) -> set[Panels]:
-        return panels_in(self._model.model)
+        return sum(panels.num_bytes for panels in self.decoder.panels)
 
     def shares(self, rows: list[int]) -> bool:
         """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""

@@ -101,12 +101,10 @@ def compiler() -> list[str]:
 def use(wanted: bool) -> None:
     """Let models built from now on use the kernels if they are `wanted` and compile."""
     global is_used
-    is_used = False
     try:
-        if wanted:
-            load()
-            is_used = True
+        is_used = wanted and bool(load())
     except ValueError as error:
+        is_used = False
         LOG.warning("the models run in transformers' modules, which is slower: %s", error)
 
 

@@ -25,8 +25,9 @@ from messages import KeyCache, Model
 
 from . import library
 from .decoder import BlockStruct, Rows
+from .patches import panels_in
 from .rowwise import RowWise
-from .weights import DTYPES
+from .weights import DTYPES, Panels
 
 NAME = "kernels"  # transformers' name for our attention
 
@@ -94,36 +95,23 @@ def attention_forward(
     if not (is_ours and has_all and count == place.rows.shape[1] and key.dtype == value.dtype):
         raise TypeError("keys and values of a form that is not known here")
     place.num_attended += 1
-    block = BlockStruct(
-        window=attention_mask.window or 0, softcap=softcap or 0,
-        scaling=width**-0.5 if scaling is None else scaling,
-    )  # fmt: skip
-    attended = _attend(block, place, query[0], key, value, s_aux)
-    return attended[None].to(query.dtype), None
-
-
-def _attend(
-    block: BlockStruct, place: FlatPlace, query: Tensor, key: Tensor, value: Tensor,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Rows of attention [N, H, width of values], of query [H, N, D]; `block` has the options."""
     capacity = _capacity(key)
     if capacity is None or capacity != _capacity(value):
         key, value, capacity = key.contiguous(), value.contiguous(), key.shape[2]
-    queries = query.transpose(0, 1).float().contiguous()
-    (count, block.heads, block.width), block.value_width = queries.shape, value.shape[3]
-    block.kv_heads, block.capacity = key.shape[1], capacity
-    assert not block.heads % block.kv_heads
-    block.is_half = key.dtype == torch.bfloat16
-    assert key.dtype is value.dtype and key.dtype in DTYPES and key.is_cpu and value.is_cpu
-    block.keys, block.values = key.data_ptr(), value.data_ptr()
-    if sinks is not None:
-        sinks = sinks.detach().float().contiguous()
-        block.sinks = library.address(sinks, block.heads)
-    attended = library.room(count, block.heads, block.value_width)
+    queries, heads = query[0].transpose(0, 1).float().contiguous(), query.shape[1]
+    sinks = None if s_aux is None else s_aux.detach().float().contiguous()
+    assert not heads % key.shape[1] and key.is_cpu and value.is_cpu
+    block = BlockStruct(
+        window=attention_mask.window or 0, softcap=softcap or 0,
+        scaling=width**-0.5 if scaling is None else scaling, is_half=key.dtype == torch.bfloat16,
+        heads=heads, kv_heads=key.shape[1], width=width, value_width=value.shape[3],
+        capacity=capacity, keys=key.data_ptr(), values=value.data_ptr(),
+        sinks=library.address(sinks, heads),
+    )  # fmt: skip
+    attended = library.room(count, heads, value.shape[3])
     structs = ctypes.byref(block), ctypes.byref(place.batch)
     library.compute("run_attention", *structs, *map(library.address, (queries, attended)))
-    return attended
+    return attended[None].to(query.dtype), None
 
 
 def _capacity(buffer: Tensor) -> int | None:
@@ -162,6 +150,11 @@ class Modules:
         self._cached, self._mode = cached, _Mode(cached.model)
         self.unsteady = self._mode.unsteady
         self.num_threads = torch.get_num_threads()
+
+    @property
+    def panels(self) -> set[Panels]:
+        """All matrices in panels, each once."""
+        return panels_in(self._cached.model)
 
     def follow(self, cache: KeyCache) -> None:
         """Check the cache: transformers' modules write keys and values to the model's cache."""

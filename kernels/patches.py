@@ -110,19 +110,15 @@ def quantise_embedding(model: nn.Module) -> None:
     # Gemma's embeddings have a scale for all words, and do nothing else.
     if type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale"):
         scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
-        panels = Panels.of(embedding.weight, None, "int8")
-        put_panels(embedding, panels, float(scale))
+        put_panels(embedding, Panels.of(embedding.weight, None, "int8"), float(scale))
         # Something has to be left of a model that modules can ask for its type.
-        anchor = embedding.weight
-        embedding.anchor = nn.Parameter(torch.empty(0, dtype=anchor.dtype), requires_grad=False)
+        embedding.anchor = nn.Parameter(scale.new_empty(0), requires_grad=False)
 
 
 def panels_of(layer: nn.Module) -> Panels:
     """The panels of a linear layer or an embedding; new ones if it is not packed yet."""
-    panels = getattr(layer, "panels", None)
-    if panels is None:
-        panels = Panels.of(*(linear_of(layer) or (layer.weight, None)))
-    return panels
+    packed = getattr(layer, "panels", None)
+    return packed or Panels.of(*(linear_of(layer) or (layer.weight, None)))
 
 
 def panels_in(model: nn.Module) -> set[Panels]:

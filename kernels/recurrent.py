@@ -18,10 +18,7 @@ Rule = STRUCTS["rule"]  # how a token changes a state [heads, width, columns]
 
 
 def convolve(
-    texts: Sequence[Tensor],
-    tails: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None = None,
+    texts: Sequence[Tensor], tails: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Convolve each text's tokens [t, C], behind its tail [taps - 1, C]: results and next tails.
 

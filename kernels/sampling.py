@@ -109,12 +109,6 @@ def confidence(scores: Tensor, token: int) -> float:
     return _function("confidence", ctypes.c_double)(address(row), len(row), token)
 
 
-def goes_on(doubts: ctypes.Structure, confidence: list[float]) -> bool:
-    """Whether a draft with such confidence in its tokens goes on, as a chain in C asks itself."""
-    sure = (ctypes.c_double * len(confidence))(*confidence)
-    return bool(_function("goes_on", ctypes.c_int)(ctypes.byref(doubts), sure, len(confidence)))
-
-
 def _row(scores: Tensor) -> Tensor:
     """Scores [V] that C can read; the caller holds them until C has read them."""
     if scores.dim() != 1:

@@ -4,6 +4,7 @@ So a token that a compiled draft chooses is the one that Python would choose fro
 and scores without numbers are refused by both.
 """
 
+import ctypes
 import itertools
 import math
 
@@ -16,6 +17,7 @@ from conftest import needs_compiler
 import sampling as module
 from control.estimates import Calibration
 from kernels import sampling as compiled
+from kernels.library import load
 from sampling import Noise, choose, confidence, ranked, survivors
 
 CUTS = [
@@ -101,7 +103,8 @@ def test_c_stops_a_draft_where_the_controller_s_record_does():
         least = float(random.uniform(0, 0.3))
         doubts = compiled.doubts_of(calibration.chances, calibration.mean, least)
         for drafted in ([], sure, [0.9, 1.0], [0.0, 0.1], [0.8999999999999999]):
-            answers.append(compiled.goes_on(doubts, drafted))
+            chances = (ctypes.c_double * len(drafted))(*drafted)
+            answers.append(bool(load().goes_on(ctypes.byref(doubts), chances, len(drafted))))
             assert answers[-1] == calibration.doubts(least)(drafted)
     assert 100 < sum(answers) < 1400
 
