@@ -6,13 +6,13 @@ last slot moves to its slot. So the open rows lie together, and a pass reads the
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from mmap import mmap
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
-
-from .buffers import lazy_zeros, scrub
 
 
 @dataclass
@@ -57,11 +57,19 @@ class Place:
         """Split a pass's result [B, T, D] by text, without pads: [counts[b], D]."""
         return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
 
-    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive mask [B, 1, T, end]: a token sees at most `window` tokens up to itself."""
+    def mask(
+        self, dtype: torch.dtype, window: int | None = None, looks_ahead: bool = False,
+        size: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Additive mask [B, 1, T, end]: a token sees at most `window` tokens up to itself.
+
+        [B, 1, size, end] of the last `size` tokens, which may be a block that `looks_ahead`: there
+        each sees those behind it, too.
+        """
         keys = torch.arange(self.end, device=self.positions.device)
-        queries = self.positions[:, None, :, None]
-        unseen = keys > queries
+        queries = self.positions[:, None, -size:, None]  # of size 0: all
+        last = queries[:, :, -1:].expand_as(queries) if looks_ahead else queries
+        unseen = keys > last
         if window is not None:
             unseen |= keys <= queries - window
         # Floats and not bools: transformers' eager attention adds the mask to the scores.
@@ -170,3 +178,26 @@ class Slots(Cache):
         """Keys and values of each layer that has any, each [slots, heads, max_length, width]."""
         written = [layer for layer in self.layers if layer.is_initialized]
         return [buffer for layer in written for buffer in (layer.keys, layer.values)]
+
+
+def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
+    """Zeros [num_rows, H, capacity, width], with H and width of `like` [B, H, T, width].
+
+    Pages take memory only once they are written, because most requests are short. (The mapping
+    is shared with forked processes. A private mapping would be slower to write to.)
+    """
+    shape = num_rows, like.shape[1], capacity, like.shape[-1]
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    memory = mmap(-1, prod(shape) * like.element_size())
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
+
+
+def scrub(buffers: list[Tensor], slot: int, length: int) -> None:
+    """Zero a cache's slot if it holds a NaN or infinity: masked, these still spoil attention.
+
+    `length` tokens were written. Only the last layer is checked: earlier faults reach it.
+    """
+    if length and not all(b[slot, :, :length].isfinite().all() for b in buffers[-2:]):
+        for buffer in buffers:
+            buffer[slot] = 0

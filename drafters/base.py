@@ -190,3 +190,14 @@ class Drafter(ABC):
 
     def close(self, state: Any) -> None:  # noqa: B027  (most drafters hold nothing to give back)
         """The request is over. Always called, also after an error."""
+
+
+class GuessingDrafter(Drafter):
+    """One that runs no model and draws nothing: what it would propose can be asked at any time."""
+
+    @abstractmethod
+    def guess(self, state: Any, max_tokens: int) -> list[int]:
+        """What it proposes: the controller asks, to know what a draft would be worth."""
+
+    def propose(self, state: Any, max_tokens: int) -> Draft:
+        return Draft(self.guess(state, max_tokens))

@@ -186,7 +186,8 @@ class DFlashDrafter(HeadDrafter):
         counts = [min(limit, self.drafts_at_once) for limit in max_tokens]
         blocks, drafts = self._run(states), []
         places = torch.cat([block[1 : n + 1] for block, n in zip(blocks, counts, strict=True)])
-        for state, logits in zip(states, self._to_logits(places).split(counts), strict=True):
+        every = self._output(self._head.norm(places)).float().split(counts)
+        for state, logits in zip(states, every, strict=True):
             chain = Chain(state, len(logits))
             while chain.is_open:
                 chain.extend(logits[len(chain.tokens)], self._sample)
@@ -208,28 +209,14 @@ class DFlashDrafter(HeadDrafter):
         else:
             parts = context.split(list(map(len, hidden)))
             context = nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side="left")
-            masks = self._masks(place.positions[:, -size:], place.end, x.dtype)
+            kinds = dict.fromkeys(self._config.layer.layer_types)
+            masks = {kind: place.mask(x.dtype, *self._sees(kind), size) for kind in kinds}
             x = self._head.run(x, context, place.positions, masks, cache.layers)
         cache.advance(place)
         return x
 
-    def _sees(self, kind: str) -> tuple[bool, int | None]:
-        """Whether a kind of attention looks ahead in its block, and how far back it sees."""
+    def _sees(self, kind: str) -> tuple[int | None, bool]:
+        """How many tokens a kind of attention sees (None: all), and whether it looks ahead."""
         is_sliding, is_causal = kind == _SLIDING, self._config.is_causal
         window = self._config.layer.sliding_window if is_sliding else None
-        return not (is_sliding if is_causal is None else is_causal), window or None
-
-    def _masks(self, positions: Tensor, num_keys: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Additive masks of blocks at `positions` [B, size], by kind of attention."""
-        keys = torch.arange(num_keys, device=positions.device)
-        queries, masks = positions[:, None, :, None], {}
-        for kind in dict.fromkeys(self._config.layer.layer_types):
-            looks_ahead, window = self._sees(kind)
-            unseen = keys > (queries[:, :, -1:] if looks_ahead else queries)
-            unseen = unseen | (keys <= queries - (window or num_keys))
-            mask = torch.zeros_like(unseen, dtype=dtype)
-            masks[kind] = mask.masked_fill_(unseen, torch.finfo(dtype).min)
-        return masks
-
-    def _to_logits(self, outputs: Tensor) -> Tensor:
-        return self._output(self._head.norm(outputs)).float()
+        return window, not (is_sliding if is_causal is None else is_causal)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from messages import Draft, Sampling, Verdict
+from messages import Sampling, Verdict
 from sampling import Noise
 
-from .base import Drafter
+from .base import GuessingDrafter
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class GrammarState:
     matcher: Any = None
 
 
-class GrammarDrafter(Drafter):
+class GrammarDrafter(GuessingDrafter):
     """Proposes what must follow by the request's grammar."""
 
     name: ClassVar[str] = "grammar"
@@ -34,11 +34,7 @@ class GrammarDrafter(Drafter):
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> GrammarState:
         return GrammarState()
 
-    def propose(self, state: GrammarState, max_tokens: int) -> Draft:
-        return Draft(self.guess(state, max_tokens))
-
     def guess(self, state: GrammarState, max_tokens: int) -> list[int]:
-        """What `propose` would propose: the controller asks, to know what it would be worth."""
         return state.matcher.forced(max_tokens) if state.matcher else []
 
     def evidence(self, state: GrammarState) -> int:

@@ -18,13 +18,13 @@ Source: Saxena, github.com/apoorvumang/prompt-lookup-decoding (2023).
 from collections.abc import Sequence
 from typing import ClassVar
 
-from messages import Draft, Sampling
+from messages import Sampling
 from sampling import Noise
 
-from .base import Context, Drafter
+from .base import Context, GuessingDrafter
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(GuessingDrafter):
     """Proposes from the text of its request alone."""
 
     name: ClassVar[str] = "ngram"
@@ -47,11 +47,7 @@ class NgramDrafter(Drafter):
         index.extend(prompt)
         return index
 
-    def propose(self, state: "NgramIndex", max_tokens: int) -> Draft:
-        return Draft(self.guess(state, max_tokens))
-
     def guess(self, state: "NgramIndex", max_tokens: int) -> list[int]:
-        """What `propose` would propose: the controller asks, to know what it would be worth."""
         return [*state.forced, *state.continuation(max_tokens - len(state.forced))]
 
     def evidence(self, state: "NgramIndex") -> int:

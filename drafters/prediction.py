@@ -22,10 +22,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import ClassVar
 
-from messages import Draft, Sampling, Verdict
+from messages import Sampling, Verdict
 from sampling import Noise
 
-from .base import Drafter
+from .base import GuessingDrafter
 
 _SIZES = 4, 2, 1  # of the n-grams that are looked up
 _CERTAIN = 4  # equal tokens in a row, after which a place is believed
@@ -79,7 +79,7 @@ class Expected:
         return self.tokens[self._place : self._place + max_tokens]
 
 
-class PredictionDrafter(Drafter):
+class PredictionDrafter(GuessingDrafter):
     """Proposes from the prediction of its request."""
 
     name: ClassVar[str] = "prediction"
@@ -89,14 +89,8 @@ class PredictionDrafter(Drafter):
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> Expected:
         return Expected()
 
-    def propose(self, state: Expected, max_tokens: int) -> Draft:
-        return Draft(self.guess(state, max_tokens))
-
     def guess(self, state: Expected, max_tokens: int) -> list[int]:
-        """What `propose` would propose: the controller asks, to know what it would be worth.
-
-        Nothing, where a grammar forces other tokens.
-        """
+        """What follows in the prediction. Nothing, where a grammar forces other tokens."""
         draft, forced = state.continuation(max_tokens), [*state.forced[:max_tokens]]
         return draft if draft[: len(forced)] == forced else []
 

@@ -25,10 +25,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from messages import Draft, Sampling, Verdict
+from messages import Sampling, Verdict
 from sampling import Noise
 
-from .base import Context, Drafter
+from .base import Context, GuessingDrafter
 
 LEAST_CHANCE = 0.05  # of being accepted, of a token that is worth drafting
 SIZES = 8, 4, 2, 1  # of the n-grams that are looked up
@@ -150,7 +150,7 @@ class SuffixState:
     index: SuffixIndex = field(default_factory=SuffixIndex)  # of the text
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(GuessingDrafter):
     """Proposes from the text of its request and from past outputs of the server."""
 
     name: ClassVar[str] = "suffix"
@@ -170,11 +170,7 @@ class SuffixDrafter(Drafter):
         state.index.extend(prompt)
         return state
 
-    def propose(self, state: SuffixState, max_tokens: int) -> Draft:
-        return Draft(self.guess(state, max_tokens))
-
     def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
-        """What `propose` would propose: the controller asks, to know what it would be worth."""
         indexes, text = [state.index], state.index.tokens
         if state.forced:
             text, max_tokens = [*text[-DEPTH:], *state.forced], max_tokens - len(state.forced)

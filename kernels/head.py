@@ -210,19 +210,19 @@ class BlockHead:
 
 @torch.no_grad()
 def speed_up_blocks(
-    head: Any, length: int, quantize: str | None, sees: Callable[[str], tuple[bool, int | None]]
+    head: Any, length: int, quantize: str | None, sees: Callable[[str], tuple[int | None, bool]]
 ) -> BlockHead | None:
     """The layers of a DFlash head, of Qwen3's kind, in C; None where C cannot compute them.
 
-    `sees` says of a kind of attention whether it looks ahead, and how many tokens it sees behind
-    (None: all). Texts have up to `length` tokens. The modules let go of their weights.
+    `sees` says of a kind of attention how many tokens it sees behind (None: all), and whether it
+    looks ahead. Texts have up to `length` tokens. The modules let go of their weights.
     """
     weight = head.norm.weight
     if not library.is_used or weight.dtype not in DTYPES or weight.device.type != "cpu":
         return None
     kinds, blocks = head.config.layer.layer_types, []
     for layer, kind in zip(head.layers, kinds, strict=True):
-        looks_ahead, window = sees(kind)
+        window, looks_ahead = sees(kind)
         blocks.append(Block(parts_of(layer), kind, window))
         blocks[-1].struct.looks_ahead = looks_ahead
     decoder = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length))
