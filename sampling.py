@@ -53,7 +53,6 @@ import kernels
 from messages import Draft, RequestError, Sampling
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
-_NOTHING_LEFT = "no probabilities to draw from: the request's fields together allow no token"
 _WORD = (1 << 64) - 1
 _WHOLE = 2.0**40  # units in the largest weight; top-p adds whole units
 _NEAR = -5.0, -12.0  # a typical token mostly weighs more than exp(the first)
@@ -70,7 +69,8 @@ class NothingLeft(RequestError, ValueError):
 def _no_draw(largest: float) -> ValueError:
     """Why no token can be drawn where this is the largest score, or logarithm of a weight."""
     if largest == -inf:
-        return NothingLeft(_NOTHING_LEFT)
+        what = "no probabilities to draw from: the request's fields together allow no token"
+        return NothingLeft(what)
     return ValueError(NO_NUMBERS)
 
 
@@ -112,16 +112,12 @@ def _mask(scores: Tensor, sampling: Sampling, text: list[int], draft: Draft) -> 
     tail = text[len(text) - min(generated, max(map(len, words), default=0)) :]
     for row, path in enumerate([[], *draft.paths()]):
         end = (*tail, *(draft.tokens[i] for i in path))
-        ids = [word[-1] for word in words if _ends_with(end, word[:-1])]
+        ids = [word[-1] for word in words if end[len(end) + 1 - len(word) :] == word[:-1]]
         ids += sampling.end_ids if generated + len(path) < least else ()
         masked += [(row, token) for token in ids if token < size]
     if masked:
         rows, columns = zip(*masked, strict=True)
         scores[list(rows), list(columns)] = -inf
-
-
-def _ends_with(text: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
-    return len(tokens) <= len(text) and text[len(text) - len(tokens) :] == tokens
 
 
 def _untypical(scores: Tensor, sampling: Sampling) -> np.ndarray:

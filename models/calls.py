@@ -250,11 +250,7 @@ class AnswerReader:
         return call
 
     def _next_object(self) -> str | Call | None:
-        begin = self._held.lstrip()
-        if begin and not begin.startswith("{"):
-            self._state = "rest"
-            return self._take(len(self._held))
-        compact = "".join(begin[:_BEGINNING].split())
+        compact = "".join(self._held.lstrip()[:_BEGINNING].split())
         if not compact.startswith(_OBJECT) and not _OBJECT.startswith(compact):
             self._state = "rest"
             return self._take(len(self._held))

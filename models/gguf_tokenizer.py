@@ -82,7 +82,11 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     what tokenizers raises for a vocabulary without sense.
     """
     facts = _facts_of(file.metadata)
-    made_of = {key: _packed(value) for key, value in facts.items() if "template" not in key}
+    made_of = {  # in forms that are quickly compared, and take little memory
+        key: value.tobytes() if isinstance(value, Texts | np.ndarray) else value
+        for key, value in facts.items()
+        if "template" not in key
+    }
     is_new = not _last or _last[0][0] != made_of
     if is_new:
         words = [word or f"[EMPTY_{i}]" for i, word in enumerate(facts["tokens"])]
@@ -124,11 +128,6 @@ def _facts_of(metadata: dict[str, Any]) -> dict[str, Any]:
     if is_piece:
         facts |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     return facts | entries
-
-
-def _packed(value: Any) -> Any:
-    """A form of `value` that is quickly compared, and takes little memory."""
-    return value.tobytes() if isinstance(value, Texts | np.ndarray) else value
 
 
 def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str | None:

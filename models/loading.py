@@ -102,7 +102,11 @@ class Loaded:
     @property
     def eos_ids(self) -> set[int]:
         """The tokens that end a text."""
-        return ends_of(self.model, self.tokenizer)
+        ends = [self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id]
+        ends += getattr(self.tokenizer, "turn_ends", ())  # of a GGUF file
+        if fim := fim_of(self.tokenizer):
+            ends += fim.ends
+        return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 
 def check_pair_early(
@@ -291,15 +295,6 @@ def check_generation_config(name: str) -> None:
         ends = end if isinstance(end, list) else [] if end is None else [end]
         if not all(type(token) is int for token in ends):
             raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
-
-
-def ends_of(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
-    """The token ids that end a text."""
-    ends = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
-    ends += getattr(tokenizer, "turn_ends", ())  # of a GGUF file
-    if fim := fim_of(tokenizer):
-        ends += fim.ends
-    return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 
 def _bound_cache(tokenizer: Tokenizer) -> None:

@@ -129,8 +129,7 @@ def _note(cached: Model) -> Path | None:
     """Where it is noted that a file was compared by this code; None if it is no packed file."""
     if cached.fingerprint is None:
         return None
-    digest = _digest(cached.fingerprint, str(cached.max_length))
-    return cache_folder() / "compared" / digest
+    return cache_folder() / "compared" / _digest(cached.fingerprint, str(cached.max_length))
 
 
 def _digest(*what: str) -> str:

@@ -10,6 +10,7 @@ Without `--max-model-len` such a model serves the context that it was first trai
 transformers uses the factors for short texts, so every text is what transformers writes.
 """
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -19,9 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 _KINDS = ("dynamic", "longrope")
 
 
-def rotations(model: nn.Module) -> list[tuple[Any, str | None, dict[str, Any]]]:
+def rotations(model: nn.Module) -> Iterator[tuple[Any, str | None, dict[str, Any]]]:
     """(module, kind of layer or None for all, rope parameters) of what depends on the length."""
-    scaled = []
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         if types is None or not hasattr(module, "config"):
@@ -29,9 +29,7 @@ def rotations(model: nn.Module) -> list[tuple[Any, str | None, dict[str, Any]]]:
         for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:
             if any(name in str(kind) for name in _KINDS):
                 parameters = module.config.rope_parameters
-                chosen = parameters[layer_type] if layer_type else parameters
-                scaled.append((module, layer_type, chosen))
-    return scaled
+                yield module, layer_type, parameters[layer_type] if layer_type else parameters
 
 
 def contexts(model: nn.Module, longest: int) -> tuple[int, int]:

@@ -224,5 +224,4 @@ def test_a_header_that_was_read_wrongly_is_seen_before_the_model_is_served(path,
 def test_a_text_ends_where_the_file_says(path):
     """A config of transformers would have Llama 2's token 2 end it."""
     write(path, CASES["llama"], tokenizer={"eot_token_id": 7})
-    loaded = load_pretrained(str(path), Options())
-    assert loading.ends_of(loaded.model, loaded.tokenizer) == {0, 7}
+    assert load_pretrained(str(path), Options()).eos_ids == {0, 7}
