@@ -114,13 +114,9 @@ class Block:
         panels, and the originals are freed.
         """
         self.kind, self.dtype, self._references = kind, parts.down.weight.dtype, []
-        names = "input_norm", "out_norm", "mlp_norm", "down_norm"
-        norms = {
-            name: norm_struct(norm and norm_of(norm), self._references)
-            for name, norm in zip(names, parts.norms, strict=True)
-        }
-        self.struct = BlockStruct(
-            **norms, rope=-1, activation=ACTIVATIONS[type(parts.activation).__name__],
+        norms = (norm_struct(norm and norm_of(norm), self._references) for norm in parts.norms)
+        self.struct = BlockStruct(  # the norms are its first fields
+            *norms, rope=-1, activation=ACTIVATIONS[type(parts.activation).__name__],
             is_gated=parts.is_gated, residual_scale=scale,
         )  # fmt: skip
         self.net: DeltaNet | None = None
@@ -143,9 +139,8 @@ class Block:
         self.kv_heads, self.layer_idx = sum(widths) // width // (groups + 2), attention.layer_idx
         self.width = width
         self.is_rotated = bool(getattr(attention, "use_rope", True))  # SmolLM3 skips some layers
-        norms = list(map(norm_of, parts.qk_norms)) or [None, None]
-        norm_structs, struct = [norm_struct(norm, self._references) for norm in norms], self.struct
-        struct.query_norm, struct.key_norm = norm_structs
+        norms, struct = list(map(norm_of, parts.qk_norms)) or [None, None], self.struct
+        struct.query_norm, struct.key_norm = (norm_struct(n, self._references) for n in norms)
         struct.has_wide_norms = norms[0] is not None and len(norms[0].weight) != width
         struct.heads, struct.kv_heads = groups * self.kv_heads, self.kv_heads
         struct.width = struct.value_width = width
@@ -195,11 +190,10 @@ class Rows:
 
     def tree(self, slot: int, first: int, lines: list[list[int]]) -> None:
         """Add tokens that lie from place `first` on; each sees the text before, and its line."""
-        for i, line in enumerate(lines):
-            self.slots.append(slot)
-            self.positions.append(first + len(line) - 1)
-            self.places.append(first + i)
-            self.lines.append([first + j for j in line])
+        self.slots += [slot] * len(lines)
+        self.positions += [first + len(line) - 1 for line in lines]
+        self.places += range(first, first + len(lines))
+        self.lines += [[first + j for j in line] for line in lines]
 
     def parts(self) -> Iterator["Rows"]:
         """The rows in turn, as many at once as one forward takes."""
@@ -289,7 +283,6 @@ class Decoder:
 
     @cached_property
     def num_bytes(self) -> int:
-        """The bytes of all matrices."""
         return sum(panels.num_bytes for panels in self.panels)
 
     def follow(self, cache: KeyCache) -> None:
@@ -336,9 +329,8 @@ class Decoder:
             hidden, states = self._states(hidden), room(len(hidden), self.hidden)
             others |= {"input_states": address(hidden), "states": address(states), "num_states": 1}
         batch = rows.batch(references, **others, state_layers=ctypes.addressof(state_layers))
-        decoder, fed, vocabulary = map(ctypes.byref, (struct, batch, words))
-        structs, threads = (decoder, fed, drafts, vocabulary), self._threads(len(drafts))
-        library.compute("run_chain", *structs, most_wanted, threads=threads)
+        structs = ctypes.byref(struct), ctypes.byref(batch), drafts, ctypes.byref(words)
+        library.compute("run_chain", *structs, most_wanted, threads=self._threads(len(drafts)))
 
     def __call__(
         self,

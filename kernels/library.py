@@ -121,8 +121,7 @@ def load() -> ctypes.CDLL:
     try:
         file = own_folder() / f"{_key()}.so"
         if not _is_whole(file):
-            failed = file.with_suffix(".failed")
-            if failed.exists():
+            if (failed := file.with_suffix(".failed")).exists():
                 raise ValueError(f"the compiler failed before (remove {failed} to try again)")
             try:
                 _compile(file)

@@ -130,10 +130,8 @@ class _Mode(RowWise):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), options: Any = None
     ) -> Any:
-        """What torch calls in the place of any of its functions."""
         if function is nn.functional.scaled_dot_product_attention:
-            mask = (options or {}).get("attn_mask")
-            if hasattr(mask, "place"):
+            if hasattr(mask := (options or {}).get("attn_mask"), "place"):
                 attended, _ = attention_forward(None, *args[:3], mask, options.get("scale"))
                 return attended.transpose(1, 2)
         return super().__torch_function__(function, types, args, options)
@@ -153,7 +151,6 @@ class Modules:
 
     @property
     def panels(self) -> set[Panels]:
-        """All matrices in panels, each once."""
         return panels_in(self._cached.model)
 
     def follow(self, cache: KeyCache) -> None:

@@ -96,8 +96,7 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
     """
     others = set(besides.modules()) if besides else set()
     for layer in set(module.modules()) - others:
-        linear = linear_of(layer)
-        if linear is not None and layer.weight.dtype in DTYPES:
+        if (linear := linear_of(layer)) is not None and layer.weight.dtype in DTYPES:
             put_panels(layer, Panels.of(*linear, quantize))
         elif quantize and isinstance(layer, PanelLinear):
             layer.panels.quantise()

@@ -31,12 +31,9 @@ def convolve(
         assert text.shape == (len(text), channels) and tail.shape == (taps - 1, channels)
     assert bias is None or bias.shape == (channels,)
     results, after = list(map(torch.empty_like, texts)), list(map(torch.empty_like, tails))
-    passages = (_Passage * len(texts))(
-        *(
-            _Passage(len(tensors[0]), channels, channels, *map(address, tensors))
-            for tensors in zip(texts, tails, after, results, strict=True)
-        )
-    )
+    every = zip(texts, tails, after, results, strict=True)
+    structs = [_Passage(len(x[0]), channels, channels, *map(address, x)) for x in every]
+    passages = (_Passage * len(texts))(*structs)
     form = Convolution(channels, taps, False, address(weight), address(bias))
     library.compute("apply_convolution", ctypes.byref(form), passages, len(passages))
     return results, after

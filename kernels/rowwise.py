@@ -98,10 +98,8 @@ class RowWise(TorchFunctionMode):
             return _FUNCTIONS[name](*args, **options)
         if name == "linear" and args[1].dtype in DTYPES:
             return self._multiply(*args, **options)
-        if name in ("matmul", "bmm", "mm"):
-            product = self._product(*args)
-            if product is not None:
-                return product
+        if name in ("matmul", "bmm", "mm") and (product := self._product(*args)) is not None:
+            return product
         if name in _UNSTEADY or _is_unsteady(name, args, options):
             self.unsteady.add(name)
         return function(*args, **options)
@@ -123,8 +121,7 @@ class RowWise(TorchFunctionMode):
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] with a weight [out, in] -> [..., out]."""
         key = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
-        panels = self._panels.get(key)
-        if panels is None:
+        if (panels := self._panels.get(key)) is None:
             panels = Panels.of(weight)
             if self._is_weight(weight):  # for as long as the model is there
                 self._panels[key] = panels
