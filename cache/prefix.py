@@ -81,8 +81,7 @@ class PrefixCache:
         Returns the hidden states [tokens, D] of `layers` of the tokens that the row holds now.
         Blocks that lack one of them do not count.
         """
-        keys = self._keys(prompt)
-        blocks = []
+        keys, blocks = self._keys(prompt), list[_Block]()
         for key in keys:
             block = self._blocks.get(key)
             if block is None or not block.hidden.keys() >= set(layers):

@@ -248,8 +248,7 @@ class AutoregressiveDrafter(HeadDrafter):
         chains = [(TreeBuilder if state.can_branch else Chain)(state, n) for state, n in texts]
         pairs = list(map(_Pairs, states))
         for step in count():
-            active = [i for i, each in enumerate(chains) if each.is_open]
-            if not active:
+            if not (active := [i for i, each in enumerate(chains) if each.is_open]):
                 break
             rows = [states[i].row for i in active]
             outputs = self._forward(rows, [pairs[i].unread() for i in active], step)

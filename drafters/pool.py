@@ -196,8 +196,7 @@ class DrafterPool:
                 if name in text.drafts:
                     self._catch_up(text, name)
             group = [text for text in waiting if name in text.drafts and name in text.states]
-            group = [text for text in group if self._begin_with_forced(text, name)]
-            if not group:
+            if not (group := [text for text in group if self._begin_with_forced(text, name)]):
                 continue
             for text in group if self.drafters[name].branches else ():
                 text.states[name].can_branch = len(text.drafts) > 1
@@ -309,8 +308,7 @@ class DrafterPool:
             if name not in text.states:
                 return Guess([])
             state, forced = text.states[name], self._put_first(text, name, max_tokens)
-            tokens = self._call(name, "guess", state, max_tokens)
-            if tokens is None:
+            if (tokens := self._call(name, "guess", state, max_tokens)) is None:
                 return None
             check_tokens(tokens, self._vocab_size)
             has_evidence = tokens and hasattr(drafter, "evidence")
@@ -370,8 +368,7 @@ class DrafterPool:
 
     def _catch_up(self, text: DraftedText, name: str) -> None:
         """Let a drafter observe what came since it was asked last, as one piece of text."""
-        cycles = text.missed.pop(name, None)
-        if not cycles:
+        if not (cycles := text.missed.pop(name, None)):
             return
         tokens = [token for cycle in cycles for token in cycle.tokens]
         try:

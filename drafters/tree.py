@@ -19,8 +19,6 @@ chains. They are also chains without compiled kernels.
 Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
 """
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from messages import Draft, Verdict
@@ -93,7 +91,6 @@ class TreeBuilder:
         return sum(chance >= least for chance in self._chances.values()) < self._limit
 
     def draft(self) -> Draft:
-        """The tree."""
         return likeliest(self._chances, self._limit, self._confidence)
 
 
@@ -142,13 +139,8 @@ def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
     paths = ([draft.tokens[i] for i in indexes] for indexes in draft.paths())
     count = max((len(path) for path in paths if path == accepted[: len(path)]), default=0)
     tokens, rest = verdict.tokens[: count + 1], verdict.tokens[count + 1 :]
-    first = replace(verdict, drafted=len(draft.tokens), accepted=count, tokens=tokens)
-    if not rest:
-        return [first]
-    second = Verdict(0, len(rest) - 1, rest)
-    if hidden is None:
-        return [first, second]
-    return [
-        replace(first, hidden=hidden[: -len(rest)]),
-        replace(second, hidden=hidden[-len(rest) :]),
-    ]
+    states = None, None
+    if hidden is not None:
+        states = hidden.tensor_split([len(hidden) - len(rest)])
+    first = Verdict(len(draft.tokens), count, tokens, states[0])
+    return [first, Verdict(0, len(rest) - 1, rest, states[1])] if rest else [first]

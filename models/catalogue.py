@@ -92,7 +92,6 @@ EMBEDDED = {  # models of this repository by name
 
 
 def cache_folder() -> Path:
-    """The folder of fetched models."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "speculative-decoding"
 
@@ -113,8 +112,7 @@ def place_of(name: str) -> str:
 
     Fetched if need be. Any other name stays as it is. Raises NotFetched or BadFile.
     """
-    entry = entry_of(name)
-    if entry is None:
+    if (entry := entry_of(name)) is None:
         name, *_ = PAIRS.get(name, (name,))
         if gguf_hub.is_named(name):
             PROGRESS.info("asking the Hugging Face hub for %s", name)

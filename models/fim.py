@@ -77,8 +77,7 @@ def infill_prompt(
     `files` begin with is left out. Raises RequestError for a model without such tokens, and for a
     text that cannot fit, under the names prompt and suffix.
     """
-    fim = fim_of(tokenizer)
-    if fim is None:
+    if (fim := fim_of(tokenizer)) is None:
         why = f"{model} has no tokens for filling in; Qwen2.5-Coder has, for example"
         raise RequestError(f"suffix is not supported: {why}", param="suffix")
 

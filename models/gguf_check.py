@@ -44,8 +44,7 @@ def _numbers(
     architecture: str, facts: Facts, model: PreTrainedModel, length: int
 ) -> Iterator[tuple[str, Any, Any]]:
     """(What it is, the modules' number or numbers, those that the header asks for)."""
-    width, heads = facts["embedding_length"], facts["attention.head_count"]
-    heads = int(np.max(heads))
+    width, heads = facts["embedding_length"], int(np.max(facts["attention.head_count"]))
     head = facts.get("attention.key_length", width // heads)
     is_27b = (architecture, facts["block_count"]) in (("gemma2", 46), ("gemma3", 62))
     norms = [facts[k] for k in facts if k.startswith("attention.layer_norm_")]

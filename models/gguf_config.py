@@ -243,9 +243,8 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
     if turned % 2 or turned != int(head * rotation.get("partial_rotary_factor", 1.0)):
         raise keys.bad(f"rope.dimension_count is {turned} and heads have {head} numbers")
     rotation |= _scaling(keys, length)
-    if "original_max_position_embeddings" in rotation and family.model_type == "phi3":
-        key = "original_max_position_embeddings"
-        fields[key] = rotation[key]
+    if family.model_type == "phi3" and "original_max_position_embeddings" in rotation:
+        fields["original_max_position_embeddings"] = rotation["original_max_position_embeddings"]
     fields["rope_parameters"] = rotation
     if family.pattern:
         _alternate(keys, fields, family.pattern, layers)
@@ -294,8 +293,7 @@ def _scaling(keys: _Keys, length: int) -> dict[str, Any]:
     if (freqs or short) and (kind == "yarn" or freqs and short or short and factor != 1.0):
         raise keys.bad("its rotations are scaled in two ways")
     if kind == "yarn" and factor != 1.0:
-        extent = keys.take("rope.scaling.yarn_ext_factor", 1.0)
-        if extent not in (1, -1):
+        if (extent := keys.take("rope.scaling.yarn_ext_factor", 1.0)) not in (1, -1):
             raise keys.bad(f"rope.scaling.yarn_ext_factor is {extent}, and only 1 is applied")
         usual_size = 1 + 0.1 * log(max(factor, 1.0))
         attn_factor = keys.take("rope.scaling.yarn_attn_factor", usual_size)
@@ -322,8 +320,7 @@ def _scaling(keys: _Keys, length: int) -> dict[str, Any]:
 
 def _numbers(file: GgufFile, name: str) -> list[float] | None:
     """The numbers of a small tensor in float32; None if there is none."""
-    tensor = file.tensors.get(name)
-    if tensor is None:
+    if (tensor := file.tensors.get(name)) is None:
         return None
     if tensor.type.name != "F32" or tensor.num_bytes > 4 * _MOST_VALUES:
         raise BadFile(f"{file.name}: {name} is no short list in float32")

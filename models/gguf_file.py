@@ -164,8 +164,7 @@ class GgufFile(AbstractContextManager):
                 f"{path} is part {number!r:.20} (from 0) of {count!r:.20} of a model: give all "
                 "parts their names back, which end in -00001-of-00003.gguf and so on"
             )
-        twice = self.tensors.keys() & tensors.keys()
-        if twice:
+        if twice := self.tensors.keys() & tensors.keys():
             raise BadFile(f"{path} has the tensor {min(twice)!r:.80}, as another part has")
         self.tensors |= tensors
         self.metadata = self.metadata or metadata
@@ -264,10 +263,7 @@ class _Head:
         return metadata, tensors
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
-        reader = struct.Struct(form)
-        values = reader.unpack_from(self._bytes, self._at)
-        self._at += reader.size
-        return values
+        return struct.unpack_from(form, self._bytes, self._take(struct.calcsize(form)))
 
     def _take(self, count: int) -> int:
         """Go on by `count` bytes; where they begin. Raises EOFError if they are not there."""

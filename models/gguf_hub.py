@@ -41,8 +41,7 @@ def fetch(name: str) -> str:
         if cached := _cached(repository, wanted):
             return cached
         raise BadFile(f"cannot ask the hub for {repository}: {in_short(error)}") from error
-    chosen = choose(files, wanted)
-    if not chosen:
+    if not (chosen := choose(files, wanted)):
         there = sorted({_kind(file) for file in files if file.lower().endswith(".gguf")})
         if not there:
             raise BadFile(f"{repository} has no GGUF files: give the name of one that has")

@@ -208,8 +208,7 @@ def _use_panels(model: PreTrainedModel, matrices: dict[str, Panels | list[Panels
         if isinstance(panels, list):
             mixtures.add(module)
             continue
-        bias = getattr(module, "bias", None)
-        if bias is not None:
+        if (bias := getattr(module, "bias", None)) is not None:
             panels.set_bias(bias)
         scale = getattr(module, "embed_scale", torch.ones(()))
         put_panels(module, panels, float(scale))

@@ -145,10 +145,9 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """
     place = place_of(name)
     PROGRESS.info("reading the weights of %s", Path(place).name)
-    device = options.device
+    device, dtype = options.device, options.dtype
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = options.dtype
     is_known, is_file = entry_of(name) is not None, is_gguf(place)
     if dtype == "auto" and is_file and not is_known:
         dtype = "bfloat16" if device != "cpu" or options.quantize else "packed"
@@ -239,8 +238,7 @@ def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) ->
     for index in (SAFE_WEIGHTS_INDEX_NAME, pickled, getattr(config, "transformers_weights", None)):
         if not str(index).endswith(".json"):
             continue
-        file = cached_file(name, index, _raise_exceptions_for_missing_entries=False)
-        if file is None:
+        if (file := cached_file(name, index, _raise_exceptions_for_missing_entries=False)) is None:
             continue
         with _explained(name, f"{index}, which needs a weight_map and metadata: ", options):
             content = json.loads(Path(file).read_text("utf-8"))

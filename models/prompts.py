@@ -120,8 +120,7 @@ def tokenize(
 @lru_cache(4)
 def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
     """A tokenizer's parts without its special and added tokens; None of one in Python."""
-    whole = getattr(tokenizer, "backend_tokenizer", None)
-    if whole is None:
+    if (whole := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
     backend = Backend(whole.model)  # which both share
     for part in ("normalizer", "pre_tokenizer"):
@@ -134,8 +133,7 @@ def tokenize_plain(
     text: str, tokenizer: Tokenizer, max_length: int, name: str = "prompt"
 ) -> list[int]:
     """The ids of a text in which the texts of special tokens are text; otherwise as `tokenize`."""
-    backend = _backend_of_text(tokenizer)
-    if backend is None:
+    if (backend := _backend_of_text(tokenizer)) is None:
         return tokenize(text, tokenizer, max_length, name, add_special_tokens=False)
     check_characters(len(text), tokenizer, max_length, name)
     with long_texts.take(len(text)):
@@ -304,10 +302,7 @@ def read_turns(messages: Any) -> list[Json]:
     if len(messages) > _MAX_MESSAGES:
         raise _wrong(f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read")
     turns = [_turn(message, i) for i, message in enumerate(messages)]
-    try:
-        check_results(turns)
-    except ValueError as error:
-        raise _wrong(str(error)) from None
+    check_results(turns)
     return turns
 
 
@@ -372,10 +367,7 @@ def _about_tools(message: Json, where: str) -> Json:
     if calls := message.get("tool_calls"):
         if message["role"] != "assistant":
             raise _wrong(f"{where} has tool_calls, and its role is not assistant")
-        try:
-            return {"tool_calls": read_calls(calls, f"{where}.tool_calls")}
-        except ValueError as error:
-            raise _wrong(str(error)) from None
+        return {"tool_calls": read_calls(calls, f"{where}.tool_calls")}
     if message["role"] != "tool":
         return {}
     if not isinstance(number := message.get("tool_call_id"), str):

@@ -103,7 +103,6 @@ class _Watch:
         """The replacement of one of transformers' mask makers."""
 
         def make_and_note(*args: Any, mask_function: Rule, **options: Any) -> Tensor:
-            """Make the whole mask, and note it with its rule."""
             # Where transformers leaves a mask out there would be nothing to note.
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             mask = make(*args, mask_function=mask_function, **options)
@@ -133,8 +132,7 @@ def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
         except Exception as error:
             raise UnsupportedModel(f"cannot read a text: {error}") from error
-    cache = getattr(output, "past_key_values", None)
-    if cache is None:
+    if (cache := getattr(output, "past_key_values", None)) is None:
         raise UnsupportedModel("has no KV cache in transformers")
     cache = getattr(cache, "self_attention_cache", cache)  # a decoder's, without its encoder
     layers = getattr(cache, "layers", [])

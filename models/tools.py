@@ -132,30 +132,30 @@ def _chosen(choice: Any, names: set[str]) -> str | None:
 
 # ----------------------------------------------------------------------------- conversations
 def read_calls(calls: Any, where: str) -> list[Json]:
-    """The calls in an assistant's message, checked. Raises ValueError."""
+    """The calls in an assistant's message, checked. Raises RequestError."""
     if not isinstance(calls, list):
-        raise ValueError(f"{where} must be a list")
+        raise _wrong(f"{where} must be a list")
     return [_read_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
 def _read_call(call: Any, where: str) -> Json:
     if not isinstance(call, dict) or call.get("type", "function") != "function":
-        raise ValueError(f"{where} must be an object with type: function")
+        raise _wrong(f"{where} must be an object with type: function")
     function = call.get("function") if isinstance(call.get("function"), dict) else {}
     texts = {"id": call.get("id")} | {key: function.get(key) for key in ("name", "arguments")}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise ValueError(f"{where}: {key} must be a text")
+            raise _wrong(f"{where}: {key} must be a text")
     return {"id": texts.pop("id"), "type": "function", "function": texts}
 
 
 def check_results(turns: list[Json]) -> None:
-    """Raises ValueError for a tool's result without a call before it."""
+    """Raises RequestError for a tool's result without a call before it."""
     called = set[str]()
     for i, turn in enumerate(turns):
         called |= {call["id"] for call in turn.get("tool_calls", ())}
         if turn["role"] == "tool" and turn["tool_call_id"] not in called:
-            raise ValueError(f"messages[{i}] has a tool_call_id that no message before it has")
+            raise _wrong(f"messages[{i}] has a tool_call_id that no message before it has")
 
 
 def turns_for_template(turns: list[Json], form: Form, tools: Tools | None) -> list[Json]:
