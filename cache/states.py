@@ -73,17 +73,10 @@ class Mamba2:
     name = "mamba2_chunk_scan"
 
     def read(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, torch.inf),
-        **_: Any,
-    ) -> tuple[Rule, tuple[Tensor, ...]]:
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, torch.inf), **_: Any,
+    ) -> tuple[Rule, tuple[Tensor, ...]]:  # fmt: skip
         """The rule and its inputs: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, groups, N]."""
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
@@ -176,13 +169,9 @@ class RecurrentLayer:
         return [self._cache.rows[slot] for slot in self._cache.current.slots]
 
     def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
         **_: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """x [B, C, T], arranged as the forward's tokens are, weight [C, k] -> [B, C, T]."""
         place, empty = self._cache.current, x.new_zeros(weight.shape[1] - 1, x.shape[1])
         texts = place.part(x.transpose(1, 2))

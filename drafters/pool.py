@@ -82,14 +82,9 @@ class DrafterPool:
     """The drafters of a server."""
 
     def __init__(
-        self,
-        drafters: dict[str, Drafter],
-        vocab_size: int,
-        default: str | None = None,
-        is_strict: bool = False,
-        prefixes: PrefixCache | None = None,
-        can_branch: bool = False,
-    ) -> None:
+        self, drafters: dict[str, Drafter], vocab_size: int, default: str | None = None,
+        is_strict: bool = False, prefixes: PrefixCache | None = None, can_branch: bool = False,
+    ) -> None:  # fmt: skip
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
 
         `prefixes` are the target's: what it knows of a prompt, the drafters read along.

@@ -53,16 +53,10 @@ def can_chain(
 
 
 def draft_chain(
-    decoder: Decoder,
-    cache: KeyCache,
-    states: Sequence[Any],
-    fed: list[list[int]],
-    limits: list[int],
-    words: ctypes.Structure,
-    hidden: Tensor | None = None,
-    shift: int = 0,
+    decoder: Decoder, cache: KeyCache, states: Sequence[Any], fed: list[list[int]],
+    limits: list[int], words: ctypes.Structure, hidden: Tensor | None = None, shift: int = 0,
     layer: int = -1,
-) -> list[Draft]:
+) -> list[Draft]:  # fmt: skip
     """Draw up to limits[i] tokens for each drafter's state, among `words`, if `can_chain`.
 
     The model's keys and values are in `cache`. fed[i] are the tokens that it has not read of text

@@ -300,15 +300,9 @@ class Decoder:
         self._cache = cache
 
     def chain(
-        self,
-        rows: Rows,
-        drafts: ctypes.Array[Any],
-        words: ctypes.Structure,
-        hidden: Tensor | None = None,
-        shift: int = 0,
-        layer: int = -1,
-        most_wanted: int = 0,
-    ) -> None:
+        self, rows: Rows, drafts: ctypes.Array[Any], words: ctypes.Structure,
+        hidden: Tensor | None = None, shift: int = 0, layer: int = -1, most_wanted: int = 0,
+    ) -> None:  # fmt: skip
         """Draft for texts that are fed `rows`: fill in chain.h's `draft` of each; see `__call__`.
 
         Tokens are chosen among `words`, chain.h's `vocabulary`. A model that reads states reads
@@ -333,15 +327,10 @@ class Decoder:
         library.compute("run_chain", *structs, most_wanted, threads=self._threads(len(drafts)))
 
     def __call__(
-        self,
-        rows: Rows,
-        input_states: Tensor | None = None,
-        layers: tuple[int, ...] = (),
-        shift: int = 0,
-        counts: Sequence[int] = (),
-        passed: Sequence[DeltaStates] = (),
+        self, rows: Rows, input_states: Tensor | None = None, layers: tuple[int, ...] = (),
+        shift: int = 0, counts: Sequence[int] = (), passed: Sequence[DeltaStates] = (),
         only_keys: bool = False,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         """Logits [n, V] of the rows wanted, and hidden states [N, D] behind blocks `layers`.
 
         `input_states` are [N, D] if the model reads states, or without ids [N, 2 D], embeddings

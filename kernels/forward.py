@@ -67,13 +67,9 @@ class KernelForward:
         self._model, self.decoder = model, decoder
 
     def __call__(
-        self,
-        rows: list[int],
-        tokens: list[list[int]],
-        num_logits: list[int],
-        layers: tuple[int, ...] = (),
-        parents: Sequence[list[int] | None] | None = None,
-    ) -> Output:
+        self, rows: list[int], tokens: list[list[int]], num_logits: list[int],
+        layers: tuple[int, ...] = (), parents: Sequence[list[int] | None] | None = None,
+    ) -> Output:  # fmt: skip
         """Feed tokens[b] to rows[b]; see CachedModel.forward.
 
         The last tokens of a text b branch if parents[b] says so (see `lines_of`).

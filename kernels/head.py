@@ -21,12 +21,9 @@ _NUM_COMPARED = 8  # tokens on which modules and C are compared
 
 
 def speed_up_head(
-    head: nn.Module,
-    layer_of: "Callable[[nn.Module, int, int], KernelHead | None]",
-    length: int,
-    quantize: str | None = None,
-    besides: nn.Module | None = None,
-) -> list["KernelHead"]:
+    head: nn.Module, layer_of: "Callable[[nn.Module, int, int], KernelHead | None]", length: int,
+    quantize: str | None = None, besides: nn.Module | None = None,
+) -> list["KernelHead"]:  # fmt: skip
     """The layers of a head in C, by `mtp_layer` or `eagle_layer`: all of them, or none.
 
     The modules of these layers are freed. What the head shares with `besides`, its target, is
@@ -95,17 +92,10 @@ class KernelHead:
 
 
 def _head_of(
-    head: nn.Module,
-    parts: Parts | None,
-    length: int,
-    like: Tensor,
-    norms: dict[str, nn.Module],
-    run: Callable[..., Tensor],
-    entrance: nn.Linear | None = None,
-    shift: int = 0,
-    layer: int = -1,
+    head: nn.Module, parts: Parts | None, length: int, like: Tensor, norms: dict[str, nn.Module],
+    run: Callable[..., Tensor], entrance: nn.Linear | None = None, shift: int = 0, layer: int = -1,
     **fields: bool,
-) -> KernelHead | None:
+) -> KernelHead | None:  # fmt: skip
     """A head's layer, if it is a plain block that gives what `run` gives of random pairs.
 
     `run` takes embeds and states [1, T, D], positions and a mask. `norms` are by the names of
@@ -153,14 +143,9 @@ def mtp_layer(head: nn.Module, number: int, length: int) -> KernelHead | None:
 
 
 def run_mtp_layer(
-    head: nn.Module,
-    number: int,
-    embeds: Tensor,
-    states: Tensor,
-    positions: Tensor,
-    mask: Tensor,
+    head: nn.Module, number: int, embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor,
     cache: KeyCache | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """What comes out of an MTP head's modules [B, T, D], of embeds and states [B, T, D]."""
     options = {"layer_type": head.config.layer_types[number]} if head.has_per_layer_rope else {}
     output = head.layers[number](

@@ -68,16 +68,10 @@ class FlatPlace:
 
 
 def attention_forward(
-    module: nn.Module | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, scaling: float | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: query [1, H, N, D] -> ([1, N, H, D], no weights).
 
     key and value [slots, Hkv, L, width] are what `FlatPlace.write` returned, or made of it. A call

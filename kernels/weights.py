@@ -34,12 +34,9 @@ class Panels:
     """A weight matrix [outputs, inputs] in one of FORMS, with a bias or without."""
 
     def __init__(
-        self,
-        form: str,
-        shape: tuple[int, int],
-        pieces: Iterable[np.ndarray],
+        self, form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray],
         bias: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take over a GGUF tensor's bytes: the same numbers in another order.
 
         `pieces` are uint8 [rows, bytes of a row]; all but the last one have whole panels of rows.
