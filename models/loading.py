@@ -88,16 +88,12 @@ class _Read:
     check_header: gguf_check.Check | None = None
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model that can be served; `fingerprint` and `pack_copy` are those of _Read."""
+@dataclass(kw_only=True)
+class Loaded(_Read):
+    """A model that can be served."""
 
-    model: PreTrainedModel
-    tokenizer: Tokenizer
     length: int  # of the context
     structure: Structure
-    fingerprint: str | None
-    pack_copy: Callable[[PreTrainedModel], None] | None
 
     @property
     def eos_ids(self) -> set[int]:
@@ -340,6 +336,4 @@ def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:
     fix_rotations(model, structure.length)
     if read.check_header:
         read.check_header(model, structure.length)
-    return Loaded(
-        model, read.tokenizer, structure.length, structure, read.fingerprint, read.pack_copy
-    )
+    return Loaded(**vars(read), length=structure.length, structure=structure)
