@@ -23,12 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from kernels import can_tabulate, speed_up_blocks
 from messages import Draft, Model
@@ -102,7 +97,7 @@ class BlockKeys:
         """The keys of an attention `layer` for context [B, N, D]; `cache`, if any, holds them."""
         shape = -1, layer.head_dim
         key = layer.k_norm(layer.k_proj(context).unflatten(-1, shape)).transpose(1, 2)
-        self._key = apply_rotary_pos_emb(key, key, *rope)[1]
+        self._key = qwen3.apply_rotary_pos_emb(key, key, *rope)[1]
         self._value = layer.v_proj(context).unflatten(-1, shape).transpose(1, 2)
         self._cache = cache
 
@@ -120,12 +115,12 @@ class DFlashHead(nn.Module):
         self.config, layer = config, config.layer
         width = layer.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(width, layer.rms_norm_eps)
+        self.hidden_norm = qwen3.Qwen3RMSNorm(width, layer.rms_norm_eps)
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(layer, i) for i in range(layer.num_hidden_layers)
+            qwen3.Qwen3DecoderLayer(layer, i) for i in range(layer.num_hidden_layers)
         )
-        self.norm = Qwen3RMSNorm(width, layer.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(layer)
+        self.norm = qwen3.Qwen3RMSNorm(width, layer.rms_norm_eps)
+        self.rotary_emb = qwen3.Qwen3RotaryEmbedding(layer)
 
     def enter(self, states: Tensor) -> Tensor:
         """The target's states [..., L · D], side by side -> the context [..., D]."""

@@ -22,11 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from cache import Place
@@ -37,7 +33,7 @@ from models.files import check_config, check_sizes, fill
 from .base import Context
 from .head import AutoregressiveDrafter, check_layers, layer_config
 
-_LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+_LAYERS = {"llama": llama.LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Fields that change what a head computes, each with the one value that is served.
 _ONLY = {
@@ -135,7 +131,7 @@ class FirstLayer(nn.Module):
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
-        self.hidden_norm = LlamaRMSNorm(config.layer.hidden_size, config.layer.rms_norm_eps)
+        self.hidden_norm = llama.LlamaRMSNorm(config.layer.hidden_size, config.layer.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(self.self_attn, name)
             twice = nn.Linear(2 * old.in_features, old.out_features, old.bias is not None)
@@ -163,8 +159,8 @@ class Eagle3Head(nn.Module):
         sizes = [config.target_hidden_size] * len(config.layer_ids)
         wide = sum(sizes)
 
-        def norm(width: int) -> LlamaRMSNorm:
-            return LlamaRMSNorm(width, layer.rms_norm_eps)
+        def norm(width: int) -> llama.LlamaRMSNorm:
+            return llama.LlamaRMSNorm(width, layer.rms_norm_eps)
 
         if config.norm_before_fc:
             self.input_norm = norm(wide)
@@ -175,7 +171,7 @@ class Eagle3Head(nn.Module):
         self.norm = norm(layer.hidden_size)
         self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.rotary_emb = LlamaRotaryEmbedding(layer)
+        self.rotary_emb = llama.LlamaRotaryEmbedding(layer)
         self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has one
 
     @property

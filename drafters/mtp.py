@@ -22,14 +22,7 @@ from transformers.modeling_layers import MtpModel
 from cache import Place
 from kernels import mtp_layer, run_mtp_layer
 from messages import Model
-from models.files import (
-    check_numbers,
-    check_sizes,
-    read_folder,
-    reading,
-    unmap_weights,
-    why_not_loaded,
-)
+from models import files
 
 from .base import Context
 from .head import AutoregressiveDrafter
@@ -56,7 +49,7 @@ class MtpDrafter(AutoregressiveDrafter):
         model, words = context.target.model, None
         name = context.mtp or context.target.name
         if context.mtp:
-            with reading(f"MTP head {name}"):
+            with files.reading(f"MTP head {name}"):
                 model, words = _read_host(name, context.target)
         text = model.config.get_text_config()
         num_layers = next((n for name in _COUNTS if (n := getattr(text, name, None))), 0)
@@ -67,15 +60,15 @@ class MtpDrafter(AutoregressiveDrafter):
             )
         try:
             head = _load(model, num_layers)
-            check_numbers(head.layers)  # the rest is the target's
+            files.check_numbers(head.layers)  # the rest is the target's
         except Exception as error:  # a family that registers no MTP weights may raise anything
-            reason = why_not_loaded(error)
+            reason = files.why_not_loaded(error)
             raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error
         head.to(context.target.model.device).eval().set_attn_implementation(
             model.config._attn_implementation
         )
         if not context.mmap:
-            unmap_weights(head)
+            files.unmap_weights(head)
         if words is not None:
             head.shared_head = _rows_of(head.shared_head, words)
         return cls(head, context, words, is_target_s=context.mtp is None)
@@ -130,9 +123,9 @@ def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None
 
     A draft vocabulary is marked by `t2d`, [V] of bools, as in heads of EAGLE-3; None: all words.
     """
-    _, weights = read_folder(name, allow_pickle=False)
+    _, weights = files.read_folder(name, allow_pickle=False)
     config = AutoConfig.from_pretrained(name)
-    check_sizes(config.hidden_size, config.vocab_size, target)
+    files.check_sizes(config.hidden_size, config.vocab_size, target)
     config.dtype = target.model.dtype
     if (words := weights.get("t2d")) is not None:
         if words.shape != (config.vocab_size,):

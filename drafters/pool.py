@@ -187,11 +187,11 @@ class DrafterPool:
                 text.draft = Draft()
                 text.drafts = dict.fromkeys(self.members(text, text.task.drafter), Draft())
         for name in dict.fromkeys(name for text in waiting for name in text.drafts):
-            for text in waiting:
-                if name in text.drafts:
-                    self._catch_up(text, name)
-            group = [text for text in waiting if name in text.drafts and name in text.states]
-            if not (group := [text for text in group if self._begin_with_forced(text, name)]):
+            asked = [text for text in waiting if name in text.drafts]
+            for text in asked:
+                self._catch_up(text, name)
+            group = [t for t in asked if name in t.states and self._begin_with_forced(t, name)]
+            if not group:
                 continue
             for text in group if self.drafters[name].branches else ():
                 text.states[name].can_branch = len(text.drafts) > 1
