@@ -37,16 +37,12 @@ INLINE lanes erf16(lanes x) {
   x = pick(less(x, all(-4)), all(-4), x);
   x = pick(less(all(4), x), all(4), x);
   const lanes z = mul(x, x);
-  lanes p = all(-2.72614225801306e-10f), q = all(-1.45660718464996e-05f);
-  p = fma16(p, z, all(2.77068142495902e-08f));
-  p = fma16(p, z, all(-2.10102402082508e-06f));
-  p = fma16(p, z, all(-5.69250639462346e-05f));
-  p = fma16(p, z, all(-7.34990630326855e-04f));
-  p = fma16(p, z, all(-2.95459980854025e-03f));
-  p = fma16(p, z, all(-1.60960333262415e-02f));
-  q = fma16(q, z, all(-2.13374055278905e-04f));
-  q = fma16(q, z, all(-1.68282697438203e-03f));
-  q = fma16(q, z, all(-7.37332916720468e-03f));
-  q = fma16(q, z, all(-1.42647390514189e-02f));
+  static const float P[] = {-2.72614225801306e-10f, 2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f,
+                            -7.34990630326855e-04f, -2.95459980854025e-03f, -1.60960333262415e-02f};
+  static const float Q[] = {-1.45660718464996e-05f, -2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f,
+                            -1.42647390514189e-02f};
+  lanes p = all(P[0]), q = all(Q[0]);
+  _Pragma("GCC unroll 6") for (int i = 1; i < 7; ++i) p = fma16(p, z, all(P[i]));
+  _Pragma("GCC unroll 4") for (int i = 1; i < 5; ++i) q = fma16(q, z, all(Q[i]));
   return over(mul(x, p), q);
 }
