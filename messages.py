@@ -430,10 +430,11 @@ def one_line(text: Any, longest: int = 300) -> str:
     return line if len(line) <= longest else f"{line[: longest - 100]}…{line[-99:]}"
 
 
-def in_short(error: Exception) -> str:
-    """An error's message on one line, of at most 300 characters."""
+def in_short(error: Exception, has_kind: bool = False) -> str:
+    """An error's message on one line, of at most 300 characters, after its class if asked."""
     kind, text = type(error).__name__, one_line(error)
-    return f"{kind}: {text}" if isinstance(error, KeyError) else text or kind  # its text is a key
+    has_kind |= isinstance(error, KeyError)  # whose text is only a key
+    return f"{kind}: {text}" if text and has_kind else text or kind
 
 
 class RequestError(Exception):
@@ -459,5 +460,5 @@ def engine_failure(error: Exception) -> RequestError:
     """The error for a client whose request the engine failed. Log the traceback before."""
     # The frames hold the request, which holds the error. This cycle would keep a pass's tensors.
     error.__traceback__ = None
-    message = f"the engine failed: {type(error).__name__}: {in_short(error)}"
+    message = f"the engine failed: {in_short(error, has_kind=True)}"
     return RequestError(message, status=500, code="engine_failed")

@@ -228,7 +228,7 @@ def refusal(cached: Model, is_fast: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = f"{type(error).__name__}: {in_short(error)}"
+        reason = in_short(error, has_kind=True)
         # The module may compute with a weight that lies in panels.
         hint = " (--no-kernels may help)" if is_fast or cached.compiled else ""
         raise StartError(

@@ -16,7 +16,7 @@ from conftest import application, scripted_engine
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, TARGET_FAULTS
 from server import COLOURS, ENDLESS, FAULTY, PATHS, end_of, serving, until
 
-from messages import Request
+from messages import Request, engine_failure
 from serving.options import Options
 
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
@@ -77,6 +77,13 @@ def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, gues
     assert engine.pool.guess(sequence.drafting, "scripted", 3) == ([], 0)
     assert "scripted" in sequence.warnings[0]
     engine.close(sequence)
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (KeyError("x"), "KeyError: 'x'"), (ValueError("a\nb"), "ValueError: a b"), (OSError(), "OSError"),
+])  # fmt: skip
+def test_a_failure_names_its_class_once(error, said):
+    assert engine_failure(error).message == f"the engine failed: {said}"
 
 
 @pytest.mark.parametrize("path", PATHS)
