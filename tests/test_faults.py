@@ -80,7 +80,7 @@ def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, gues
 
 
 @pytest.mark.parametrize(("error", "said"), [
-    (KeyError("x"), "KeyError: 'x'"), (ValueError("a\nb"), "ValueError: a b"), (OSError(), "OSError"),
+    (KeyError("x"), "KeyError: 'x'"), (OSError("a\nb"), "OSError: a b"), (OSError(), "OSError"),
 ])  # fmt: skip
 def test_a_failure_names_its_class_once(error, said):
     assert engine_failure(error).message == f"the engine failed: {said}"
