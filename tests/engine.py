@@ -188,8 +188,9 @@ def main(url):
     for path, body in SAID.values():
         print(path, asked.post(path, json=body).data[:200])
     asked.get("/health")
-    told = {"engine": engine.kind, "version": engine.version, "turns": recorder.turns}
-    CONVERSATION.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+    told = {"engine": engine.kind, "version": engine.version}
+    turns = ",\n".join(map(json.dumps, recorder.turns))  # a line each
+    CONVERSATION.write_text(f'{json.dumps(told)[:-1]}, "turns": [\n{turns}\n]}}\n', "utf-8")
 
 
 if __name__ == "__main__":
