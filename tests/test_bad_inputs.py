@@ -314,17 +314,14 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
 HI = [{"role": "user", "content": "é \n😀", "name": "a"}, {"role": "assistant", "content": " b "}]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        TEMPLATE,
-        "{{ bos_token }}{{ eos_token }}{{ messages | tojson(indent=1) }}{{ messages[0].role }}\n",
-        "  {% for m in messages %}\n{{ loop.index }}{% if loop.first %}{% continue %}{% endif %}"
-        "{% generation %}{{ m['content'] | trim }}{% endgeneration %}{% endfor %}",
-        "{% if tools is defined and tools %}t{% endif %}{{ add_generation_prompt }}"
-        "{{ strftime_now('%Y') }}{% set n = namespace(a=1) %}{% set n.a = 2 %}{{ n.a }}",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    TEMPLATE,
+    "{{ bos_token }}{{ eos_token }}{{ messages | tojson(indent=1) }}{{ messages[0].role }}\n",
+    "  {% for m in messages %}\n{{ loop.index }}{% if loop.first %}{% continue %}{% endif %}"
+    "{% generation %}{{ m['content'] | trim }}{% endgeneration %}{% endfor %}",
+    "{% if tools is defined and tools %}t{% endif %}{{ add_generation_prompt }}"
+    "{{ strftime_now('%Y') }}{% set n = namespace(a=1) %}{% set n.a = 2 %}{{ n.a }}",
+])  # fmt: skip
 def test_a_template_is_written_as_transformers_writes_it(template):
     tokenizer = Tokenizer(template)
     expected = tokenizer.real.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)

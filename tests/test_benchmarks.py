@@ -385,16 +385,13 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
     assert lines == [["name", "x", "ms", "is", "same"], ["a", "1.5", "yes"], ["bc", "2", "–"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("peers", "--k 17", "must be from"),
-        ("soak", "--minutes 0", "must be more than 0"),
-        ("audition", "--model embedded --raw", "error: --raw goes with --prompts\n"),
-        ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
-        ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "message"), [
+    ("peers", "--k 17", "must be from"),
+    ("soak", "--minutes 0", "must be more than 0"),
+    ("audition", "--model embedded --raw", "error: --raw goes with --prompts\n"),
+    ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
+    ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
+])  # fmt: skip
 def test_benchmarks_refuse_what_measures_nothing(name, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main(arguments.split())
@@ -429,18 +426,15 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize(
-    ("part", "changes", "fault"),
-    [
-        ("requests", {"lost": 2}, "2 lost"),
-        ("at_rest", {"leaked": 3}, "3 threads leaked"),
-        ("memory", {"quarter_4": 607.2}, "memory grew by 5.2 > 5 MiB in the second half"),
-        ("latency", {"p99_ms": 100.1}, "p99 of /health missed: 100.1 > 100 ms"),
-        ("rerun", {"sent_again": 8}, "not all of the sample could be sent again"),
-        ("server", {"exit_code": -9}, "exit code -9 after SIGTERM"),
-        ("server", {"tracebacks": 1}, "a traceback in the log"),
-    ],
-)
+@pytest.mark.parametrize(("part", "changes", "fault"), [
+    ("requests", {"lost": 2}, "2 lost"),
+    ("at_rest", {"leaked": 3}, "3 threads leaked"),
+    ("memory", {"quarter_4": 607.2}, "memory grew by 5.2 > 5 MiB in the second half"),
+    ("latency", {"p99_ms": 100.1}, "p99 of /health missed: 100.1 > 100 ms"),
+    ("rerun", {"sent_again": 8}, "not all of the sample could be sent again"),
+    ("server", {"exit_code": -9}, "exit code -9 after SIGTERM"),
+    ("server", {"tracebacks": 1}, "a traceback in the log"),
+])  # fmt: skip
 def test_the_soak_calls_a_fault_what_is_one(part, changes, fault):
     assert soak.find_faults(SOUND) == []
     assert soak.find_faults(SOUND | {part: [SOUND[part][0] | changes]}) == [fault]

@@ -18,16 +18,13 @@ from kernels.start import speed_up
 from serving.options import Options
 
 
-@pytest.mark.parametrize(
-    ("shorten", "left"),
-    [
-        (lambda cache, row: cache.truncate(row, 7), 7),
-        (lambda cache, row: cache.keep(row, 3, [0]), 7),  # d1 of [pending, d1, d2, d3]
-        (lambda cache, row: cache.keep(row, 3, range(0)), 6),
-        (lambda cache, row: cache.keep(row, 3, range(3)), 9),
-        (lambda cache, row: cache.keep(row, 0, range(0)), 9),
-    ],
-)
+@pytest.mark.parametrize(("shorten", "left"), [
+    (lambda cache, row: cache.truncate(row, 7), 7),
+    (lambda cache, row: cache.keep(row, 3, [0]), 7),  # d1 of [pending, d1, d2, d3]
+    (lambda cache, row: cache.keep(row, 3, range(0)), 6),
+    (lambda cache, row: cache.keep(row, 3, range(3)), 9),
+    (lambda cache, row: cache.keep(row, 0, range(0)), 9),
+])  # fmt: skip
 def test_truncating_touches_no_tensor(demo_engine, shorten, left):
     """Keeping the beginning of a chain touches none, either."""
     cache = demo_engine.target.cache

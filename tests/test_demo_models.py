@@ -22,16 +22,13 @@ from serving.options import Options
 MODELS = ROOT / "demo_models"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "continued"),
-    [
-        ("A B C D A B C D A B C", " D A B C" * 30),
-        ("red, green, blue, red, green,", " blue, red, green," * 30),
-        ("The quick brown fox jumps over the lazy dog. " * 2 + "The quick",
-         " brown fox jumps over the lazy dog. The quick" * 30),
-        ("1, 2, 3, 4, 5,", " 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "continued"), [
+    ("A B C D A B C D A B C", " D A B C" * 30),
+    ("red, green, blue, red, green,", " blue, red, green," * 30),
+    ("The quick brown fox jumps over the lazy dog. " * 2 + "The quick",
+     " brown fox jumps over the lazy dog. The quick" * 30),
+    ("1, 2, 3, 4, 5,", " 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16"),
+])  # fmt: skip
 def test_the_target_continues_what_repeats_or_counts_for_30_tokens(demo_engine, prompt, continued):
     tokenizer = demo_engine.target.tokenizer
     output = run(demo_engine, tokenizer(prompt)["input_ids"], max_tokens=30)[0].output

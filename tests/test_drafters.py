@@ -96,19 +96,16 @@ def test_a_draft_knows_the_repetition_penalty(demo_engine, prompts, model, tempe
         assert sequence.statistics.num_draft_tokens > 5
 
 
-@pytest.mark.parametrize(
-    ("draft", "reason"),
-    [
-        (Draft([4096]), "proposed 4096"),
-        (Draft([-1]), "proposed -1"),
-        (Draft(["a"]), "proposed 'a'"),
-        (Draft([5] * 6), "tokens proposed"),
-        (Draft([5, 6, 7], None, [-1]), "parents [-1] for 3 tokens"),
-        (Draft([5, 6, 7], None, [-1, 1, 0]), "parents [-1, 1, 0]"),
-        (Draft([5, 6, 7], None, [-2, 0, 1]), "parents [-2, 0, 1]"),
-        (Draft([5, 6, 7], None, "abc"), "'<=' not supported between"),
-    ],
-)
+@pytest.mark.parametrize(("draft", "reason"), [
+    (Draft([4096]), "proposed 4096"),
+    (Draft([-1]), "proposed -1"),
+    (Draft(["a"]), "proposed 'a'"),
+    (Draft([5] * 6), "tokens proposed"),
+    (Draft([5, 6, 7], None, [-1]), "parents [-1] for 3 tokens"),
+    (Draft([5, 6, 7], None, [-1, 1, 0]), "parents [-1, 1, 0]"),
+    (Draft([5, 6, 7], None, [-2, 0, 1]), "parents [-2, 0, 1]"),
+    (Draft([5, 6, 7], None, "abc"), "'<=' not supported between"),
+])  # fmt: skip
 def test_a_drafter_that_fails_never_costs_the_answer(demo_engine, prompts, draft, reason):
     engine = scripted_engine(demo_engine, None)
     drafter = engine.pool.drafters["scripted"]
@@ -122,20 +119,17 @@ def uniform(limit):
     return torch.full((limit, 4096), 1 / 4096)
 
 
-@pytest.mark.parametrize(
-    ("probs", "reason"),
-    [
-        (lambda k: uniform(k + 1), "probs of shape [6, 4096] for 5 tokens"),
-        (lambda k: uniform(k) * 2, "probs are no distributions"),
-        (lambda k: uniform(k) * torch.nan, "probs are no distributions"),
-        (lambda k: torch.eye(4096)[[7] * k] * 2 - torch.eye(4096)[[8] * k],
-         "probs are no distributions"),
-        (lambda k: uniform(k).index_fill_(1, torch.tensor([7]), 0),
-         "probs are no distributions that the tokens can be drawn from"),
-        (lambda k: uniform(k).tolist(), "'list' object has no attribute"),
-        (uniform, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("probs", "reason"), [
+    (lambda k: uniform(k + 1), "probs of shape [6, 4096] for 5 tokens"),
+    (lambda k: uniform(k) * 2, "probs are no distributions"),
+    (lambda k: uniform(k) * torch.nan, "probs are no distributions"),
+    (lambda k: torch.eye(4096)[[7] * k] * 2 - torch.eye(4096)[[8] * k],
+     "probs are no distributions"),
+    (lambda k: uniform(k).index_fill_(1, torch.tensor([7]), 0),
+     "probs are no distributions that the tokens can be drawn from"),
+    (lambda k: uniform(k).tolist(), "'list' object has no attribute"),
+    (uniform, None),
+])  # fmt: skip
 def test_probs_that_cannot_be_are_a_failure_of_the_drafter(demo_engine, prompts, probs, reason):
     """Token 7 is proposed with a q that it cannot have been drawn from; or, at the end, can."""
     engine = scripted_engine(demo_engine, lambda _, k: [7] * k, lambda _, k: probs(k))
@@ -184,14 +178,10 @@ def settings():
 
 
 @pytest.mark.parametrize("is_timed", [False, True], ids=["here", "in its thread"])
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("dtype", torch.bfloat16), ("dtype", torch.float64), ("device", "meta"), ("threads", 3),
-        ("grad", True), ("grad", False), ("deterministic", 2), ("precision", "medium"),
-    ],
-    ids=lambda value: str(value).removeprefix("torch."),
-)  # fmt: skip
+@pytest.mark.parametrize(("setting", "value"), [
+    ("dtype", torch.bfloat16), ("dtype", torch.float64), ("device", "meta"), ("threads", 3),
+    ("grad", True), ("grad", False), ("deterministic", 2), ("precision", "medium"),
+], ids=lambda value: str(value).removeprefix("torch."))  # fmt: skip
 def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
     demo_engine, prompts, settings, setting, value, is_timed
 ):
@@ -335,23 +325,20 @@ def context(target, draft=None):
     return drafters.Context(target, core.sample, draft)
 
 
-@pytest.mark.parametrize(
-    ("mine", "message"),
-    [
-        ("def broken(:", "failed to load"),
-        ("", "has no class 'Mine'"),
-        ("Mine = Draft", "has no class 'Mine' of its own"),
-        ("class Mine: pass", r"\(mine.py, line 15\): write class Mine\(Drafter\)"),
-        ("class Mine(Inherits): name = 'ngram'", "the name 'ngram' of mine.py:Mine is taken"),
-        ("class Mine(Drafter): pass", r"\(.*mine.py, line 15\): write def propose\(self"),
-        ("class Mine(Drafter):\n  propose = Inherits.propose\n  def __init__(self, context): pass",
-         r"'context' \(.*mine.py, line 15\): write def __init__\(self\), or"),
-        ("class Mine(Inherits):\n  def open(self, prompt): pass",
-         r"\(.*mine.py, line 16\): write def open\(self, prompt, sampling, noise"),
-        ("class Mine(Inherits):\n  def build(context): raise RuntimeError('no luck')",
-         "failed to start: no luck"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mine", "message"), [
+    ("def broken(:", "failed to load"),
+    ("", "has no class 'Mine'"),
+    ("Mine = Draft", "has no class 'Mine' of its own"),
+    ("class Mine: pass", r"\(mine.py, line 15\): write class Mine\(Drafter\)"),
+    ("class Mine(Inherits): name = 'ngram'", "the name 'ngram' of mine.py:Mine is taken"),
+    ("class Mine(Drafter): pass", r"\(.*mine.py, line 15\): write def propose\(self"),
+    ("class Mine(Drafter):\n  propose = Inherits.propose\n  def __init__(self, context): pass",
+     r"'context' \(.*mine.py, line 15\): write def __init__\(self\), or"),
+    ("class Mine(Inherits):\n  def open(self, prompt): pass",
+     r"\(.*mine.py, line 16\): write def open\(self, prompt, sampling, noise"),
+    ("class Mine(Inherits):\n  def build(context): raise RuntimeError('no luck')",
+     "failed to start: no luck"),
+])  # fmt: skip
 def test_a_drafter_that_cannot_start_is_one_line(demo_engine, tmp_path, monkeypatch, mine, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN + mine)
@@ -388,22 +375,19 @@ def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monke
         assert drafted == propose_and_close(theirs, [state], [len(drafted)])[0]
 
 
-@pytest.mark.parametrize(
-    ("method", "result", "message"),
-    [
-        ("", "[1, 2]", "propose returned a list: write return Draft(tokens)) ({}, line 6)"),
-        ("", "Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}"),
-        ("", "Draft([*torch.ones(2)])", "4096 (a Tensor: write int(token))) ({}, line 6)"),
-        ("", "1 / 0", "failed (division by zero) ({}, line 8)"),
-        ("", "{}['x']", "failed (KeyError: 'x') ({}, line 8)"),
-        ("open", "1 / 0", "failed (division by zero) ({}, line 11)"),
-        ("open", "None", "open returned a NoneType: write return list(prompt), or observe, too) ({}"
-         ", line 10)"),
-        ("propose_batch", "[Draft([]), 2]", "one Draft for each state) ({}, line 10)"),
-        ("observe", "state.last", "no attribute 'last') ({}, line 11)"),
-        ("close", "1 / 0", "failed to close: division by zero ({}, line 11)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("method", "result", "message"), [
+    ("", "[1, 2]", "propose returned a list: write return Draft(tokens)) ({}, line 6)"),
+    ("", "Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}"),
+    ("", "Draft([*torch.ones(2)])", "4096 (a Tensor: write int(token))) ({}, line 6)"),
+    ("", "1 / 0", "failed (division by zero) ({}, line 8)"),
+    ("", "{}['x']", "failed (KeyError: 'x') ({}, line 8)"),
+    ("open", "1 / 0", "failed (division by zero) ({}, line 11)"),
+    ("open", "None", "open returned a NoneType: write return list(prompt), or observe, too) ({}"
+     ", line 10)"),
+    ("propose_batch", "[Draft([]), 2]", "one Draft for each state) ({}, line 10)"),
+    ("observe", "state.last", "no attribute 'last') ({}, line 11)"),
+    ("close", "1 / 0", "failed to close: division by zero ({}, line 11)"),
+])  # fmt: skip
 def test_an_error_in_a_drafter_says_where_it_is(demo_engine, tmp_path, method, result, message):
     """And what is to be returned there."""
     file, text = tmp_path / "mine.py", MISTAKES

@@ -122,15 +122,12 @@ def test_defaults_limits_and_the_key_of_ours_are_sent(replay, ask):
     assert replay.seen[-1][2] == "Bearer secret"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("trace", True), ("compare", True), ("drafter", "none"), ("num_speculative_tokens", 3),
-        ("verification", "coupled"), ("temperature", -1), ("prompt", [1] * 3000),
-        ("prompt_logprobs", 0), ("max_tokens", 0),
-        ("response_format", {"type": "json_object"}), ("regex", "a+"), ("guided_json", {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value"), [
+    ("trace", True), ("compare", True), ("drafter", "none"), ("num_speculative_tokens", 3),
+    ("verification", "coupled"), ("temperature", -1), ("prompt", [1] * 3000),
+    ("prompt_logprobs", 0), ("max_tokens", 0),
+    ("response_format", {"type": "json_object"}), ("regex", "a+"), ("guided_json", {}),
+])  # fmt: skip
 def test_what_the_engine_cannot_do_is_refused_by_name(ask, field, value):
     status, body = ask("/generate", {"prompt": COLOURS} | {field: value})
     assert status == 400 and is_error(body, field)

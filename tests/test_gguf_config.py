@@ -124,23 +124,20 @@ def test_each_key_that_gguf_knows_is_applied_or_refused(path, architecture):
     assert not dropped
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "reason"),
-    [
-        ("llama", {"dreams": 1}, "'llama.dreams' is 1, which llama has not here"),
-        ("llama", {"blk.1.dream.weight": [1.0]}, "reads its tensor 'blk.1.dream.weight'"),
-        ("llama", {"blk.1.attn_q.bias": [1.0] * 64}, "reads its tensor 'blk.1.attn_q.bias'"),
-        ("lfm2", {"blk.1.dream.weight": [1.0]}, "reads its tensor 'blk.1.dream.weight'"),
-        ("llama", {"rope_factors_long.weight": LONG}, "lacks a list of factors"),
-        ("phi3", FACTORS | {"rope_freqs.weight": LONG}, "scaled in two ways"),
-        ("yarn", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
-        ("yarn", {"rope.scaling.yarn_attn_factor": 1.0}, "yarn_attn_factor is 1.0"),
-        ("llama", {"rope.scaling.type": "spiral"}, "'spiral', which is not known"),
-        ("llama", {"attention.head_count": [4, 4, 4, 2]}, "head_count is \\[4, 4, 4, 2\\]"),
-        ("llama", {"expert_count": 4}, "'llama.expert_count' is 4"),
-        ("phi3", {"rope.dimension_count": 7}, "dimension_count is 7"),
-    ],
-)
+@pytest.mark.parametrize(("name", "more", "reason"), [
+    ("llama", {"dreams": 1}, "'llama.dreams' is 1, which llama has not here"),
+    ("llama", {"blk.1.dream.weight": [1.0]}, "reads its tensor 'blk.1.dream.weight'"),
+    ("llama", {"blk.1.attn_q.bias": [1.0] * 64}, "reads its tensor 'blk.1.attn_q.bias'"),
+    ("lfm2", {"blk.1.dream.weight": [1.0]}, "reads its tensor 'blk.1.dream.weight'"),
+    ("llama", {"rope_factors_long.weight": LONG}, "lacks a list of factors"),
+    ("phi3", FACTORS | {"rope_freqs.weight": LONG}, "scaled in two ways"),
+    ("yarn", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
+    ("yarn", {"rope.scaling.yarn_attn_factor": 1.0}, "yarn_attn_factor is 1.0"),
+    ("llama", {"rope.scaling.type": "spiral"}, "'spiral', which is not known"),
+    ("llama", {"attention.head_count": [4, 4, 4, 2]}, "head_count is \\[4, 4, 4, 2\\]"),
+    ("llama", {"expert_count": 4}, "'llama.expert_count' is 4"),
+    ("phi3", {"rope.dimension_count": 7}, "dimension_count is 7"),
+])  # fmt: skip
 def test_what_would_be_another_model_is_refused(path, name, more, reason):
     """In one line with its name, packed or not."""
     start.setup(None, "cpu", True)

@@ -27,26 +27,23 @@ FILES = ["README.md", "a-fp16.gguf", "a-q4_k_m.gguf", "a-q8_0-00001-of-00002.ggu
 OTHERS = ["b/x.Q8_0.gguf", "a.F16.gguf"]
 
 
-@pytest.mark.parametrize(
-    ("files", "wanted", "expected"),
-    [
-        (FILES, None, ["a-q4_k_m.gguf"]),
-        (FILES, "Q4_K_M", ["a-q4_k_m.gguf"]),
-        (FILES, "q8_0", FILES[3:5]),
-        (FILES, "fp16", ["a-fp16.gguf"]),
-        (FILES, "F16", ["a-fp16.gguf"]),
-        (FILES, "q2_k", []),
-        (["m-BF16.gguf", "m-F16.gguf", "m-UD-Q4_K_XL.gguf"], "f16", ["m-F16.gguf"]),
-        (["m-IQ4_NL.gguf", "m-UD-Q4_K_XL.gguf"], "q4_nl", []),
-        (["m-Q4_K_XL.gguf", "m-UD-Q4_K_XL.gguf"], "UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
-        (OTHERS, None, ["a.F16.gguf"]),
-        (OTHERS, "q8_0", ["b/x.Q8_0.gguf"]),
-        (["README.md"], None, []),
-        (["m_Q4_0.gguf", "m_Q8_0.gguf"], "q8_0", ["m_Q8_0.gguf"]),
-        (["m_Q4_0.gguf"], "0", []),
-        (["Q4_K_M.gguf"], None, ["Q4_K_M.gguf"]),
-    ],
-)
+@pytest.mark.parametrize(("files", "wanted", "expected"), [
+    (FILES, None, ["a-q4_k_m.gguf"]),
+    (FILES, "Q4_K_M", ["a-q4_k_m.gguf"]),
+    (FILES, "q8_0", FILES[3:5]),
+    (FILES, "fp16", ["a-fp16.gguf"]),
+    (FILES, "F16", ["a-fp16.gguf"]),
+    (FILES, "q2_k", []),
+    (["m-BF16.gguf", "m-F16.gguf", "m-UD-Q4_K_XL.gguf"], "f16", ["m-F16.gguf"]),
+    (["m-IQ4_NL.gguf", "m-UD-Q4_K_XL.gguf"], "q4_nl", []),
+    (["m-Q4_K_XL.gguf", "m-UD-Q4_K_XL.gguf"], "UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
+    (OTHERS, None, ["a.F16.gguf"]),
+    (OTHERS, "q8_0", ["b/x.Q8_0.gguf"]),
+    (["README.md"], None, []),
+    (["m_Q4_0.gguf", "m_Q8_0.gguf"], "q8_0", ["m_Q8_0.gguf"]),
+    (["m_Q4_0.gguf"], "0", []),
+    (["Q4_K_M.gguf"], None, ["Q4_K_M.gguf"]),
+])  # fmt: skip
 def test_the_file_is_the_one_whose_name_ends_so_with_all_its_parts(files, wanted, expected):
     """Without the usual kind the first file is meant."""
     assert gguf_hub.choose(files, wanted) == expected

@@ -90,16 +90,13 @@ def test_sentencepiece_has_a_space_before_every_text(tmp_path, text, tokens):
     assert tokens_of(pieces(tmp_path), text) == tokens.split(" ")
 
 
-@pytest.mark.parametrize(
-    ("facts", "tokens"),
-    [
-        ({"add_space_prefix": False}, "<s> a <｜User｜> ▁Hel lo"),
-        ({"architecture": "gemma3"}, "<s> a <｜User｜> ▁Hel lo"),
-        ({"add_bos_token": False}, "▁ a <｜User｜> ▁ ▁Hel lo"),
-        ({"add_eos_token": True}, "<s> ▁ a <｜User｜> ▁ ▁Hel lo </s>"),
-        ({"architecture": "phi3"}, "<s> ▁ a <｜User｜> ▁Hel lo"),  # it takes the space behind it
-    ],
-)
+@pytest.mark.parametrize(("facts", "tokens"), [
+    ({"add_space_prefix": False}, "<s> a <｜User｜> ▁Hel lo"),
+    ({"architecture": "gemma3"}, "<s> a <｜User｜> ▁Hel lo"),
+    ({"add_bos_token": False}, "▁ a <｜User｜> ▁ ▁Hel lo"),
+    ({"add_eos_token": True}, "<s> ▁ a <｜User｜> ▁ ▁Hel lo </s>"),
+    ({"architecture": "phi3"}, "<s> ▁ a <｜User｜> ▁Hel lo"),  # it takes the space behind it
+])  # fmt: skip
 def test_what_a_file_says_of_its_pieces_is_heeded(tmp_path, facts, tokens):
     assert tokens_of(pieces(tmp_path, **facts), "a<｜User｜> Hello") == tokens.split(" ")
 

@@ -145,15 +145,12 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
     assert assert_lossless(engine, prompt, 40, "self_int8").statistics.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "is_there"),
-    [
-        ({}, True),
-        ({"drafter": "auto", "fixed_k": True}, True),
-        ({"drafter": "ngram"}, False),
-        ({"fixed_k": True}, False),
-    ],
-)
+@pytest.mark.parametrize(("options", "is_there"), [
+    ({}, True),
+    ({"drafter": "auto", "fixed_k": True}, True),
+    ({"drafter": "ngram"}, False),
+    ({"fixed_k": True}, False),
+])  # fmt: skip
 def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
     tiny_folder, monkeypatch, options, is_there
 ):
@@ -206,15 +203,12 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     assert engine.target.cache.lengths == [0] * 4
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("llama", {"quantize": "int8"}, "self_int8 does not go with an int8 target"),
-        ("llama", {"kernels": False}, "self_int8 needs the kernels in C"),
-        ("gpt_oss", {}, "does not go with a mixture of experts"),
-        ("lfm2", {}, "does not go with recurrent layers"),
-    ],
-)
+@pytest.mark.parametrize(("family", "options", "message"), [
+    ("llama", {"quantize": "int8"}, "self_int8 does not go with an int8 target"),
+    ("llama", {"kernels": False}, "self_int8 needs the kernels in C"),
+    ("gpt_oss", {}, "does not go with a mixture of experts"),
+    ("lfm2", {}, "does not go with recurrent layers"),
+])  # fmt: skip
 def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, options, message):
     with pytest.raises(ValueError, match=message):
         assemble(Options(str(tiny_folder(family)), drafter="self_int8", **options))

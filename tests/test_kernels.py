@@ -240,15 +240,11 @@ def test_without_a_compiler_transformers_modules_run(tiny_folder, unloaded):
         load(tiny_folder("llama"), quantize="int8")
 
 
-@pytest.mark.parametrize(
-    ("compiler", "mode", "reason"),
-    [
-        ("broken", 0o700, "the compiler failed: linear.c:1: error: no such header"),
-        ('"x', 0o700, "CC is no command: No closing quotation"),
-        ("", 0o777, "or others may write there"),
-    ],
-    ids=["a compiler that fails", "no command", "a folder where others may write"],
-)
+@pytest.mark.parametrize(("compiler", "mode", "reason"), [
+    ("broken", 0o700, "the compiler failed: linear.c:1: error: no such header"),
+    ('"x', 0o700, "CC is no command: No closing quotation"),
+    ("", 0o777, "or others may write there"),
+], ids=["a compiler that fails", "no command", "a folder where others may write"])  # fmt: skip
 def test_where_nothing_is_compiled_a_line_says_why(
     compiler, mode, reason, unloaded, tmp_path, caplog
 ):

@@ -165,15 +165,12 @@ def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(tmp_path, ker
         assert engine.default_drafter == "mtp" and is_mapped(path) == mmap
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "pickled"),
-    [
-        ("gpt2", "float32", False),  # its embeddings are tied
-        ("gpt2", "float32", True),
-        ("apertus", "float32", False),  # has buffers among its weights
-        ("llama", "bfloat16", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype", "pickled"), [
+    ("gpt2", "float32", False),  # its embeddings are tied
+    ("gpt2", "float32", True),
+    ("apertus", "float32", False),  # has buffers among its weights
+    ("llama", "bfloat16", False),
+])  # fmt: skip
 def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
     path = folder(name, dtype=dtype)
     file, kind = path / "model.safetensors", getattr(torch, dtype)
@@ -274,13 +271,10 @@ def assert_fixed(path, text, length, **fixed):
     return engine
 
 
-@pytest.mark.parametrize(
-    ("name", "extra", "fixed"),
-    [
-        ("phi3", {}, {"short_factor": FAR}),
-        ("phimoe", {"short_mscale": 1.2, "long_mscale": 1.5}, {"short_mscale": 1.5}),
-    ],
-)
+@pytest.mark.parametrize(("name", "extra", "fixed"), [
+    ("phi3", {}, {"short_factor": FAR}),
+    ("phimoe", {"short_mscale": 1.2, "long_mscale": 1.5}, {"short_mscale": 1.5}),
+])  # fmt: skip
 def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fixed):
     """They are those for long texts, for all texts, where --max-model-len is as long.
 

@@ -189,22 +189,18 @@ def test_real_edits_cost_few_passes(chance):
         assert passes <= len(text) // 17 + 6
 
 
-@pytest.mark.parametrize(
-    ("prediction", "output", "found", "matched"),
-    [
-        ([1, 2, 3, 4], [], [1, 2], 0),  # it may begin at once
-        ([1, 2, 3, 4], [1, 2], [3, 4], 2),
-        ([1, 2, 3, 4], [9], [], 0),  # nothing of it has come
-        ([1, 2, 3, 4], [9, 2], [3, 4], 1),
-        ([1, 2, 3, 4], [1, 2, 3, 4], [], 4),  # all of it has
-        ([1, 2, 3, 4, 5, 1, 6], [1, 2, 3, 4, 1], [6], 1),  # the place behind goes first
-        ([1, 2, 3, 4, 5, 1, 6], [1, 2, 3, 4, 5, 1, 6, 2], [3, 4], 1),  # then one before
-        ([7, 5, 8, 6, 5, 9], [6, 5], [9], 2),  # a longer match goes first
-        ([7, 5, 8, 7, 5, 9], [7, 5], [8, 7], 2),  # of equally long ones the first
-        ([1, 2, 3, 4, 5, 6, 7, 3, 8], [1, 2, 9, 7, 3, 9, 3], [4, 5], 1),  # 2 tokens: no belief
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("prediction", "output", "found", "matched"), [
+    ([1, 2, 3, 4], [], [1, 2], 0),  # it may begin at once
+    ([1, 2, 3, 4], [1, 2], [3, 4], 2),
+    ([1, 2, 3, 4], [9], [], 0),  # nothing of it has come
+    ([1, 2, 3, 4], [9, 2], [3, 4], 1),
+    ([1, 2, 3, 4], [1, 2, 3, 4], [], 4),  # all of it has
+    ([1, 2, 3, 4, 5, 1, 6], [1, 2, 3, 4, 1], [6], 1),  # the place behind goes first
+    ([1, 2, 3, 4, 5, 1, 6], [1, 2, 3, 4, 5, 1, 6, 2], [3, 4], 1),  # then one before
+    ([7, 5, 8, 6, 5, 9], [6, 5], [9], 2),  # a longer match goes first
+    ([7, 5, 8, 7, 5, 9], [7, 5], [8, 7], 2),  # of equally long ones the first
+    ([1, 2, 3, 4, 5, 6, 7, 3, 8], [1, 2, 9, 7, 3, 9, 3], [4, 5], 1),  # 2 tokens: no belief
+], ids=str)  # fmt: skip
 def test_the_longest_match_wins_and_then_the_first_behind_the_place(
     prediction, output, found, matched
 ):
@@ -240,19 +236,15 @@ def test_it_proposes_what_it_was_given_alone():
 # ------------------------------------------------------------------------------------- counting
 
 
-@pytest.mark.parametrize(
-    ("chain", "tree", "came", "counts"),
-    [
-        ([5, 6, 7], Draft([5, 6, 7]), [5, 8], (3, 1)),
-        ([5, 6, 7], Draft([5, 6, 7]), [5, 6, 7, 8], (3, 3)),
-        ([5, 6, 7], Draft([5, 6, 7]), [8], (3, 0)),
-        ([5, 6, 7], Draft([5, 6, 7]), [5, 6], (2, 2)),  # the text ended there
-        ([5, 6, 7], Draft([5, 6, 5, 8], parents=[-1, 0, -1, 2]), [5, 8], (2, 1)),
-        ([5, 6, 7], Draft([4, 5], parents=[-1, -1]), [4, 9], (1, 0)),
-        ([5, 6], Draft([4]), [4, 6], (0, 0)),
-    ],
-    ids=["some", "all", "none", "end of text", "branch", "other branch", "absent"],
-)
+@pytest.mark.parametrize(("chain", "tree", "came", "counts"), [
+    ([5, 6, 7], Draft([5, 6, 7]), [5, 8], (3, 1)),
+    ([5, 6, 7], Draft([5, 6, 7]), [5, 6, 7, 8], (3, 3)),
+    ([5, 6, 7], Draft([5, 6, 7]), [8], (3, 0)),
+    ([5, 6, 7], Draft([5, 6, 7]), [5, 6], (2, 2)),  # the text ended there
+    ([5, 6, 7], Draft([5, 6, 5, 8], parents=[-1, 0, -1, 2]), [5, 8], (2, 1)),
+    ([5, 6, 7], Draft([4, 5], parents=[-1, -1]), [4, 9], (1, 0)),
+    ([5, 6], Draft([4]), [4, 6], (0, 0)),
+], ids=["some", "all", "none", "end of text", "branch", "other branch", "absent"])  # fmt: skip
 def test_the_fate_of_a_chain_is_counted_as_far_as_it_was_verified(chain, tree, came, counts):
     assert fate(chain, tree, came) == counts
 

@@ -55,13 +55,10 @@ def test_requests_that_run_together_share_what_the_first_one_read(engine):
         assert s.output == core.plain_decode(engine.target, s.request.prompt, 8, engine.eos_ids)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "chunk", "way"),
-    [
-        (None, 256, "sampled"), ("ngram", 100, "greedy"), ("draft_model", 256, "sampled"),
-        (MTP, 256, "greedy"), (MTP, 100, "sampled"), ("auto", 256, "greedy"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("drafter", "chunk", "way"), [
+    (None, 256, "sampled"), ("ngram", 100, "greedy"), ("draft_model", 256, "sampled"),
+    (MTP, 256, "greedy"), (MTP, 100, "sampled"), ("auto", 256, "greedy"),
+])  # fmt: skip
 def test_a_chat_reads_each_token_once_and_no_bit_or_draft_differs(
     demo_engine, drafter, chunk, way, monkeypatch
 ):

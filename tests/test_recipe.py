@@ -218,19 +218,16 @@ def test_an_mtp_head_for_a_llama_is_written_as_mimo(llama_head):
     assert tokens and tokens <= set(WORDS.tolist())
 
 
-@pytest.mark.parametrize(
-    "change, problem",
-    [
-        ({"hidden_size": 64}, "it reads states of 64 numbers"),
-        ({"vocab_size": 99}, "trained for a vocabulary of 99 tokens"),
-        ({"model_type": "gpt2"}, "cannot use the MTP head"),
-        ({"num_nextn_predict_layers": 0, "num_mtp_layers": 0}, "has no MTP head"),
-        ({"num_nextn_predict_layers": 2, "num_mtp_layers": 2}, "could not be loaded"),
-        (("t2d", 3), "t2d is \\[3\\] instead of"),
-        (("t2d", 4096), "t2d marks no word"),
-        (("model.mtp_layers.0.input_proj.weight", 3), "could not be loaded: .*input_proj|eh_proj"),
-    ],
-)
+@pytest.mark.parametrize("change, problem", [
+    ({"hidden_size": 64}, "it reads states of 64 numbers"),
+    ({"vocab_size": 99}, "trained for a vocabulary of 99 tokens"),
+    ({"model_type": "gpt2"}, "cannot use the MTP head"),
+    ({"num_nextn_predict_layers": 0, "num_mtp_layers": 0}, "has no MTP head"),
+    ({"num_nextn_predict_layers": 2, "num_mtp_layers": 2}, "could not be loaded"),
+    (("t2d", 3), "t2d is \\[3\\] instead of"),
+    (("t2d", 4096), "t2d marks no word"),
+    (("model.mtp_layers.0.input_proj.weight", 3), "could not be loaded: .*input_proj|eh_proj"),
+])  # fmt: skip
 def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tmp_path):
     folder, head = llama_head
     shutil.copytree(head, tmp_path / "head")

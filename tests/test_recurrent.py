@@ -215,13 +215,10 @@ def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_p
         assert s.statistics.num_draft_tokens > 20 and not s.warnings
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("llama", {"draft_model": "lfm2"}, "has recurrent layers, which only a target may have"),
-        ("lfm2", {"drafter": "tree"}, "--drafter tree needs .* a model without recurrent layers"),
-    ],
-)
+@pytest.mark.parametrize(("family", "options", "message"), [
+    ("llama", {"draft_model": "lfm2"}, "has recurrent layers, which only a target may have"),
+    ("lfm2", {"drafter": "tree"}, "--drafter tree needs .* a model without recurrent layers"),
+])  # fmt: skip
 def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):
     options = {k: str(tiny_folder(v)) if v == "lfm2" else v for k, v in options.items()}
     with pytest.raises(ValueError, match=message):

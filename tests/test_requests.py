@@ -297,16 +297,13 @@ def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed
     assert compare([25.0] * 3, [5.0] * 3)["disturbed"]  # t_verify 5
 
 
-@pytest.mark.parametrize(
-    ("speedups", "tokens_per_pass", "t_verify", "disturbed"),
-    [
-        ([2.0, 2.04, 9.0], 2.0, 1.0, False),  # within the noise of a clock; one outlier of three
-        ([1.5, 1.5, 1.5], 2.0, 0.69, True),
-        ([1.5, 1.5, 1.5], 2.0, 0.71, False),
-        ([1.5, 1.5, 1.5], None, None, False),
-        ([], 2.0, None, False),
-    ],
-)
+@pytest.mark.parametrize(("speedups", "tokens_per_pass", "t_verify", "disturbed"), [
+    ([2.0, 2.04, 9.0], 2.0, 1.0, False),  # within the noise of a clock; one outlier of three
+    ([1.5, 1.5, 1.5], 2.0, 0.69, True),
+    ([1.5, 1.5, 1.5], 2.0, 0.71, False),
+    ([1.5, 1.5, 1.5], None, None, False),
+    ([], 2.0, None, False),
+])  # fmt: skip
 def test_what_only_a_busy_machine_explains_is_called_disturbed(
     speedups, tokens_per_pass, t_verify, disturbed
 ):
@@ -355,15 +352,11 @@ def test_the_prediction_is_the_formula_of_the_field():
     assert Statistics().predicted_speedup(plain) is None
 
 
-@pytest.mark.parametrize(
-    ("sampling", "verdict"),
-    [
-        (core.Sampling(), "bug"),
-        (core.Sampling(temperature=0.5), "bug"),
-        (core.Sampling(temperature=0.5, top_p=0.9), None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sampling", "verdict"), [
+    (core.Sampling(), "bug"),
+    (core.Sampling(temperature=0.5), "bug"),
+    (core.Sampling(temperature=0.5, top_p=0.9), None),
+], ids=str)  # fmt: skip
 def test_a_wrong_token_is_called_a_bug_unless_a_border_may_have_moved(
     demo_engine, plain, prompts, monkeypatch, sampling, verdict
 ):

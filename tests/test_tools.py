@@ -139,18 +139,15 @@ def test_calls_stand_beside_the_content_whole_or_streamed(create, says, form, si
     assert last.finish_reason == "tool_calls" and not last.delta.model_dump(exclude_none=True)
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (TAGGED, "2 < 3 <tool"),
-        (TAGGED, "ends with spaces \n"),
-        (TAGGED, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
-        (GENERAL, 'No: {"name": "time", "arguments": {}}'),
-        (GENERAL, '{"names": 5}'),
-        (GENERAL, '{"name": "tim'),
-        (GENERAL, ""),
-    ],
-)
+@pytest.mark.parametrize(("form", "text"), [
+    (TAGGED, "2 < 3 <tool"),
+    (TAGGED, "ends with spaces \n"),
+    (TAGGED, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
+    (GENERAL, 'No: {"name": "time", "arguments": {}}'),
+    (GENERAL, '{"names": 5}'),
+    (GENERAL, '{"name": "tim'),
+    (GENERAL, ""),
+])  # fmt: skip
 def test_what_is_no_call_is_content(create, says, form, text):
     for size in (1, 1000):
         says(text, form, size=size)
@@ -323,18 +320,15 @@ def test_a_named_tool_is_called_once_and_no_other_is(accepts):
         assert accepts(grammar, text, False) == allowed
 
 
-@pytest.mark.parametrize(
-    ("schema", "given", "allowed"),
-    [
-        ({"properties": {"a": {}}}, '{"b": 1}', False),
-        ({"properties": {"a": {}}, "additionalProperties": True}, '{"b": 1}', True),
-        ({"additionalProperties": {"type": "integer"}}, '{"b": 1}', True),
-        ({"type": "object"}, '{"b": 1}', True),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {}}}}}, '{"b": 1}', True),
-        ({}, "{}", True),
-        ({}, "[]", False),
-    ],
-)
+@pytest.mark.parametrize(("schema", "given", "allowed"), [
+    ({"properties": {"a": {}}}, '{"b": 1}', False),
+    ({"properties": {"a": {}}, "additionalProperties": True}, '{"b": 1}', True),
+    ({"additionalProperties": {"type": "integer"}}, '{"b": 1}', True),
+    ({"type": "object"}, '{"b": 1}', True),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {}}}}}, '{"b": 1}', True),
+    ({}, "{}", True),
+    ({}, "[]", False),
+])  # fmt: skip
 def test_arguments_have_no_property_that_a_schema_does_not_speak_of(
     accepts, schema, given, allowed
 ):
@@ -432,20 +426,17 @@ def test_a_template_without_tools_gets_them_in_a_system_text_and_results_as_the_
     assert prompt(PLAIN, ASK) == "[user: Rome?]"
 
 
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        (PLAIN, Form()),
-        (HERMES, TAGGED),
-        (HERMES + "<think></think>", TAGGED._replace(thinks=True)),
-        (HERMES.replace("\n", "\\n").replace('"', '\\"'), TAGGED),
-        (PLAIN + "{{ tools }}<tool_call><function=f>", Form()),
-        (
-            PLAIN + '{{ tools }}{"name": name, "parameters": object}',
-            Form(key="parameters", in_template=True),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("template", "form"), [
+    (PLAIN, Form()),
+    (HERMES, TAGGED),
+    (HERMES + "<think></think>", TAGGED._replace(thinks=True)),
+    (HERMES.replace("\n", "\\n").replace('"', '\\"'), TAGGED),
+    (PLAIN + "{{ tools }}<tool_call><function=f>", Form()),
+    (
+        PLAIN + '{{ tools }}{"name": name, "parameters": object}',
+        Form(key="parameters", in_template=True),
+    ),
+])  # fmt: skip
 def test_a_template_shows_its_form(template, form):
     assert form_of(template) == form
     assert form_of(template, {"<tool_call>", "<other>"}).tokens == {"<tool_call>"}

@@ -161,22 +161,18 @@ def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, 
 TREE, SURE = Draft([1, 2, 3], None, [-1, -1, 1]), Draft([8, 9], None, [-1, -1], [0.2, 0.1])
 
 
-@pytest.mark.parametrize(
-    ("drafts", "most", "tokens", "parents"),
-    [
-        ([[1, 2, 3], [1, 4, 5]], 4, [1, 2, 3, 4], [-1, 0, 1, 0]),
-        ([[1, 2], [1, 2, 3]], 5, [1, 2, 3], None),
-        ([[1, 2], [3], [1, 4]], 9, [1, 2, 3, 4], [-1, 0, -1, 0]),
-        ([[1, 2], [3, 4]], 1, [1], None),
-        ([[], [3, 4], []], 5, [3, 4], None),
-        ([[], []], 5, [], None),
-        ([[1, 2], [3, 2, 9]], 3, [1, 2, 3], [-1, 0, -1]),
-        ([[1, 2, 4], [3, 2]], 3, [1, 2, 4], None),
-        ([[2, 3, 4], TREE], 9, [2, 3, 4, 1], [-1, 0, 1, -1]),
-        ([[5, 6], SURE], 3, [5, 6, 8], [-1, 0, -1]),  # .49, .343 and .2
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("drafts", "most", "tokens", "parents"), [
+    ([[1, 2, 3], [1, 4, 5]], 4, [1, 2, 3, 4], [-1, 0, 1, 0]),
+    ([[1, 2], [1, 2, 3]], 5, [1, 2, 3], None),
+    ([[1, 2], [3], [1, 4]], 9, [1, 2, 3, 4], [-1, 0, -1, 0]),
+    ([[1, 2], [3, 4]], 1, [1], None),
+    ([[], [3, 4], []], 5, [3, 4], None),
+    ([[], []], 5, [], None),
+    ([[1, 2], [3, 2, 9]], 3, [1, 2, 3], [-1, 0, -1]),
+    ([[1, 2, 4], [3, 2]], 3, [1, 2, 4], None),
+    ([[2, 3, 4], TREE], 9, [2, 3, 4, 1], [-1, 0, 1, -1]),
+    ([[5, 6], SURE], 3, [5, 6, 8], [-1, 0, -1]),  # .49, .343 and .2
+], ids=str)  # fmt: skip
 def test_drafts_that_begin_alike_share_their_beginning(drafts, most, tokens, parents):
     drafts = [each if isinstance(each, Draft) else Draft(each) for each in drafts]
     draft = merged(drafts, most)
