@@ -140,9 +140,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
     return [short, unit * 5, long]
 
 
-def expected_texts(
-    folder: Path, prompts: list[list[int]], use_cache: bool = True
-) -> list[list[int]]:
+def expected_texts(folder: Path, prompts: list[Any], use_cache: bool = True) -> list[list[int]]:
     """What transformers' generate writes behind each prompt alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     texts = []

@@ -98,9 +98,7 @@ WRONG_BODIES = [  # status, body, headers
 
 @each_route
 @pytest.mark.parametrize(("wanted", "body", "headers"), WRONG_BODIES, ids=lambda v: str(v)[:40])
-def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(
-    client, route, wanted, body, headers
-):
+def test_a_body_that_is_no_json_object_of_1_mib_is_refused(client, route, wanted, body, headers):
     answer = client.post(route, data=body, headers=headers)
     assert answer.status_code == wanted and answer.mimetype == "application/json"
     assert is_error(answer.data) and answer.headers["X-Request-Id"]

@@ -95,9 +95,7 @@ class Liar(Drafter):
 """
 
 
-def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
-    measure, monkeypatch, tmp_path
-):
+def test_losslessness_shows_a_drafter_that_lies_about_its_q(measure, monkeypatch, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     name = "temperature 1.3"
     monkeypatch.setattr(lossless, "SAMPLINGS", {name: lossless.SAMPLINGS[name]})
@@ -122,9 +120,7 @@ def test_speedups_are_medians_of_runs():
     assert bench.speedup([3], [2]) == bench.Spread(1.5, [1.5, 1.5])  # of one run
 
 
-def test_auto_and_plain_decoding_write_the_same_texts_and_the_worst_cell_comes_first(
-    measure, monkeypatch
-):
+def test_auto_and_plain_write_the_same_texts_and_the_worst_cell_is_first(measure, monkeypatch):
     monkeypatch.setattr(never_loses, "memory_gb_per_s", lambda: 9.9)
     few = "--kinds edit JSON --temperatures 1.2 --clients 1 3"
     document = measure(f"never_loses --tokens 3 --runs 1 {few}")
@@ -206,9 +202,7 @@ def test_a_mixture_has_the_dense_model_s_logits_and_its_tokens_choose_all_expert
         assert counts.sum() == 2 * 100 and 0 < counts.min() and counts.max() < 70, counts
 
 
-def test_a_mixture_is_made_once_and_served_with_the_dense_model_s_texts(
-    tiny_folder, tmp_path, monkeypatch
-):
+def test_a_mixture_is_made_once_and_has_the_dense_model_s_texts(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.mixture.cache_folder", lambda: tmp_path)
     place = str(tiny_folder("llama"))
     folder = folder_of(place)
@@ -449,13 +443,11 @@ ANSWER = {
 CYCLES = [{"step": i, "text": "bc"[i], "tokens": [{"id": 5 + i}]} for i in range(2)]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"token_ids": [5]}, {"seed": 8}, {"warnings": ["?"]}, {"text": "bz"}, {"text": "bd"},
-     {"finish_reason": "error"}, {"timings": {"predicted_n": 1}},
-     {"usage": USAGE | {"total_tokens": 4}}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"token_ids": [5]}, {"seed": 8}, {"warnings": ["?"]}, {"text": "bz"}, {"text": "bd"},
+    {"finish_reason": "error"}, {"timings": {"predicted_n": 1}},
+    {"usage": USAGE | {"total_tokens": 4}},
+], ids=str)  # fmt: skip
 def test_the_soak_s_clients_see_that_an_answer_is_wrong(changes):
     assert soak.read_stream(ASKED, *CYCLES, ANSWER).token_ids == [5, 6]
     for events in ([*CYCLES, ANSWER | changes], [CYCLES[0], ANSWER]):

@@ -131,9 +131,7 @@ SLOW = [  # seconds a token; --max-tokens; what is run: tokens, prompts, repeats
 
 
 @pytest.mark.parametrize(("token_s", "max_tokens", "expected"), SLOW)
-def test_a_demo_of_a_slow_model_has_fewer_tokens_and_prompts_and_says_so(
-    token_s, max_tokens, expected
-):
+def test_a_demo_of_a_slow_model_is_shorter_and_says_so(token_s, max_tokens, expected):
     prompts = {name: ("", []) for name in "abcdefgh"}
     given = Options(max_tokens=max_tokens)
     options, chosen, repeats, said = terminal.fitting(token_s, given, prompts)
@@ -143,9 +141,7 @@ def test_a_demo_of_a_slow_model_has_fewer_tokens_and_prompts_and_says_so(
     assert seconds <= 121 or len(chosen) == 2
 
 
-def test_a_result_is_printed_as_it_is_done_and_an_interrupted_demo_keeps_it(
-    main, monkeypatch, capsys
-):
+def test_results_are_printed_when_done_and_an_interrupted_demo_has_them(main, monkeypatch, capsys):
     compare, told = terminal.compare, []
 
     def interrupted_after(num_runs, *more):

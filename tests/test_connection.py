@@ -137,9 +137,7 @@ SLOW = [  # what a client sends, then each second; for how many seconds; what be
 
 
 @pytest.mark.parametrize(("sent", "each_second", "num_s", "outcome"), SLOW)
-def test_a_client_has_so_much_time_for_what_it_sends(
-    client, clock, sent, each_second, num_s, outcome
-):
+def test_a_client_has_so_much_time(client, clock, sent, each_second, num_s, outcome):
     """Also if it sends a byte now and then."""
     for data in sent:
         client.data_received(data)
@@ -249,9 +247,7 @@ REFUSED = [  # status, lines of the head, body
 
 
 @pytest.mark.parametrize(("status", "lines", "body"), REFUSED, ids=lambda value: str(value)[:60])
-def test_framing_that_is_ambiguous_or_endless_is_refused_and_nothing_behind_it_is_run(
-    client, status, lines, body
-):
+def test_framing_that_is_ambiguous_or_endless_is_refused_with_the_rest(client, status, lines, body):
     """RFC 9112. What has no end is refused while it comes."""
     receive(client, "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or REQUEST))
     (environ,) = client.server.asked

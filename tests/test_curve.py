@@ -85,9 +85,7 @@ def test_the_curve_is_measured_in_idle_time_and_used_at_the_next_start(monkeypat
     assert not [record for record in caplog.records if "curve" in record.getMessage()]
 
 
-def test_a_request_gets_the_only_row_amid_a_measurement_that_then_goes_on(
-    demo_engine, monkeypatch, plain
-):
+def test_a_request_gets_the_only_row_amid_a_measurement_that_then_goes_on(monkeypatch, plain):
     """Its text and what is counted are those without one."""
     measure, holds, states = Measurement.measure, threading.Event(), []
 

@@ -121,11 +121,10 @@ def reference_draft(head, model, embed, text, count=4):
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["fused", "plain"])
-@pytest.mark.parametrize(
-    ("switches", "layout"),
-    [*((name, "speculators") for name in SWITCHES), ("other layers", "original"),
-     ("all", "original"), ("as published", "pickled"), ("as published", "own embeddings")],
-)  # fmt: skip
+@pytest.mark.parametrize(("switches", "layout"), [
+    *((name, "speculators") for name in SWITCHES), ("other layers", "original"),
+    ("all", "original"), ("as published", "pickled"), ("as published", "own embeddings"),
+])  # fmt: skip
 def test_a_head_drafts_as_its_layout_says(
     target_folder, tmp_path, reference, switches, layout, kernels, monkeypatch
 ):

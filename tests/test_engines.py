@@ -307,9 +307,7 @@ def test_an_event_of_another_shape_is_a_502_that_names_the_engine(ask, replay, c
     assert not any(record.exc_info for record in caplog.records)
 
 
-@pytest.mark.parametrize(
-    "choice", [{}, {"token_ids": None}, {"text": "a" * 2000}], ids=["ids", "text alone", "long"]
-)
+@pytest.mark.parametrize("choice", [{}, {"token_ids": None}, {"text": "a" * 2000}], ids=range(3))
 def test_a_stream_without_end_is_cut_at_max_tokens(ask, replay, choice):
     say(replay, *(event(**choice) for _ in range(6)), *DONE)
     assert said(ask, "plain")[1]["finish_reason"] == "stop"  # those are not too many
@@ -338,14 +336,10 @@ def test_an_engine_that_answers_anything_is_used_or_refused_in_one_line(replay, 
             assert made.get("/metrics").status_code in (200, 400, 502)
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        ({"stall_limit": 0.3}, "the engine has said nothing for 0.3 s"),
-        ({"request_timeout": 0.5}, "the request took too long"),
-    ],
-    indirect=["ask"],
-)
+@pytest.mark.parametrize(("ask", "message"), [
+    ({"stall_limit": 0.3}, "the engine has said nothing for 0.3 s"),
+    ({"request_timeout": 0.5}, "the request took too long"),
+], indirect=["ask"])  # fmt: skip
 def test_an_engine_that_hangs_is_a_504(ask, replay, message):
     replay.hang = 1
     status, body = said(ask, "plain")

@@ -71,9 +71,7 @@ def test_1_a_longer_context_helps(demo_engine, prompts):
     assert per_pass["ngram"] > per_pass["bigram"] + 0.1  # and it always has a guess
 
 
-def test_2_a_draft_model_that_forgets_to_truncate_changes_no_output(
-    demo_engine, prompts, monkeypatch
-):
+def test_2_a_draft_model_that_never_truncates_changes_no_text(demo_engine, prompts, monkeypatch):
     """Its cache is soon longer than the text; it is given up, and the answers go on without it.
 
     The exercise names the lines that truncate, and quotes what is said.

@@ -121,9 +121,7 @@ def test_what_fails_is_told_and_the_rest_is_exported(
     assert ("not recorded: fails on first" in err) is is_strict
 
 
-def test_a_model_without_drafters_is_exported_beside_an_earlier_recording(
-    main, demo_engine, monkeypatch, tmp_path
-):
+def test_a_model_without_drafters_stands_beside_another(main, demo_engine, monkeypatch, tmp_path):
     monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
     assert main("--export", str(tmp_path))[0] == 0
     monkeypatch.setattr(core, "load_engine", lambda options: core.Engine(demo_engine.target, {}))
@@ -136,9 +134,7 @@ def test_a_model_without_drafters_is_exported_beside_an_earlier_recording(
     assert "recordings/mixture.json" in (tmp_path / INDEX).read_text("utf-8")
 
 
-def test_the_controller_s_runs_are_recorded_once_it_knows_the_texts(
-    demo_engine, monkeypatch, tmp_path
-):
+def test_auto_s_runs_are_recorded_once_it_knows_the_texts(demo_engine, monkeypatch, tmp_path):
     """Where a pass is long enough for its clock."""
     target, loaded = demo_engine.target, demo_engine.pool.drafters
     engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))

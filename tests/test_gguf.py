@@ -171,9 +171,7 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
 
 
 @needs_compiler
-def test_a_file_is_compared_once_and_the_latest_comparisons_are_remembered(
-    files, tmp_path, monkeypatch
-):
+def test_a_file_is_compared_once_and_the_latest_are_remembered(files, tmp_path, monkeypatch):
     monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(reference, "_MOST_NOTES", 1)
     (tmp_path / "compared").mkdir()
@@ -339,9 +337,7 @@ def test_bytes_of_a_file_are_escaped_and_few_in_what_is_told(files, tmp_path, ca
         assert line.isprintable() and len(line) <= 1200
 
 
-def test_a_broken_or_missing_draft_is_refused_before_its_target_is_read(
-    files, tmp_path, monkeypatch
-):
+def test_a_broken_or_missing_draft_is_refused_before_a_target_is_read(files, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_pretrained", lambda *_: pytest.fail("a target is read"))
     (tmp_path / "broken.gguf").write_bytes(b"GGUX" + bytes(100))
     content = files["q4_0"].read_bytes().replace(b"<|endoftext|>", b"<|endOFtext|>")
@@ -449,10 +445,8 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
     assert len(downloads) == 1
 
 
-def test_who_names_no_model_gets_the_default_one_or_the_embedded_one(
-    tiny_entry, files, demo_engine, monkeypatch, caplog
-):
-    """The latter where the default one cannot be fetched: one line says so."""
+def test_who_names_no_model_gets_the_default(tiny_entry, files, demo_engine, monkeypatch, caplog):
+    """Or the embedded one, where that cannot be fetched: one line says so."""
     place = catalogue.cache_folder() / FOLDER / "tiny.gguf"
     place.parent.mkdir(parents=True)
     shutil.copy(files["q8_0"], place)
@@ -478,9 +472,7 @@ FAILURES = [  # of a download (None: of another file), what becomes of it, and w
 
 
 @pytest.mark.parametrize(("failure", "kind", "reason"), FAILURES)
-def test_a_fetch_that_fails_is_one_sentence_and_leaves_nothing(
-    tiny_entry, monkeypatch, failure, kind, reason
-):
+def test_a_fetch_that_fails_leaves_one_sentence(tiny_entry, monkeypatch, failure, kind, reason):
     def download(entry, work):
         (work / "half.whl").touch()
         raise failure

@@ -148,11 +148,10 @@ def test_what_would_be_another_model_is_refused(path, name, more, reason):
         assert "model.gguf" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("keys", "window"),
-    [({"context_length": 4096}, 2047), ({"context_length": 16384}, None),
-     ({"context_length": 4096, "attention.sliding_window": 0}, None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "window"), [
+    ({"context_length": 4096}, 2047), ({"context_length": 16384}, None),
+    ({"context_length": 4096, "attention.sliding_window": 0}, None),
+])  # fmt: skip
 def test_early_files_of_phi_3_have_the_window_of_their_original(path, keys, window):
     tensors = tensors_of(original(CASES["phi3"]), "phi3")
     assert config_with(path, CASES["phi3"], tensors, **keys)["sliding_window"] == window

@@ -182,9 +182,7 @@ def expected(demo_engine):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-def test_a_text_of_a_schema_is_that_of_constrained_plain_decoding(
-    demo_engine, prompt, expected, drafter, way
-):
+def test_a_text_of_a_schema_is_that_of_plain_decoding(demo_engine, prompt, expected, drafter, way):
     """It parses and validates. The drafter saves passes, and the one of grammars most."""
     if drafter == "tree" and not demo_engine.pool.can_branch:
         drafter = "auto"
@@ -506,9 +504,7 @@ def test_rejection_keeps_the_distribution_of_constrained_sampling(many, drafter)
 
 
 @pytest.mark.parametrize("method", ["mask", "consume", "cut", "forced"])
-def test_a_matcher_that_fails_ends_its_own_text_alone(
-    demo_engine, prompts, expected, monkeypatch, method
-):
+def test_a_faulty_matcher_ends_one_text_alone(demo_engine, prompts, expected, monkeypatch, method):
     """Amid the text; the others of the batch go on. Where it fails to draft, no text ends."""
     some = mixed(demo_engine, [prompts["easy_json"]], 5, "greedy")
     names, requests = zip(*some, strict=True)

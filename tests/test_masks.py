@@ -73,9 +73,7 @@ def written(target, prompt, max_tokens, sampling, seed, ends):
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_that_of_transformers_processors_whoever_drafts(
-    demo_engine, prompts, name, way
-):
+def test_the_text_is_that_of_transformers_whoever_drafts(demo_engine, prompts, name, way):
     target, ends, has_changed = demo_engine.target, {GREEN}, False
     sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
     for prompt in map(prompts.get, ("repetitive_colours", "hard_docs")):

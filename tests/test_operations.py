@@ -377,9 +377,7 @@ class Mine(LlamaForCausalLM):
 """
 
 
-def test_code_that_comes_with_a_model_runs_only_where_that_was_asked_for(
-    folder, tmp_path, run_once
-):
+def test_code_that_comes_with_a_model_runs_only_if_asked_for(folder, tmp_path, run_once):
     ran, config = tmp_path / "ran", json.loads((folder / "config.json").read_text())
     names = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": names, "model_type": "m"}))

@@ -96,9 +96,7 @@ def test_each_branch_of_a_tree_counts_its_own_tokens(name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_drafts_are_judged_by_rejection_against_the_changed_distribution(
-    demo_engine, prompts, monkeypatch, name
-):
+def test_rejection_judges_by_the_changed_distribution(demo_engine, prompts, monkeypatch, name):
     judge, prompt, judged = core.verify_by_rejection, prompts["repetitive_colours"], []
     sampling = core.Sampling(**SETTINGS[name], temperature=0.8, top_k=50, verification="rejection")
     engine = scripted_engine(demo_engine, lambda text, limit: text[-4:][:limit])

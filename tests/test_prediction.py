@@ -201,9 +201,7 @@ def test_real_edits_cost_few_passes(chance):
     ([7, 5, 8, 7, 5, 9], [7, 5], [8, 7], 2),  # of equally long ones the first
     ([1, 2, 3, 4, 5, 6, 7, 3, 8], [1, 2, 9, 7, 3, 9, 3], [4, 5], 1),  # 2 tokens: no belief
 ], ids=str)  # fmt: skip
-def test_the_longest_match_wins_and_then_the_first_behind_the_place(
-    prediction, output, found, matched
-):
+def test_the_longest_match_wins_and_then_the_next_place(prediction, output, found, matched):
     state = expecting(prediction, output)
     assert (state.continuation(2), state.matched) == (found, matched)
 

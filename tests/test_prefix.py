@@ -59,10 +59,8 @@ def test_requests_that_run_together_share_what_the_first_one_read(engine):
     (None, 256, "sampled"), ("ngram", 100, "greedy"), ("draft_model", 256, "sampled"),
     (MTP, 256, "greedy"), (MTP, 100, "sampled"), ("auto", 256, "greedy"),
 ])  # fmt: skip
-def test_a_chat_reads_each_token_once_and_no_bit_or_draft_differs(
-    demo_engine, drafter, chunk, way, monkeypatch
-):
-    """The last, incomplete block of each turn is read again, and the token that was pending.
+def test_a_chat_reads_each_token_once_bit_for_bit(demo_engine, drafter, chunk, way, monkeypatch):
+    """And drafts are equal. A turn's last, incomplete block and its pending token are read again.
 
     In C a prompt's blocks run in another kernel than its end, and than what is generated.
     """

@@ -215,9 +215,7 @@ def assert_logprobs(entry, token, logits, tokenizer):
 
 @pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLING, REJECTION], ids=str)
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-def test_a_trace_says_what_decided_about_each_token(
-    demo_engine, demo_reference, prompts, drafter, sampling
-):
+def test_a_trace_says_what_decided(demo_engine, demo_reference, prompts, drafter, sampling):
     """Every number in it is checked against a forward of the whole text, without cache."""
     fields = {"max_tokens": 24, "drafter": drafter, "sampling": sampling, "seed": 1, "logprobs": 3}
     sequence, events = run(demo_engine, prompts["code_function"], trace=True, **fields)
@@ -268,9 +266,7 @@ def compared(jobs):
     return answers.answer(jobs, [], torch.float32)["compare"]
 
 
-def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed(
-    demo_engine, prompts
-):
+def test_a_comparison_of_three_takes_medians_and_says_when_it_was_disturbed(demo_engine, prompts):
     """One slow run of three changes nothing; where plain decoding was slow every time, it shows."""
     both = run_both_ways(demo_engine, prompts["repetitive_colours"], drafter="ngram")
 
@@ -304,9 +300,7 @@ def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed
     ([1.5, 1.5, 1.5], None, None, False),
     ([], 2.0, None, False),
 ])  # fmt: skip
-def test_what_only_a_busy_machine_explains_is_called_disturbed(
-    speedups, tokens_per_pass, t_verify, disturbed
-):
+def test_what_a_busy_machine_explains_is_disturbed(speedups, tokens_per_pass, t_verify, disturbed):
     spread = [min(speedups), max(speedups)] if speedups else None
     found = comparison.steadiness(speedups, tokens_per_pass, t_verify)
     assert found == {"disturbed": disturbed, "spread": spread}

@@ -239,9 +239,7 @@ def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMP
     ("name", "drafter"),
     [*((COUNTED[0], drafter) for drafter in DRAFTERS), (COUNTED[1], "mtp"), INT8],
 )
-def test_speculation_keeps_the_distribution_of_the_first_tokens(
-    many, prompt, plain_samples, name, drafter
-):
+def test_speculation_keeps_the_distribution_of_tokens(many, prompt, plain_samples, name, drafter):
     """Three views (2nd, 3rd, all three tokens): odds of a false alarm 3e-6."""
     assert smallest_p_value(many, prompt, drafter, name, plain_samples[name]) > ODDS
 
@@ -261,9 +259,7 @@ def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt,
     assert min(test.p_value for test in tests.values()) > ODDS
 
 
-def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_acceptance(
-    many, prompt, plain_samples
-):
+def test_exercise_4_a_greedy_draft_is_lossless_and_costs_acceptance(many, prompt, plain_samples):
     """Nothing was drawn, so q is one-hot: d is accepted with p(d) in place of Σ min(p, q).
 
     Odds of a false alarm: 6e-6.

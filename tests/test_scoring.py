@@ -70,9 +70,7 @@ def test_scores_have_the_same_bits_in_chunks_and_in_company(demo_engine, expecte
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_scores_and_texts_do_not_depend_on_drafters_or_the_prefix_cache(
-    demo_engine, expected, plain, drafter
-):
+def test_scores_depend_on_no_drafter_and_no_prefix_cache(demo_engine, expected, plain, drafter):
     """What is scored is read anew, and is remembered for others, with the states of heads."""
     known = PrefixCache.of(demo_engine.target, 64)
     engine = core.Engine(demo_engine.target, demo_engine.pool.drafters, prefixes=known)
@@ -292,9 +290,7 @@ def test_a_list_as_long_as_may_be_is_taken_where_fewer_may_wait(ask):
     ({"prompt": [[5] * 800] * 40, "prompt_logprobs": 20}, "prompt_logprobs"),
     ({"echo": True, "logprobs": 1, "prompt_logprobs": "2"}, "prompt_logprobs"),
 ])  # fmt: skip
-def test_a_bad_list_is_refused_by_its_place_and_nothing_is_run(
-    ask, demo_engine, monkeypatch, fields, name
-):
+def test_a_bad_list_is_named_by_place_and_never_run(ask, demo_engine, monkeypatch, fields, name):
     monkeypatch.setattr(demo_engine, "open", None)
     for more in ({}, {"stream": True}):
         body = ask(status=400, **{"prompt": CAT} | more | fields)

@@ -281,9 +281,7 @@ ways = [way for way in product([False, True], repeat=6) if not way[2] or way[0] 
 
 
 @pytest.mark.parametrize(("tags", "thinks", "tokens", "forced", "parallel", "has_answer"), ways)
-def test_a_grammar_allows_calls_that_parse_and_what_may_stand_beside_them(
-    accepts, tags, thinks, tokens, forced, parallel, has_answer
-):
+def test_a_grammar_allows_what_parses(accepts, tags, thinks, tokens, forced, parallel, has_answer):
     form = Form(has_tags=tags, thinks=thinks, tokens=frozenset(TAGS if tokens else ()))
     tools = Tools(TOOLS, form, is_forced=forced, is_parallel=parallel)
     grammar = tools.grammar(ANSWER if has_answer else None)
@@ -329,9 +327,7 @@ def test_a_named_tool_is_called_once_and_no_other_is(accepts):
     ({}, "{}", True),
     ({}, "[]", False),
 ])  # fmt: skip
-def test_arguments_have_no_property_that_a_schema_does_not_speak_of(
-    accepts, schema, given, allowed
-):
+def test_arguments_have_no_property_that_is_not_in_the_schema(accepts, schema, given, allowed):
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     grammar = Tools([tool], GENERAL, is_forced=True).grammar()
     assert accepts(grammar, call_text("f", given, GENERAL), False) == allowed

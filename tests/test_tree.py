@@ -63,10 +63,9 @@ def with_trees(engine, prompt, chance, **request):
 
 
 @pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    ("family", "dtype", "quantize"),
-    [*(("qwen3", *kind) for kind in KINDS), ("gemma3_text", *KINDS[0]), ("mistral", *KINDS[0])],
-)
+@pytest.mark.parametrize(("family", "dtype", "quantize"), [
+    *(("qwen3", *kind) for kind in KINDS), ("gemma3_text", *KINDS[0]), ("mistral", *KINDS[0])
+])  # fmt: skip
 def test_a_tree_s_output_is_plain_decoding_s(family, dtype, quantize, sampling, tiny_folder):
     """The same tokens and log-probabilities, where windows of 12 keys end inside a tree, too."""
     engine = load(tiny_folder(family), dtype=dtype, quantize=quantize)
