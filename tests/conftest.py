@@ -134,12 +134,6 @@ def main(demo_engine: Any, monkeypatch: Any, capsys: Any) -> Callable[..., tuple
 
 
 @pytest.fixture(scope="session")
-def slow_engine() -> Any:
-    """The embedded target as transformers' modules run it, where nothing can be compiled."""
-    return core.load_engine(Options(model="embedded", kernels=False, fixed_k=True, suffix_cache=0))
-
-
-@pytest.fixture(scope="session")
 def reference() -> Callable[[Any], Any]:
     """transformers' own modules of a folder, as oracles: nothing in them is packed or fused."""
     return cache(
@@ -305,6 +299,18 @@ def application(engine: Any, options: Options) -> Iterator[Any]:
     app.extensions["worker"].drain(LIMIT_S)
 
 
+def module_client(**options: Any) -> Any:
+    """A fixture: a client for the tests of a module, of a tiny model that all routes can serve."""
+
+    @pytest.fixture(scope="module")
+    def client(chat_folder: Callable[[str], Path]) -> Iterator[Any]:
+        chosen = Options(str(chat_folder("llama")), **options)
+        with application(core.load_engine(chosen), chosen) as client:
+            yield client
+
+    return client
+
+
 def assemble(options):
     """An engine of the core's classes that was neither checked nor run yet."""
     return assembly.assemble_engine(options, core.load_model, core.Engine, core.sample)
@@ -411,6 +417,39 @@ def assert_lossless(
     expected = core.plain_decode(engine.target, prompt, max_tokens, engine.eos_ids, **way)
     assert sequence.output == expected, drafter
     return sequence
+
+
+def decoded_by(
+    rule: Callable[..., torch.Tensor], target: Any, prompt: list[int], sampling: Any, ends: set[int]
+) -> list[int]:
+    """Plain decoding of 20 tokens, by the scores [V] that a test's own rule makes of logits [V]."""
+    row, noise, fed, output = target.cache.open_row(), Noise(3), prompt, list[int]()
+    while len(output) < 20 and not ends & {*output}:
+        logits = target.forward([row], [fed], [1]).logits[0][0]
+        scores = rule(logits, sampling, prompt, output)
+        fed = [core.choose(scores, sampling, noise, len(prompt) + len(output))]
+        output += fed
+    target.cache.close_row(row)
+    return output
+
+
+def assert_decided_by(
+    rule: Callable[..., torch.Tensor], engine: Any, prompt: list[int], sampling: Any, ends: set[int]
+) -> list[int]:
+    """The text of seed 3 is the one that the rule gives, whoever drafts; returns it."""
+    target, pool = engine.target, engine.pool
+    expected = decoded_by(rule, target, prompt, sampling, ends)
+    assert core.plain_decode(target, prompt, 20, ends, sampling, 3) == expected
+    ngram = pool.drafters["ngram"]
+    assert core.speculate(target, ngram, prompt, 20, ends, sampling, 3) == expected
+    for drafter in pool.choices:
+        fields = {"max_tokens": 20, "drafter": drafter, "sampling": sampling, "seed": 3}
+        s, _ = run(engine, prompt, **fields, stop_token_ids=frozenset(ends))
+        assert s.output == expected, drafter
+        if expected[-1] in ends:  # the id stands in the output, and not in the text
+            assert s.finish_reason == "stop"
+            assert s.text.text == target.tokenizer.decode(expected[:-1])
+    return expected
 
 
 GREEDY = core.Sampling()

@@ -26,7 +26,8 @@ SCRIPT = f"{CORE}.py"
 JSON = {"Content-Type": "application/json"}
 COLOURS = "red, green, blue, red, green,"
 GOOD = {"prompt": "x = 1", "max_tokens": 2}
-PATHS = ("/generate", "/v1/completions")
+ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+PATHS = ROUTES[:2]
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False, "max_tokens": 2000}  # counts on and on
 REQUESTS = ("num_requests_running", "num_requests_waiting")  # of /health and /metrics
 AT_WORK = (*REQUESTS, "kv_cache_usage_perc")
@@ -84,10 +85,14 @@ class Client:
         connection.close()
         return response.status, response.headers, data
 
+    def post(self, path, headers=JSON, **fields):
+        """(status, body) of a POST of JSON that is answered with JSON."""
+        status, _, data = self.call("POST", path, fields, headers)
+        return status, json.loads(data)
+
     def generate(self, **fields):
         """(status, body) of POST /generate."""
-        status, _, data = self.call("POST", "/generate", fields)
-        return status, json.loads(data)
+        return self.post(GENERATE, **fields)
 
     def stream(self, **fields):
         """The events of POST /generate, of which the last one is the answer."""
@@ -209,12 +214,16 @@ def serving(*arguments, **options):
         server.close()
 
 
-def module_server(*arguments, **options):
-    """A fixture: a server with these arguments for the tests of a module, which has to end well."""
+def module_server(*arguments, chat=None, **options):
+    """A fixture: a server with these arguments for the tests of a module, which has to end well.
+
+    `chat` names the family of a tiny model that chats.
+    """
 
     @pytest.fixture(scope="module")
-    def server():
-        with serving(*arguments, **options) as server:
+    def server(chat_folder):
+        model = ("--model", str(chat_folder(chat)), "--drafter", "ngram") if chat else ()
+        with serving(*model, *arguments, **options) as server:
             yield server
             server.end_well()
 
@@ -320,6 +329,27 @@ def end_of(answer):
     assert b"Traceback" not in data
     is_stream = headers["Content-Type"].startswith("text/event-stream")
     return status, events_of(data)[-1] if is_stream else json.loads(data)
+
+
+def body_for(route, fields):
+    """A body of /generate as the route wants it."""
+    body = dict(fields)
+    if route == CHAT and "prompt" in body:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    return body
+
+
+def asked(client, route, prompt="x = 1", **fields):
+    """(status, body) that an application answers a route; of a stream its events are the body."""
+    answer = client.post(route, json=body_for(route, {"prompt": prompt}) | fields)
+    is_stream = answer.mimetype == "text/event-stream"
+    return answer.status_code, events_of(answer.data) if is_stream else answer.json
+
+
+def text_of(body):
+    """Of the only choice."""
+    (choice,) = body.get("choices", [body])
+    return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
 def read_all(client):

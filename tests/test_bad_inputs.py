@@ -20,36 +20,20 @@ from math import inf, nextafter
 from pathlib import Path
 
 import pytest
-import speculative_decoding as core
-from conftest import TARGET, TEMPLATE, application
-from server import GOOD, LIMIT_S, is_error, parse, read_all, request, serving, until
+from conftest import LIMIT_S, TARGET, TEMPLATE, module_client
+from server import GOOD, ROUTES, body_for, is_error, module_server, parse, read_all, request, until
 from transformers import AutoTokenizer
 
 from messages import RequestError
 from models import prompts as reading
 from models.prompts import chat_prompt, tokenize
-from serving.options import Options
 
-ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
+GENERATE, COMPLETIONS, CHAT = ROUTES
 each_route = pytest.mark.parametrize("route", ROUTES)
-
-
-@pytest.fixture(scope="module")
-def client(chat_folder):
-    """Of a tiny model that all three routes can serve."""
-    model = {"model": str(chat_folder("llama")), "drafter": "ngram", "max_tokens": DEFAULT_LIMIT}
-    options = Options(**model)
-    with application(core.load_engine(options), options) as client:
-        yield client
-
-
-def body_for(route, fields):
-    """A body of /generate as the route wants it."""
-    body = dict(fields)
-    if route == CHAT and "prompt" in body:
-        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    return body
+client = module_client(drafter="ngram", max_tokens=DEFAULT_LIMIT)
+limits = ("--max-tokens", str(DEFAULT_LIMIT), "--max-running", "4", "--max-queued", "8")
+server = module_server(*limits, chat="llama")  # of the same model, with few threads
 
 
 @pytest.fixture
@@ -107,6 +91,8 @@ def test_a_body_that_is_no_json_object_of_1_mib_is_refused(client, route, wanted
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
            [5] * CONTEXT, [1, True], [[]]]  # fmt: skip
 LISTS = [["a", "b"], [[5], [6]]]  # of prompts, for /v1/completions alone
+STOPS = ["", 5, ["a"] * 65, ["a" * 4096] * 64, ["a", ""], ["a", 5], "\ud800", ["\ud800"],
+         "a" * 1001, [["a"]], {}]  # fmt: skip
 BIASES = [[], {"5": 101}, {"5": "1"}, {"5": True}, {"05": 1}, {"-1": 1}, {"five": 1}, {"4096": 1},
           {"9" * 400: 1}, {str(i): 1 for i in range(301)}]  # fmt: skip
 BAD = {  # out of range, right behind the limits, and of another kind
@@ -115,19 +101,7 @@ BAD = {  # out of range, right behind the limits, and of another kind
     "num_speculative_tokens": [-1, 17, "4", 1.0],
     "drafter": ["zzz", "", 3, ["ngram"], {}, "tests/faulty_server.py:Faulty"],
     "speculative": ["yes", 1],
-    "stop": [
-        "",
-        5,
-        ["a"] * 65,
-        ["a" * 4096] * 64,
-        ["a", ""],
-        ["a", 5],
-        "\ud800",
-        ["\ud800"],
-        "a" * 1001,
-        [["a"]],
-        {},
-    ],
+    "stop": STOPS,
     "stream": ["maybe", 1],
     "stream_options": [{"include_usage": True}, "usage"],  # without a stream, and with one
     "trace": [1, "yes"],
@@ -430,15 +404,6 @@ HEADERS = ["Content-Type: text/plain", "Content-Encoding: br", "Expect: 100-cont
            "Content-Type: application/json; charset=utf-16", "Host: elsewhere",
            "Content-Length: 7", "Transfer-Encoding: chunked", "X: a\r\n folded", "\0: zero",
            "X-Long: " + "b" * 70_000, "X-Request-Id: é", "If-None-Match: *"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(chat_folder):
-    """Of the same model in a process, with few threads."""
-    limits = ("--max-tokens", str(DEFAULT_LIMIT), "--max-running", "4", "--max-queued", "8")
-    with serving("--model", str(chat_folder("llama")), "--drafter", "ngram", *limits) as server:
-        yield server
-        server.end_well()
 
 
 @pytest.fixture(scope="module")

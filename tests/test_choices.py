@@ -9,11 +9,13 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import speculative_decoding as core
+from conftest import LIMIT_S
 from engine import replaying
-from server import COLOURS, ENDLESS, LIMIT_S, events_of, is_error, serving, until
+from server import COLOURS, ENDLESS, JSON, ROUTES, is_error, module_server, serving, until
 
 from engines import client, relay
 from messages import Request, RequestError
@@ -24,14 +26,8 @@ LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two
 FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
 CHAT = [{"role": "user", "content": LONG}]
 NAMES = ("text", "token_ids", "finish_reason", "seed", "logprobs")
-PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
-
-
-@pytest.fixture(scope="module")
-def server(chat_folder):
-    with serving("--model", str(chat_folder("qwen3")), "--drafter", "ngram") as server:
-        yield server
-        server.end_well()
+LISTED = {"prompt": [ENDLESS["prompt"]] * 6}
+server = module_server(chat="qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +100,7 @@ def test_log_probabilities_and_their_offsets_are_those_of_each_choice(asked):
 
 
 def test_a_stream_of_generate_names_the_choice_of_each_event(server):
-    fields = FIELDS | {"n": 2, "stream": True, "trace": True}
-    *events, body = events_of(server.call("POST", "/generate", fields)[2])
+    *events, body = server.stream(**FIELDS, n=2, trace=True)
     for i, choice in enumerate(body["choices"]):
         mine = [event for event in events if event["index"] == i]
         assert [event["step"] for event in mine] == list(range(len(mine)))
@@ -162,18 +157,20 @@ def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):
         next(seen)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_all_choices_end_when_their_client_leaves(is_streamed):
+def test_choices_and_texts_of_a_list_wait_as_one_and_end_when_their_client_leaves():
+    asked = ("/generate", {"n": 4, "temperature": 1}), ("/v1/completions", LISTED)
     with serving("--model", "embedded", "--max-running", "2") as server:
-        fields = ENDLESS | {"n": 4, "temperature": 1, "stream": is_streamed}
-        with server.connect("/generate", fields):
-            server.wait_until_running(2)
-            assert server.health()["num_requests_waiting"] == 1
-        server.wait_until_idle()
+        for (path, fields), is_streamed in product(asked, (False, True)):
+            with server.connect(path, ENDLESS | fields | {"stream": is_streamed}):
+                server.wait_until_running(2)
+                assert server.health()["num_requests_waiting"] == 1
+            server.wait_until_idle()
+        until(lambda: server.log().count('"status": 499') == 2)  # of those without a stream
+        server.end_well()
 
 
 def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place():
-    """Also where there are more of them than places to run."""
+    """Also where there are more of them than places to run. The engine takes them and is silent."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine = client.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
         places = relay.Relay(engine, "m", Options(max_running=2, max_queued=2))
@@ -189,7 +186,7 @@ def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place
         for job in (one, *jobs[:6]):
             job.cancel()
         until(lambda: jobs[7].began)
-        assert (places.num_running, places.num_waiting) == (2, 1)
+        assert (places.num_running, places.num_waiting) == (2, 1) and one.failure is None
         for job in more[1:]:
             job.cancel()
         places.expect_place()
@@ -232,12 +229,11 @@ def test_another_engine_is_asked_for_each_choice():
             assert sorted(each["seed"] for each in sent) == [7, 8]
             counts = [choice["timings"]["predicted_n"] for choice in body["choices"]]
             assert body["usage"]["completion_tokens"] == sum(counts) > 0
-            fields |= {"stream": True, "seed": None}  # the engine chooses
-            *events, _ = events_of(server.call("POST", "/generate", fields)[2])
+            *events, _ = server.stream(**fields | {"seed": None})  # the engine chooses
             assert {event["index"] for event in events} == {0, 1}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ROUTES)
 def test_what_does_not_go_with_choices_is_refused(server, path):
     prompt = {"messages": CHAT} if "chat" in path else {"prompt": COLOURS}
     wrong = [({"n": 2, "compare": True}, "n"), ({"n": 2, "seed": 2**64 - 1}, "seed")]
@@ -253,9 +249,8 @@ def test_what_does_not_go_with_choices_is_refused(server, path):
 
 
 def test_the_log_counts_the_tokens_of_all_choices(server):
-    fields, marked = FIELDS | {"n": 3, "max_tokens": 7}, {"X-Request-Id": "three-choices"}
-    headers = {"Content-Type": "application/json"} | marked
-    body = json.loads(server.call("POST", "/generate", fields, headers)[2])
+    marked = JSON | {"X-Request-Id": "three-choices"}
+    _, body = server.post("/generate", marked, **FIELDS | {"n": 3, "max_tokens": 7})
     until(lambda: "three-choices" in server.log())
     (line,) = [json.loads(t) for t in server.log().splitlines() if "three-choices" in t]
     assert line["tokens"] == body["usage"]["completion_tokens"]

@@ -12,7 +12,7 @@ import pytest
 import speculative_decoding as core
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from server import JSON, request, serving
+from server import JSON, module_server, request
 from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service  # noqa: F401, I001 fixtures
 
 from messages import RequestError
@@ -185,11 +185,8 @@ def test_a_message_has_blocks_whole_or_streamed(post, says, size):  # noqa: F811
     assert body["stop_reason"] == "tool_use" and body["type"] == "message"
     assert body["id"].startswith("msg_") and call["id"].startswith("toolu_")
     first, ping, *events, last, stop = post(MESSAGES, tools=[TOOL], stream=True)[1]
-    assert (first["type"], ping, stop) == (
-        "message_start",
-        {"type": "ping"},
-        {"type": "message_stop"},
-    )
+    assert first["type"] == "message_start" and ping == {"type": "ping"}
+    assert stop == {"type": "message_stop"}
     assert first["message"]["content"] == [] and first["message"]["usage"]["input_tokens"] > 0
     blocks, told = [], []
     for event in events:
@@ -232,9 +229,9 @@ def test_a_response_has_items_whole_or_streamed(post, says, size):  # noqa: F811
     for item, index in zip(items, range(3), strict=True):
         of_it = [e for e in events if getattr(e, "output_index", None) == index]
         assert {getattr(e, "item_id", None) or e.item.id for e in of_it} == {item.id}
-    without_ids = [[item.model_copy(update={"id": "", "call_id": ""}) for item in each]
-                   for each in (items, response.output)]  # fmt: skip
-    assert without_ids[0] == without_ids[1]
+    no_ids = {"id": "", "call_id": ""}
+    one, other = ([i.model_copy(update=no_ids) for i in each] for each in (items, response.output))
+    assert one == other
 
 
 def test_what_was_cut_says_so(post, says):  # noqa: F811
@@ -341,14 +338,7 @@ REFUSED = [(MESSAGES, {name: {"a": 1}}, f"{name} is not") for name in their._REF
 REFUSED += [(RESPONSES, {name: "a"}, f"{name} is not supported") for name in newer._REFUSED]
 
 
-@pytest.fixture(scope="module")
-def guarded(chat_folder):
-    """A tiny model behind a key."""
-    with serving(
-        "--model", str(chat_folder("llama")), "--api-key", KEY, "--drafter", "ngram"
-    ) as server:
-        yield server
-        server.end_well()
+guarded = module_server("--api-key", KEY, chat="llama")  # behind a key
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,14 @@ test against a vLLM that runs is marked `network`, as that has to be installed f
 
 import json
 import os
-import socket
 import threading
 
 import pytest
 import speculative_decoding as core
 from engine import CHAT, COLOURS, SAID, replaying
-from server import LIMIT_S, events_of, is_error, serving, until
+from server import events_of, is_error, serving, until
 
-from engines import app, client, relay
+from engines import app, client
 from engines.app import KEY_VARIABLE
 from messages import RequestError
 from models.loading import StartError
@@ -345,23 +344,6 @@ def test_an_engine_that_hangs_is_a_504(ask, replay, message):
     status, body = said(ask, "plain")
     assert status == 504 and body["error"]["message"] == message
     assert body["error"]["code"] == said(ask, "long")[1][-1]["error"]["code"] == "timeout"
-
-
-def test_limits_are_ours_and_who_leaves_before_the_engine_answers_makes_room_for_the_next():
-    """No head of an answer comes: the engine takes the connection, and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        engine = client.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        places = relay.Relay(engine, "m", Options(max_running=1, max_queued=2))
-        first, second, third = (places.submit(relay.Wanted(), lambda: False)[0] for _ in range(3))
-        with pytest.raises(RequestError, match="2 requests wait already"):
-            places.submit(relay.Wanted(), lambda: False)
-        second.cancel()
-        assert (places.num_running, places.num_waiting) == (1, 1)
-        first.cancel()
-        until(lambda: third.began and not places.num_waiting)  # it begins before it is counted
-        assert (places.num_running, places.num_waiting) == (1, 0) and first.failure is None
-        third.cancel()
-        assert places.drain(LIMIT_S) == 0
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,19 @@ they are read: masks in test_masks.py, formats in test_formats.py, and those of 
 """
 
 import json
+from functools import partial
 
 import pytest
-import speculative_decoding as core
-from conftest import TEMPLATE, application
-from server import events_of, is_error
+from conftest import TEMPLATE, module_client
+from server import CHAT, COMPLETIONS, GENERATE, ROUTES, asked, is_error
+from transformers import AutoTokenizer
 
+from models.prompts import chat_prompt, template_options
 from serving.fields import HARMLESS, OTHER_NAMES, REFUSED
-from serving.options import Options
 from serving.parsing import KNOWN
 
-ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+ask = partial(asked, prompt="a b")
+client = module_client(drafter="ngram", max_tokens=2)
 TURNS = [{"role": "user", "content": "a b"}]
 HONOURED = {  # by each route, beside prompt, messages and those in FIELDS of formats.py
     "chat": False, "max_tokens": 2, "n": 2, "num_speculative_tokens": 2, "drafter": "ngram",
@@ -35,23 +37,6 @@ IN_CHATS = {  # by chats alone
     "continue_final_message": False, "chat_template_kwargs": {"enable_thinking": False},
     "top_logprobs": 1, "add_special_tokens": False,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def client(chat_folder):
-    model = {"model": str(chat_folder("llama")), "drafter": "ngram", "max_tokens": 2}
-    options = Options(**model)
-    with application(core.load_engine(options), options) as client:
-        yield client
-
-
-def ask(client, route, **fields):
-    """(status, body) of a request whose prompt is "a b"; of a stream the body is its events."""
-    body = {"messages": TURNS} if route == CHAT else {"prompt": "a b"}
-    answer = client.post(route, json=body | fields)
-    if answer.mimetype == "text/event-stream":
-        return answer.status_code, events_of(answer.data)
-    return answer.status_code, answer.json
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -111,10 +96,7 @@ def test_other_names_mean_the_same(client):
 
     plain, penalised = text(), text(repetition_penalty=100)
     assert text(max_tokens=None, n_predict=12) == plain != penalised
-    assert (
-        text(repeat_penalty=100) == penalised
-        and text(repeat_penalty=100, repeat_last_n=-1) == penalised
-    )
+    assert text(repeat_penalty=100) == text(repeat_penalty=100, repeat_last_n=-1) == penalised
     assert text(repeat_penalty=100, presence_penalty=2, repeat_last_n=0) == plain
     assert text(top_p=0, temperature=1) == plain
     body = ask(client, GENERATE, n_predict=-1, max_tokens=None)[1]
@@ -128,9 +110,8 @@ def test_a_long_prompt_is_cut_where_it_is_asked_for(client):
     ids = list(range(5, 400))
 
     def prompt(**fields):
-        return ask(client, GENERATE, prompt=ids, return_token_ids=True, **fields)[1][
-            "prompt_token_ids"
-        ]
+        _, body = ask(client, GENERATE, prompt=ids, return_token_ids=True, **fields)
+        return body["prompt_token_ids"]
 
     assert ask(client, GENERATE, prompt=ids)[0] == 400
     assert prompt(truncate_prompt_tokens=7) == ids[-7:]
@@ -150,14 +131,9 @@ def test_an_answer_and_a_stream_tell_the_same_ids_and_tokens_by_them(client, rou
     holder = whole if route == CHAT else whole["choices"][0]
     prompt = holder["prompt_token_ids"]
     assert len(prompt) == whole["usage"]["prompt_tokens"]
-    first = chunks[0] if route == CHAT else chunks[0]["choices"][0]
-    assert first["prompt_token_ids"] == prompt
-    told = [
-        c
-        for c in chunks
-        if "prompt_token_ids" in (c if route == CHAT else c["choices"][:1] and c["choices"][0])
-    ]
-    assert len(told) == (1 if route == CHAT else 2)
+    holders = chunks if route == CHAT else sum([chunk["choices"] for chunk in chunks], [])
+    told = [each["prompt_token_ids"] for each in holders if "prompt_token_ids" in each]
+    assert told == [prompt] * (1 if route == CHAT else 2) and "prompt_token_ids" in holders[0]
     for choice in whole["choices"]:
         parts = [p for c in chunks for p in c["choices"] if p["index"] == choice["index"]]
         ids = [token for part in parts for token in part["token_ids"]]
@@ -207,10 +183,6 @@ def test_a_chat_may_say_how_the_template_is_used(client):
 
 
 def test_a_template_reads_the_variables_that_are_sent(chat_folder):
-    from transformers import AutoTokenizer
-
-    from models.prompts import chat_prompt, template_options
-
     tokenizer = AutoTokenizer.from_pretrained(chat_folder("llama"))
     tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}{{ tone['x'] }}"
     how = template_options({"chat_template_kwargs": {"mood": "!", "tone": {"x": 7}}})

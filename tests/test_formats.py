@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
-import speculative_decoding as core
 import torch
-from conftest import FAMILIES, TARGET, TEMPLATE, application, load
-from server import LIMIT_S, events_of, is_error, until
+from conftest import FAMILIES, TARGET, TEMPLATE, application, load, module_client
+from server import LIMIT_S, ROUTES, asked, events_of, is_error, text_of, until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of
@@ -24,7 +23,8 @@ from models.prompts import chat_prompt
 from serving.formats import reasoning_of
 from serving.options import Options
 
-GENERATE, COMPLETIONS, CHAT = ROUTES = "/generate", "/v1/completions", "/v1/chat/completions"
+client = module_client(drafter="ngram", max_tokens=40)
+GENERATE, COMPLETIONS, CHAT = ROUTES
 SCHEMA = {
     "type": "object",
     "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "maximum": 9}},
@@ -72,28 +72,6 @@ PATTERNS = {
     "schema": r'\{"unit":"[CF]","days":[1-9]\}', "regex": REGULAR, "choice": "red|green|blue",
     "object": r"\{.*",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def client(chat_folder):
-    """Of a tiny model that all three routes can serve."""
-    options = Options(model=str(chat_folder("llama")), drafter="ngram", max_tokens=40)
-    with application(core.load_engine(options), options) as client:
-        yield client
-
-
-def asked(client, route, prompt="x = 1", **fields):
-    """(status, body) of a request."""
-    first = {"messages": [{"role": "user", "content": prompt}]} if route == CHAT else {}
-    answer = client.post(route, json=(first or {"prompt": prompt}) | fields)
-    return answer.status_code, answer.get_json()
-
-
-def text_of(body):
-    if "choices" not in body:
-        return body["text"]
-    (choice,) = body["choices"]
-    return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "auto"])

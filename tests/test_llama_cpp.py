@@ -5,6 +5,7 @@ Texts are those of /generate, in the shapes that llama.cpp's and vLLM's clients 
 
 import json
 import shutil
+from functools import partial
 
 import gguf
 import pytest
@@ -19,20 +20,12 @@ from models.gguf_tokenizer import tokenizer_of
 from models.prompts import tokenize_plain
 
 server = module_server("--fixed-k")
-WORDS = (
-    "<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|repo_name|> <|file_sep|> <|fim_pad|>".split()
-)
+WORDS = [f"<|{w}|>" for w in "fim_prefix fim_suffix fim_middle repo_name file_sep fim_pad".split()]
 PREFIX, SUFFIX = "def area(r):\n    return ", "\n\nprint(area(2))\n"
 
 
-def post(server, path, **fields):
-    """(status, body) of a POST."""
-    status, _, data = server.call("POST", path, fields)
-    return status, json.loads(data)
-
-
 def told(server, path, **fields):
-    status, body = post(server, path, **fields)
+    status, body = server.post(path, **fields)
     assert status == 200, body
     return body
 
@@ -135,11 +128,10 @@ def test_prompts_and_biases_of_llama_cpp_s_kinds(server):
         assert each["tokens_evaluated"] == one["tokens_evaluated"]
     mixed = told(server, "/completion", prompt=[5, COLOURS, 6], n_predict=2)
     assert mixed["prompt"] == tokenizer.decode([5, *ids, 6])
-    first = told(server, "/completion", prompt=COLOURS, n_predict=1, return_tokens=True)["tokens"]
+    fields = {"prompt": COLOURS, "n_predict": 1, "return_tokens": True}
+    first = told(server, "/completion", **fields)["tokens"]
     for bias in ([[first[0], False]], [[tokenizer.decode(first), -100]], {str(first[0]): -100}):
-        other = told(
-            server, "/completion", prompt=COLOURS, n_predict=1, logit_bias=bias, return_tokens=True
-        )
+        other = told(server, "/completion", **fields, logit_bias=bias)
         assert other["tokens"] != first
 
 
@@ -188,7 +180,7 @@ BAD = [  # path, fields, what the message says
 
 @pytest.mark.parametrize(("path", "fields", "said"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_input_is_refused_in_llama_cpp_s_form(server, path, fields, said):
-    status, body = post(server, path, **fields)
+    status, body = server.post(path, **fields)
     assert status == 400 and list(body["error"]) == ["code", "message", "type", "param"]
     assert body["error"]["code"] == 400 and said in body["error"]["message"]
     kinds = "invalid_request_error", "exceed_context_size_error"
@@ -196,10 +188,10 @@ def test_bad_input_is_refused_in_llama_cpp_s_form(server, path, fields, said):
 
 
 def test_a_prompt_that_is_too_long_says_how_long(server):
-    status, body = post(server, "/completion", prompt=[1] * 3000)
+    status, body = server.post("/completion", prompt=[1] * 3000)
     assert status == 400 and body["error"]["type"] == "exceed_context_size_error"
     assert (body["error"]["n_prompt_tokens"], body["error"]["n_ctx"]) == (3000, 2048)
-    status, body = post(server, "/v1/completions", prompt=[1] * 3000)
+    status, body = server.post("/v1/completions", prompt=[1] * 3000)
     assert status == 400 and body["error"]["code"] == "context_length_exceeded"
 
 
@@ -223,13 +215,11 @@ def test_a_chat_without_v1_is_openai_s(filling):
 
 
 def test_the_server_tells_of_itself(server):
-    get = {
-        path: json.loads(server.call("GET", path)[2]) for path in ("/props", "/slots", "/models")
-    }
-    assert get["/props"]["total_slots"] == len(get["/slots"])
-    assert get["/props"]["default_generation_settings"]["n_ctx"] == 2048
-    assert get["/slots"][0]["n_ctx"] == 2048 and not get["/slots"][0]["is_processing"]
-    assert get["/models"]["data"][0]["meta"]["n_vocab"] == 4096
+    paths = "/props", "/slots", "/models"
+    props, slots, models = (json.loads(server.call("GET", path)[2]) for path in paths)
+    assert props["total_slots"] == len(slots)
+    assert props["default_generation_settings"]["n_ctx"] == slots[0]["n_ctx"] == 2048
+    assert not slots[0]["is_processing"] and models["data"][0]["meta"]["n_vocab"] == 4096
     status, _, data = server.call("GET", "/v1/health")
     assert status == 200 and json.loads(data)["status"] == "ok"
     assert server.call("GET", "/slots?fail_on_no_slot=1")[0] == 200
@@ -246,9 +236,8 @@ def test_texts_become_tokens_and_texts_again(server):
     assert listed["tokens"] == ids and listed["count"] == len(ids)
     assert listed["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
     assert listed["max_model_len"] == 2048
-    pieces = [
-        p["piece"] for p in told(server, "/tokenize", content=text, with_pieces=True)["tokens"]
-    ]
+    listed = told(server, "/tokenize", content=text, with_pieces=True)["tokens"]
+    pieces = (each["piece"] for each in listed)
     assert b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in pieces) == text.encode()
     plain = told(server, "/tokenize", content=text, parse_special=False)["tokens"]
     assert tokenizer.eos_token_id in ids and tokenizer.eos_token_id not in plain
@@ -261,10 +250,9 @@ def test_texts_become_tokens_and_texts_again(server):
 
 def test_long_texts_are_read_in_turn_and_too_long_ones_refused(server):
     words = "red " * 50_000  # more than the context holds
-    calls = [(post, server, "/tokenize")] * 2
-    answers = at_once(*[(lambda ask, *a: ask(*a, content=words), *call) for call in calls])
+    answers = at_once(*[[partial(server.post, "/tokenize", content=words)]] * 2)
     assert [status for status, _ in answers] == [200, 200] and len(answers[0][1]["tokens"]) > 40_000
-    assert post(server, "/tokenize", content="x" * 10_000_000)[0] == 413
+    assert server.post("/tokenize", content="x" * 10_000_000)[0] == 413
 
 
 # ---------------------------------------------------------------------------- fill in the middle
@@ -313,16 +301,16 @@ def test_tokens_in_the_text_around_a_gap_are_text(filling, filling_folder):
     assert tokenizer.decode(tokenize_plain(sly, tokenizer, 256)) == sly
     many = [File("a.py", "x = 1\n" * 400)]  # of which the context holds a part
     assert len(infill_prompt(Gap("a", "b", "", many), tokenizer, "", 256, 16)) == 240
-    status, body = post(filling, "/v1/completions", prompt=[5, 6], suffix="b")
+    status, body = filling.post("/v1/completions", prompt=[5, 6], suffix="b")
     assert status == 400 and "prompt must be a text" in body["error"]["message"]
 
 
 def test_a_model_without_such_tokens_is_named(server):
     for path in ("/v1/completions", "/v1/fim/completions"):
-        status, body = post(server, path, prompt="a", suffix="b")
+        status, body = server.post(path, prompt="a", suffix="b")
         assert status == 400 and body["error"]["param"] == "suffix"
         assert "embedded has no tokens for filling in" in body["error"]["message"]
-    status, body = post(server, "/infill", input_prefix="a", input_suffix="b")
+    status, body = server.post("/infill", input_prefix="a", input_suffix="b")
     assert status == 400 and body["error"]["param"] == "input_suffix"
     (empty,) = told(server, "/v1/completions", prompt="a", suffix="", max_tokens=2)["choices"]
     assert empty["text"]  # nothing is behind: it is continued

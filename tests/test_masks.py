@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run
+from conftest import assert_decided_by, run
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -58,38 +58,14 @@ def processed(logits, sampling, prompt, generated):
     return scores[0]
 
 
-def written(target, prompt, max_tokens, sampling, seed, ends):
-    """Plain decoding by those processors."""
-    row, noise, generated = target.cache.open_row(), Noise(seed), []
-    fed = prompt
-    while len(generated) < max_tokens and not (generated and generated[-1] in ends):
-        logits = target.forward([row], [fed], [1]).logits[0][0]
-        scores = processed(logits, sampling, prompt, generated)
-        fed = [core.choose(scores, sampling, noise, len(prompt) + len(generated))]
-        generated += fed
-    target.cache.close_row(row)
-    return generated
-
-
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_text_is_that_of_transformers_whoever_drafts(demo_engine, prompts, name, way):
-    target, ends, has_changed = demo_engine.target, {GREEN}, False
-    sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
+    sampling, without = core.Sampling(**SETTINGS[name], **WAYS[way]), core.Sampling(**WAYS[way])
+    has_changed, ends = False, {GREEN}
     for prompt in map(prompts.get, ("repetitive_colours", "hard_docs")):
-        expected = written(target, prompt, 20, sampling, 3, ends)
-        without = core.plain_decode(target, prompt, 20, ends, core.Sampling(**WAYS[way]), 3)
-        has_changed |= expected != without
-        assert core.plain_decode(target, prompt, 20, ends, sampling, 3) == expected
-        ngram = demo_engine.pool.drafters["ngram"]
-        assert core.speculate(target, ngram, prompt, 20, ends, sampling, 3) == expected
-        for drafter in demo_engine.pool.choices:
-            fields = {"max_tokens": 20, "drafter": drafter, "sampling": sampling, "seed": 3}
-            s, _ = run(demo_engine, prompt, **fields, stop_token_ids=frozenset(ends))
-            assert s.output == expected, drafter
-            if expected[-1] in ends:  # the id stands in the output, and not in the text
-                assert s.finish_reason == "stop"
-                assert s.text.text == target.tokenizer.decode(expected[:-1])
+        text = assert_decided_by(processed, demo_engine, prompt, sampling, ends)
+        has_changed |= text != core.plain_decode(demo_engine.target, prompt, 20, ends, without, 3)
     assert has_changed or (way, name) == ("greedy", "typical")
 
 

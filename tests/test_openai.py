@@ -14,7 +14,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from server import AT_WORK, COLOURS, is_error, module_server, request, serving, until
+from server import AT_WORK, COLOURS, is_error, module_server, request, until
 
 from models.reference import contents_of, system_fingerprint
 from serving.options import Options
@@ -22,15 +22,9 @@ from serving.options import Options
 KEY, ORIGIN = "secret key", "https://example.org"
 GUARDED = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 server = module_server("--api-key", KEY, "--allow-origin", ORIGIN, "--fixed-k")
+chatting = module_server(chat="qwen3")
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "red, green,"}]
 AS_TEXT = "system: Be brief.\nuser: red, green,\nassistant:"  # by the template of conftest.py
-
-
-@pytest.fixture(scope="module")
-def chatting(chat_folder):
-    """A model whose tokenizer has a chat template."""
-    with serving("--model", str(chat_folder("qwen3")), "--drafter", "ngram") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +43,9 @@ def chat(chatting):
 
 def generate(server, **fields):
     """The answer of /generate to a caller who has the key."""
-    status, _, data = server.call("POST", "/generate", fields, GUARDED)
-    assert status == 200, data
-    return json.loads(data)
+    status, body = server.post("/generate", GUARDED, **fields)
+    assert status == 200, body
+    return body
 
 
 @pytest.mark.parametrize("given", [COLOURS, [COLOURS], [[4, 8, 15]]], ids=str)
@@ -92,11 +86,11 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
         status, body = chatting.generate(prompt=prompt, chat=1 if prompt == "a" else True)
         assert status == 400 and is_error(body, "chat" if prompt == "a" else "prompt"), body
     for path, fields, said in (
-        ("/generate", {"prompt": "a", "chat": True}, b"this model has no chat template"),
-        ("/v1/chat/completions", {"messages": TURNS}, b"no chat template: use /v1/completions"),
+        ("/generate", {"prompt": "a", "chat": True}, "this model has no chat template"),
+        ("/v1/chat/completions", {"messages": TURNS}, "no chat template: use /v1/completions"),
     ):
-        status, _, data = server.call("POST", path, fields, GUARDED)
-        assert status == 400 and said in data
+        status, body = server.post(path, GUARDED, **fields)
+        assert status == 400 and said in body["error"]["message"]
     assert chatting.health()["chat_template"] is True and server.health()["chat_template"] is False
 
 

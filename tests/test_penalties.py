@@ -7,14 +7,13 @@ count[j] says how often token j was generated before; the prompt's tokens do not
 is written here a second time, token by token.
 """
 
-import json
 from collections import Counter
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import logits_of, probabilities, run, scripted_engine
-from server import COLOURS, serving
+from conftest import assert_decided_by, logits_of, probabilities, run, scripted_engine
+from server import COLOURS, module_server
 
 from drafters.pool import AUTO, TREE
 from engines.relay import Wanted
@@ -49,34 +48,14 @@ def scored(logits, sampling, prompt, generated):
     return scores
 
 
-def written(target, prompt, max_tokens, sampling, seed):
-    """Plain decoding by the formula above."""
-    row, noise, generated = target.cache.open_row(), Noise(seed), []
-    fed = prompt
-    while len(generated) < max_tokens:
-        logits = target.forward([row], [fed], [1]).logits[0][0]
-        scores = scored(logits, sampling, prompt, generated)
-        fed = [core.choose(scores, sampling, noise, len(prompt) + len(generated))]
-        generated += fed
-    target.cache.close_row(row)
-    return generated
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_text_is_that_of_the_formula_whoever_drafts(demo_engine, prompts, name, way):
-    target, has_changed = demo_engine.target, False
-    sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
+    sampling, without = core.Sampling(**SETTINGS[name], **WAYS[way]), core.Sampling(**WAYS[way])
+    has_changed = False
     for prompt in map(prompts.get, ("repetitive_letters", "repetitive_colours", "hard_docs")):
-        expected = written(target, prompt, 20, sampling, seed=3)
-        without = core.plain_decode(target, prompt, 20, set(), core.Sampling(**WAYS[way]), 3)
-        has_changed |= expected != without
-        assert core.plain_decode(target, prompt, 20, set(), sampling, 3) == expected
-        ngram = demo_engine.pool.drafters["ngram"]
-        assert core.speculate(target, ngram, prompt, 20, set(), sampling, 3) == expected
-        for drafter in demo_engine.pool.choices:
-            fields = {"max_tokens": 20, "drafter": drafter, "sampling": sampling, "seed": 3}
-            assert run(demo_engine, prompt, **fields)[0].output == expected, drafter
+        text = assert_decided_by(scored, demo_engine, prompt, sampling, set())
+        has_changed |= text != core.plain_decode(demo_engine.target, prompt, 20, set(), without, 3)
     assert has_changed
 
 
@@ -144,13 +123,7 @@ def test_a_chain_in_c_is_refused_where_logits_are_changed(demo_engine, name):
         drafter.close(state)
 
 
-@pytest.fixture(scope="module")
-def server(chat_folder):
-    with serving("--model", str(chat_folder("qwen3")), "--drafter", "ngram") as server:
-        yield server
-        server.end_well()
-
-
+server = module_server(chat="qwen3")
 FIELDS = {"presence_penalty": 1, "frequency_penalty": 0.5, "logit_bias": {"12": -100, "7": 1.5}}
 
 
@@ -175,10 +148,10 @@ def test_the_openai_client_sends_them_and_generate_takes_the_same(server):
 
 
 def test_an_id_outside_of_the_vocabulary_is_named(server):
-    fields = {"prompt": COLOURS, "logit_bias": {"3": 1, "4096": 1}}
-    status, _, data = server.call("POST", "/v1/completions", fields)
-    message = json.loads(data)["error"]["message"]
-    assert status == 400 and message == "logit_bias has token id 4096: the largest one is 4095"
+    biases = {"3": 1, "4096": 1}
+    status, body = server.post("/v1/completions", prompt=COLOURS, logit_bias=biases)
+    said = "logit_bias has token id 4096: the largest one is 4095"
+    assert status == 400 and body["error"]["message"] == said
 
 
 def test_another_engine_is_sent_what_is_switched_on():

@@ -4,7 +4,6 @@ The drafter follows the prediction, finds its place again behind a difference, a
 requests without a prediction.
 """
 
-import json
 import random
 from collections import deque
 from dataclasses import replace
@@ -13,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
-from conftest import GREEDY, run, together
+from conftest import GREEDY, module_client, run, together
+from server import CHAT, GENERATE, ROUTES, asked, is_error, text_of
 
 from cache.prefix import PrefixCache
 from control import Controller
@@ -26,10 +26,9 @@ from messages import MAX_SPECULATIVE_TOKENS, Draft, Request, RequestError
 from models import prompts as reading
 from models.prompts import prediction_ids
 from serving.curve import Curve
-from serving.options import MOST_K, Options
-from serving.service import Service
+from serving.options import MOST_K
 
-ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+client = module_client(max_tokens=20)
 REJECTION = core.Sampling(temperature=0.9, verification="rejection")
 NAMES = "prediction", "auto", "tree"
 LENGTH = 60
@@ -247,56 +246,36 @@ def test_the_fate_of_a_chain_is_counted_as_far_as_it_was_verified(chain, tree, c
     assert fate(chain, tree, came) == counts
 
 
-@pytest.fixture(scope="module")
-def client(chat_folder):
-    """A tiny model that all routes can serve."""
-    options = Options(model=str(chat_folder("llama")), max_tokens=20)
-    app = core.create_app(Service(core.load_engine(options), options))
-    yield app.test_client()
-    app.extensions["worker"].drain(60.0)
-
-
-def post(client, route, **fields):
-    said = {"messages": [{"role": "user", "content": "x = 1"}]}
-    said = said if route == CHAT else {"prompt": "x = 1"}
-    return client.post(route, json=said | {"max_tokens": 20} | fields)
-
-
-def text_of(route, body):
-    choice = body if route == GENERATE else body["choices"][0]
-    return choice["message"]["content"] if route == CHAT else choice["text"]
-
-
 @pytest.mark.parametrize("drafter", [None, "auto", "prediction"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_usage_tells_what_became_of_a_prediction(client, route, drafter):
     """As OpenAI documents it; only where there was one, in an answer and in a stream."""
-    plain = post(client, route, drafter="none").json
-    text, named = text_of(route, plain), {"drafter": drafter} if drafter else {}
+    plain = asked(client, route, drafter="none")[1]
+    text, named = text_of(plain), {"drafter": drafter} if drafter else {}
     assert "completion_tokens_details" not in plain["usage"]
-    empty = post(client, route, prediction="").json
-    assert text_of(route, empty) == text and "completion_tokens_details" not in empty["usage"]
+    empty = asked(client, route, prediction="")[1]
+    assert text_of(empty) == text and "completion_tokens_details" not in empty["usage"]
     parts = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]
     for content in (text, parts):
         wanted = {"type": "content", "content": content}
-        body = post(client, route, prediction=wanted, fixed_k=True, **named).json
+        body = asked(client, route, prediction=wanted, fixed_k=True, **named)[1]
         details = body["usage"]["completion_tokens_details"]
         speculation = body["metrics"]["speculative_decoding"]
         num_accepted = speculation["num_accepted_draft_tokens"]
         num_rejected = speculation["num_draft_tokens"] - num_accepted
-        assert text_of(route, body) == text and body["warnings"] == [] and num_accepted > 0
+        assert text_of(body) == text and body["warnings"] == [] and num_accepted > 0
         assert details == {
             "accepted_prediction_tokens": num_accepted, "rejected_prediction_tokens": num_rejected
         }  # fmt: skip
     streamed = {"stream": True, "fixed_k": True, "prediction": text} | named
     streamed |= {} if route == GENERATE else {"stream_options": {"include_usage": True}}
-    *_, last, _ = post(client, route, **streamed).data.decode().strip().split("\n\n")
-    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens_details"] == details
+    *_, last = asked(client, route, **streamed)[1]
+    assert last["usage"]["completion_tokens_details"] == details
 
 
 def test_usage_counts_the_predictions_of_all_choices(client):
-    text = text_of(CHAT, post(client, CHAT, drafter="none").json)
-    one, two = (post(client, CHAT, prediction=text, fixed_k=True, n=n).json for n in (1, 2))
+    text = text_of(asked(client, CHAT, drafter="none")[1])
+    one, two = (asked(client, CHAT, prediction=text, fixed_k=True, n=n)[1] for n in (1, 2))
     once, twice = (each["usage"]["completion_tokens_details"] for each in (one, two))
     assert len(two["choices"]) == 2 and twice == {name: 2 * n for name, n in once.items()}
     assert once["accepted_prediction_tokens"] > 0
@@ -304,14 +283,14 @@ def test_usage_counts_the_predictions_of_all_choices(client):
 
 def test_a_prediction_is_drafted_at_the_largest_k_unless_the_request_says_another(client):
     for fields, k in (({"prediction": "y"}, MAX_SPECULATIVE_TOKENS), ({}, MOST_K)):
-        body = post(client, GENERATE, **fields).json
+        body = asked(client, GENERATE, **fields)[1]
         assert body["metrics"]["speculative_decoding"]["num_spec_tokens"] == k
-    body = post(client, GENERATE, prediction="y", num_speculative_tokens=3).json
+    body = asked(client, GENERATE, prediction="y", num_speculative_tokens=3)[1]
     assert body["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
 
 
 def test_health_and_metrics_count_it_like_the_others(client):
-    drafted = post(client, GENERATE, prediction="x = 1", drafter="prediction").json
+    drafted = asked(client, GENERATE, prediction="x = 1", drafter="prediction")[1]
     health = client.get("/health").json
     assert "prediction" in health["drafters"] and drafted["usage"]["completion_tokens"]
     known = health["speculative_decoding"]["per_drafter"]["prediction"]
@@ -320,7 +299,7 @@ def test_health_and_metrics_count_it_like_the_others(client):
 
 @pytest.mark.parametrize("drafter", ["ngram", "none"])
 def test_a_warning_says_that_it_was_not_used(client, drafter):
-    body = post(client, GENERATE, prediction="x", drafter=drafter).json
+    body = asked(client, GENERATE, prediction="x", drafter=drafter)[1]
     assert body["warnings"] == [f"prediction was not used: the drafter is {drafter}"]
     details = body["usage"]["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
@@ -339,13 +318,12 @@ WRONG = [
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_is_no_prediction_is_refused(client, route):
     for value in WRONG:
-        answer = post(client, route, prediction=value)
-        error = answer.json["error"]
-        assert (answer.status_code, error["param"]) == (400, "prediction"), value
-        assert "prediction" in error["message"]
-    answer = post(client, route, drafter="prediction")
-    assert (answer.status_code, answer.json["error"]["param"]) == (400, "drafter")
-    assert post(client, route, prediction=None).status_code == 200
+        status, body = asked(client, route, prediction=value)
+        assert status == 400 and is_error(body, "prediction"), value
+        assert "prediction" in body["error"]["message"]
+    status, body = asked(client, route, drafter="prediction")
+    assert status == 400 and is_error(body, "drafter")
+    assert asked(client, route, prediction=None)[0] == 200
 
 
 def test_its_ids_are_those_of_the_text_alone(demo_engine, monkeypatch):

@@ -5,12 +5,13 @@ prompts; and they are transformers' own but for roundings.
 """
 
 import math
+from functools import partial
 
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import TARGET, application, load, needs_compiler, run, together
-from server import ENDLESS, LIMIT_S, events_of, is_error, serving, until
+from server import CHAT, LIMIT_S, asked, is_error
 
 from cache.prefix import PrefixCache
 from messages import Request, RequestError
@@ -135,11 +136,7 @@ def test_a_fault_while_a_prompt_is_scored_changes_no_score(demo_engine, expected
 
 def test_an_answer_has_a_prompts_scores_and_bad_ones_are_refused(demo_engine, expected):
     with application(demo_engine, Options()) as client:
-
-        def ask(**fields):
-            answer = client.post("/generate", json={"prompt": TEXT} | fields)
-            return answer.status_code, answer.json
-
+        ask = partial(asked, client, "/generate", prompt=TEXT)
         status, body = ask(max_tokens=0, prompt_logprobs=NUM_TOP)
         assert status == 200 and body["prompt_logprobs"] == expected
         assert body["text"] == "" and body["finish_reason"] == "length"
@@ -150,20 +147,15 @@ def test_an_answer_has_a_prompts_scores_and_bad_ones_are_refused(demo_engine, ex
         context = demo_engine.target.max_length
         full = ask(prompt=[5] * context, max_tokens=0)[1]
         assert full["usage"]["prompt_tokens"] == context and full["finish_reason"] == "length"
-        for fields, name in (
-            ({"prompt": [5] * context, "max_tokens": 1, "prompt_logprobs": 0}, "prompt"),
-            ({"prompt": [5] * (context + 1), "max_tokens": 0}, "prompt"),
-        ):
-            status, body = ask(**fields)
-            assert status == 400 and is_error(body, name)
+        for count, max_tokens, more in (context, 1, {"prompt_logprobs": 0}), (context + 1, 0, {}):
+            status, body = ask(prompt=[5] * count, max_tokens=max_tokens, **more)
+            assert status == 400 and is_error(body, "prompt")
         assert ask(max_tokens=0, compare=True)[1]["compare"]["identical"] is True
 
 
 # ------------------------------------------------------------ /v1/completions: echo and lists
-CAT, PROMPTS = (
-    "The cat sat, and the cat sat",
-    ["x = [1, 2,", TEXT[:40], "red, green, blue, red,", "a"],
-)
+CAT = "The cat sat, and the cat sat"
+PROMPTS = ["x = [1, 2,", TEXT[:40], "red, green, blue, red,", "a"]
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +164,9 @@ def ask(demo_engine):
     with application(demo_engine, Options(max_running=2, max_queued=1)) as client:
 
         def ask(path="/v1/completions", status=200, **fields):
-            fields = {"max_tokens": 6, "seed": 7} | fields
-            answer = client.post(path, json=fields)
-            assert answer.status_code == status, answer.data
-            return events_of(answer.data) if fields.get("stream") and status == 200 else answer.json
+            answered, body = asked(client, path, **{"max_tokens": 6, "seed": 7} | fields)
+            assert answered == status, body
+            return body
 
         yield ask
 
@@ -238,13 +229,11 @@ def test_scores_of_prompts_have_the_form_of_vllm(ask, demo_engine, chat_folder):
     engine = load(chat_folder("llama"))
     turns = [{"role": "user", "content": "hi"}]
     with application(engine, Options()) as client:
-        asked = {"messages": turns, "max_tokens": 2, "prompt_logprobs": 0}
-        scores = client.post("/v1/chat/completions", json=asked).json["prompt_logprobs"]
-        asked = {"prompt": turns, "chat": True, "max_tokens": 0, "prompt_logprobs": 0}
-        expected = client.post("/generate", json=asked).json["prompt_logprobs"]
-    assert [next(iter(s.values()))["logprob"] for s in scores[1:]] == [
-        entry["logprob"] for entry in expected[1:]
-    ]
+        _, body = asked(client, CHAT, "hi", max_tokens=2, prompt_logprobs=0)
+        scores = [next(iter(each.values())) for each in body["prompt_logprobs"][1:]]
+        _, body = asked(client, "/generate", turns, chat=True, max_tokens=0, prompt_logprobs=0)
+        expected = body["prompt_logprobs"][1:]
+    assert [each["logprob"] for each in scores] == [each["logprob"] for each in expected]
 
 
 CHOICES = {"n": 2, "temperature": 1, "echo": True, "logprobs": 0}
@@ -322,15 +311,3 @@ def test_a_request_without_a_cycle_is_one_that_went_well(demo_engine):
     job.wait()
     assert worker.status == "ok" and job.finish == "length"
     worker.drain(LIMIT_S)
-
-
-def test_a_list_ends_when_its_client_leaves():
-    with serving("--model", "embedded", "--max-running", "2") as server:
-        for fields in ({"stream": True}, {}):
-            fields |= ENDLESS | {"prompt": [ENDLESS["prompt"]] * 6}
-            with server.connect("/v1/completions", fields):
-                server.wait_until_running(2)
-                assert server.health()["num_requests_waiting"] == 1
-            server.wait_until_idle()
-        until(lambda: server.log().count('"status": 499') == 1)
-        server.end_well()

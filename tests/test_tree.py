@@ -146,15 +146,16 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
     assert all(event["tree"] is None for event in events)
 
 
-def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, prompts, plain):
+def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(prompts, plain):
     drafter, tokens, parents = ScriptedDrafter(None), [5, 6, 7, 8], [-1, -1, 1, 0]
-    engine = core.Engine(slow_engine.target, {"scripted": drafter}, "scripted")
+    slow = load("embedded", drafter=None, kernels=False)
+    engine = core.Engine(slow.target, {"scripted": drafter}, "scripted")
     drafter.propose = lambda _, limit: Draft(tokens[:limit], None, parents[:limit])
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.pool.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
     with pytest.raises(ValueError, match="--drafter tree needs two drafters, and forwards in C"):
-        core.Engine(slow_engine.target, slow_engine.pool.drafters, "tree")
+        core.Engine(slow.target, slow.pool.drafters, "tree")
 
 
 TREE, SURE = Draft([1, 2, 3], None, [-1, -1, 1]), Draft([8, 9], None, [-1, -1], [0.2, 0.1])
