@@ -404,17 +404,10 @@ class AIPerf(Checks):
     def profile(self) -> None:
         """Each of 12 requests has the 24 tokens that were asked for."""
         with tempfile.TemporaryDirectory() as folder:
-            told = [
-                "--model",
-                self.model,
-                "--url",
-                self.url,
-                "--tokenizer",
-                os.environ["TOKENIZER"],
-            ]
-            told += ["--endpoint-type", "chat", "--streaming", "--ui", "none", "--isl", "32"]
-            told += ["--osl", "24", "--extra-inputs", "ignore_eos:true"]
-            told += ["--request-count", "12", "--concurrency", "2", "--output-artifact-dir", folder]
+            told = ["--model", self.model, "--url", self.url, "--output-artifact-dir", folder]
+            told += ["--tokenizer", os.environ["TOKENIZER"], "--endpoint-type", "chat", "--ui"]
+            told += ["none", "--streaming", "--isl", "32", "--osl", "24", "--extra-inputs"]
+            told += ["ignore_eos:true", "--request-count", "12", "--concurrency", "2"]
             self._run("aiperf", "profile", *told)
             found = json.loads(Path(folder, "profile_export_aiperf.json").read_text("utf-8"))
         assert found["request_count"]["avg"] == 12 and found["usage_completion_tokens"]["min"] == 24

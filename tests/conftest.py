@@ -33,17 +33,11 @@ torch.set_num_threads(1)  # the models here are small: a second thread costs mor
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 
 _COMMON = {
-    "vocab_size": 4096,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
+    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 256,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
     "initializer_range": 0.3,  # large enough that the next token depends on the text
-}
+}  # fmt: skip
 _GROUPED = _COMMON | {"num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
@@ -111,10 +105,7 @@ def _notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_engine() -> Any:
-    """The embedded target with every drafter.
-
-    All tests share it, so no drafter may remember what it wrote for another one.
-    """
+    """The embedded target with every drafter. None may remember a text: all tests share it."""
     return core.load_engine(Options(model="embedded", fixed_k=True, suffix_cache=0))
 
 
@@ -458,10 +449,7 @@ GREEDY = core.Sampling()
 def fresh_state(
     engine: Any, drafter: Any, tokens: list[int], sampling: Any = GREEDY, noise: Any = None
 ) -> Any:
-    """A drafter's state on a text that it has seen no draft of.
-
-    All tokens but the last one are a prompt.
-    """
+    """A drafter's state on a text, a prompt and its first token, that it has seen no draft of."""
     target = engine.target
     row, state = target.cache.open_row(), drafter.open(tokens[:-1], sampling, noise)
     output = target.forward([row], [tokens[:-1]], [1], tuple(sorted(set(drafter.hidden_layers))))
@@ -482,10 +470,7 @@ def propose_and_close(drafter: Any, states: list[Any], limits: list[int]) -> lis
 
 
 def run_beside_fresh(engine: Any, request: Request) -> tuple[Any, list[Any]]:
-    """A request to its end, whose drafts are those of states that have seen no draft before.
-
-    Returns its sequence and its cycles.
-    """
+    """A request to its end, with the drafts of states that have seen none; and its cycles."""
     s, cycles = engine.open(request), []
     while s.finish_reason is None:
         limit, tokens = min(request.num_speculative_tokens, s.remaining - 1), list(s.tokens)

@@ -362,14 +362,10 @@ def is_short_line(message):
 
 HUGE = 1 << 60
 NUMBERS = [0, 1, 7, 31, 255, 1 << 16, 1 << 31, 1 << 32, HUGE, (1 << 64) - 1]
-MUTATIONS = st.lists(
-    st.tuples(
-        st.floats(0, 1, exclude_max=True),  # where in a part of the file
-        st.sampled_from([0, 1, 4, 8, HUGE]),  # how many bytes go
-        st.binary(max_size=8) | st.sampled_from([struct.pack("<Q", n) for n in NUMBERS]),
-    ),
-    min_size=1,
-    max_size=4,
+MUTATION = st.tuples(
+    st.floats(0, 1, exclude_max=True),  # where in a part of the file
+    st.sampled_from([0, 1, 4, 8, HUGE]),  # how many bytes go
+    st.binary(max_size=8) | st.sampled_from([struct.pack("<Q", n) for n in NUMBERS]),
 )
 MANY = pytest.param(2000, marks=pytest.mark.slow)
 
@@ -381,7 +377,7 @@ def fuzz(count, path, good, parts, *reads):
     """
 
     @hypothesis.settings(max_examples=count, deadline=None, derandomize=True, database=None)
-    @hypothesis.given(MUTATIONS, st.sampled_from(parts))
+    @hypothesis.given(st.lists(MUTATION, min_size=1, max_size=4), st.sampled_from(parts))
     def check(mutations, part):
         begin, end = part
         changed = bytearray(good[begin:end])

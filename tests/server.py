@@ -148,11 +148,7 @@ class Client:
         until(lambda: sum(map(self.health().get, REQUESTS)) == number)
 
     def wait_until_idle(self):
-        """Until all who were served or have left are forgotten, and so is their text.
-
-        The run that the page opens on, which is recorded while nobody waits, has a row for a
-        moment.
-        """
+        """Until all who were served or have left are forgotten; the page's first run is one."""
         until(lambda: not any(map(self.health().get, AT_WORK)))
 
 
@@ -215,10 +211,7 @@ def serving(*arguments, **options):
 
 
 def module_server(*arguments, chat=None, **options):
-    """A fixture: a server with these arguments for the tests of a module, which has to end well.
-
-    `chat` names the family of a tiny model that chats.
-    """
+    """A fixture: a server for a module's tests, which has to end well; `chat` is a tiny family."""
 
     @pytest.fixture(scope="module")
     def server(chat_folder):

@@ -70,10 +70,7 @@ def request_at_random(chance, prompts):
 
 
 def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_engine, prompts):
-    """Random lengths, drafters, K, sampling; some clients leave, some drafters are poisoned.
-
-    Alone they decode plainly: neither company nor drafts change a token.
-    """
+    """Random lengths, drafters, K, sampling; some clients leave, some drafters are poisoned."""
     chance, num_requests = random.Random(20), 20
     worker = Worker(engine, Options(max_running=8, max_queued=num_requests))
     before = sum(engine.totals.by_drafter.values(), Statistics()).completion_tokens
@@ -93,7 +90,7 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_en
     assert len(finished) > num_requests / 2
     for job in finished:
         assert job.sequence.finish_reason in ("stop", "length")
-        *_, (alone, _) = demo_engine.generate(replace(job.request, drafter=None))
+        *_, (alone, _) = demo_engine.generate(replace(job.request, drafter=None))  # plain decoding
         assert job.sequence.output == alone.output
         assert job.sequence.text.text == alone.text.text
     after = sum(engine.totals.by_drafter.values(), Statistics()).completion_tokens
@@ -214,9 +211,8 @@ def test_a_forward_that_fails_once_leaves_no_trace(
 ):
     """Of the prompt's three chunks, or of a verify: what was cached by then is cached anew."""
     prompt = prompts["repetitive_sentence"]
-    engine = core.Engine(
-        demo_engine.target, demo_engine.pool.drafters, prefill_chunk=len(prompt) // 3 + 1
-    )
+    target, loaded = demo_engine.target, demo_engine.pool.drafters
+    engine = core.Engine(target, loaded, prefill_chunk=len(prompt) // 3 + 1)
     expected = plain(prompt, 12, **way)
     failing(engine, monkeypatch, lambda i, _: i == call)
     sequence, _ = run(engine, prompt, max_tokens=12, drafter=drafter, **way)

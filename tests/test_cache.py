@@ -58,14 +58,12 @@ PATHS = [  # transformers' modules; those with the kernels' sums; blocks in C, w
 
 @pytest.mark.parametrize(("family", "path"), PATHS)
 def test_ragged_rows_with_random_truncation_equal_a_recompute(family, path, tiny_folder, reference):
-    """Logits of three rows of unequal length, and hidden states behind the layers asked for.
-
-    They are recomputed in float64: where both sides round, each CPU makes another difference.
-    """
+    """Logits of three rows of unequal length, and hidden states behind the layers asked for."""
     folder, roundings = tiny_folder(family), 10 if family in HYBRIDS else 1
     target = core.load_model(str(folder), Options(max_running=4, kernels=path != "plain"))
     with only_modules() if path == "modules" else nullcontext():
         speed_up(target)
+    # Where both sides round, each CPU makes another difference.
     oracle = deepcopy(reference(folder)).double()
     oracle.set_experts_implementation("eager")  # torch multiplies no groups of float64
     random = Random(1)

@@ -144,9 +144,8 @@ def test_it_is_measured_anew_and_the_shorter_times_count(demo_engine, times):
 
 
 def test_of_two_curves_the_shorter_passes_count_and_the_shorter_draft_as_a_whole():
-    one, other = (
-        dict(zip(PARTS, parts, strict=True)) for parts in [(9.0, 0.0, 1.0), (1.0, 1.5, 2.0)]
-    )
+    one = dict(zip(PARTS, (9.0, 0.0, 1.0), strict=True))
+    other = dict(zip(PARTS, (1.0, 1.5, 2.0), strict=True))
     curve = Curve({1: 10.0, 2: 40.0, 8: 41.0}, {"mtp": one, "eagle3": one})
     least = curve.least(Curve({1: 20.0, 2: 11.0, 4: 60.0}, {"mtp": other, "dflash": one}))
     assert least.pass_ms == {1: 10.0, 2: 11.0, 4: 41.0, 8: 41.0}
@@ -177,9 +176,7 @@ def test_without_a_folder_nothing_is_stored_and_nothing_fails(demo_engine, monke
 
     monkeypatch.setattr(kernels, "own_folder", refuse)
     assert measured(demo_engine).status == "measured"
-    assert [record.getMessage() for record in caplog.records] == [
-        "the cost curve cannot be stored: it belongs to others"
-    ]
+    assert caplog.messages == ["the cost curve cannot be stored: it belongs to others"]
 
 
 def test_what_fails_is_not_measured_and_leaves_nothing_open(demo_engine, monkeypatch, caplog):

@@ -68,9 +68,8 @@ def test_synthetic_text_is_the_same_for_the_same_seed_and_of_every_kind():
 
 def test_a_hybrid_begins_with_the_numbers_of_its_target():
     """Attention that stays gives the same, in Qwen3.5's form."""
-    target = AutoModelForCausalLM.from_pretrained(
-        MODELS / "target", dtype="float32", attn_implementation=recipe.TRAIN
-    )
+    how = {"dtype": "float32", "attn_implementation": recipe.TRAIN}
+    target = AutoModelForCausalLM.from_pretrained(MODELS / "target", **how)
     converted, length = hybrid.convert(target), 12
     x, mask = torch.randn(1, length, 192), recipe.additive(recipe.causal(length))
     positions = torch.arange(length)[None]

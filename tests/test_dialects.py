@@ -147,9 +147,8 @@ def test_a_request_is_that_of_a_chat(post, service, says, monkeypatch, form, cha
         if path == RESPONSES and "max_output_tokens" not in fields:
             assert same["max_tokens"] == 8  # which /generate has, too
         constraint = same.get("response_format", {})
-        read.append(
-            same | {"response_format": constraint.get("json_schema", constraint).get("schema")}
-        )
+        schema = constraint.get("json_schema", constraint).get("schema")
+        read.append(same | {"response_format": schema})
     assert read[0] == read[1] == read[2]
 
 

@@ -128,10 +128,7 @@ def assert_the_mask_is_drawn(names):
 
 
 def test_a_busy_machine_hides_no_time_of_the_lesson_or_is_named(monkeypatch, capsys):
-    """Step 3 on a machine that is made up: a busy one makes a pass over five positions far longer.
-
-    The least of several passes in turn does not show it, unless it lasts.
-    """
+    """Step 3 where a pass over five positions takes far longer, once or each time."""
     block, threads = blocks(read("docs/lesson.md"), "python")[2], torch.get_num_threads()
     clock, passes, computing = [0.0], [], set()
 

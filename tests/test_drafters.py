@@ -414,9 +414,7 @@ def renamed(folder):
 
 def test_what_does_not_fit_a_target_is_refused(demo_engine, tiny_folder):
     renamed(tiny_folder("llama:8"))
-    short, other = (
-        core.load_model(str(tiny_folder(name)), Options()) for name in ("llama:2", "llama:8")
-    )
+    short, other = (core.load_model(str(tiny_folder(f"llama:{i}")), Options()) for i in (2, 8))
     for wanted, given, message in (
         ("draft_model", context(demo_engine.target, other), "only one of them has .* as id 300"),
         ("draft_model", context(demo_engine.target, short), "give --max-model-len 256 or less"),

@@ -136,9 +136,7 @@ def off_where(is_shaken):
 SHAKY = {
     "at once and in pieces": off_where(lambda place: place.positions.shape[1] == 13),
     "alone and in a batch": off_where(lambda place: len(place.slots) > 1),
-    "decoding and verify": off_where(
-        lambda place: place.positions.min() > 17 and place.counts == [1]
-    ),
+    "decoding and verify": off_where(lambda at: at.positions.min() > 17 and at.counts == [1]),
     "depend on the number of rows (matmul)": lambda x, _: x @ torch.eye(x.shape[-1]),
 }
 

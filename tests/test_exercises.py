@@ -35,10 +35,7 @@ def totals(demo_engine, prompts, drafters):
 
 
 def test_1_a_longer_context_helps(demo_engine, prompts):
-    """What followed one token, what followed two, and n-gram (the latest match of four to one).
-
-    All of them accept the same text in the end.
-    """
+    """What followed one token, two tokens, and n-gram (the latest match of four to one)."""
     bigram = readme_drafter()
 
     class Trigram(bigram):
@@ -72,10 +69,7 @@ def test_1_a_longer_context_helps(demo_engine, prompts):
 
 
 def test_2_a_draft_model_that_never_truncates_changes_no_text(demo_engine, prompts, monkeypatch):
-    """Its cache is soon longer than the text; it is given up, and the answers go on without it.
-
-    The exercise names the lines that truncate, and quotes what is said.
-    """
+    """It is given up. The exercise names the lines that truncate, and quotes what is said."""
     drafter = demo_engine.pool.drafters["draft_model"]
     (asked,) = re.findall(r"^2\. (.+?)^3\. ", read("docs/lesson.md"), re.MULTILINE | re.DOTALL)
     lines = enumerate(read("drafters/draft_model.py").splitlines(), 1)

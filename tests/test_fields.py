@@ -63,9 +63,8 @@ def test_what_is_harmless_or_has_the_value_that_changes_nothing_is_taken_silentl
             fields.pop("parallel_tool_calls", None)
         status, body = ask(client, route, **fields | {"best_of": 1})
         assert status == 200 and body["warnings"] == [], body
-    assert ask(client, route, prompt_id=1)[1]["warnings"] == [
-        "unknown field 'prompt_id' was ignored"
-    ]
+    _, body = ask(client, route, prompt_id=1)
+    assert body["warnings"] == ["unknown field 'prompt_id' was ignored"]
 
 
 @pytest.mark.parametrize("route", ROUTES)

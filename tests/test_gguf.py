@@ -384,10 +384,8 @@ def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, count):
         begin = min(good.rindex(name.encode(), 0, end) for name in file.tensors)
 
     parts = [(0, good.index(b"tokenizer.ggml.tokens")), (begin, end)]
-    reads = [
-        partial(loading.load_pretrained, options=Options(dtype=dtype))
-        for dtype in ("auto", "float32")
-    ]
+    read = loading.load_pretrained
+    reads = [partial(read, options=Options(dtype=dtype)) for dtype in ("auto", "float32")]
     fuzz(count, tmp_path / "fuzzed.gguf", good, parts, *reads)
 
 

@@ -107,10 +107,7 @@ def put(folder, repository, name, kind, **options):
 
 @needs_compiler
 def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_network(monkeypatch, hub):
-    """Target and draft, each by its own name on the hub, are loaded as they are.
-
-    The target is in three parts.
-    """
+    """A target in three parts and its draft, by their names on the hub, are loaded as they are."""
     folder, end = hub
     put(folder, "someone/target-GGUF", "t-q4_0.gguf", Q4_0, split_max_tensors=9)
     put(folder, "someone/draft-gguf", "d-q8_0.gguf", Q8_0)

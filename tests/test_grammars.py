@@ -209,10 +209,8 @@ def mixed(engine, prompts, k, way):
 def test_texts_of_any_grammars_run_beside_free_ones(demo_engine, prompts, expected, k, way):
     """Long prompts come in chunks, and some begin in the prefix cache."""
     some = [prompts["easy_json"] * 3, prompts["hard_prose"], prompts["easy_json"] * 3 + [5, 6]]
-    known = PrefixCache.of(demo_engine.target, 64)
-    engine = core.Engine(
-        demo_engine.target, demo_engine.pool.drafters, prefixes=known, prefill_chunk=24
-    )
+    target, known = demo_engine.target, PrefixCache.of(demo_engine.target, 64)
+    engine = core.Engine(target, demo_engine.pool.drafters, prefixes=known, prefill_chunk=24)
     for _ in range(2 if k == 5 else 1):  # then all are in the cache
         names, requests = zip(*mixed(engine, some, k, way), strict=True)
         for name, s in zip(names, together(engine, [*requests]), strict=True):
@@ -249,9 +247,9 @@ def test_a_controller_decides_and_changes_no_token(prompts, expected):
 # ------------------------------------------------------------------- schemas of all kinds
 
 WORDS = st.sampled_from(["id", "name", "a b", "größe", "x-1", '"', "tags", "\\n", "type"])
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-99, 999), WORDS, st.sampled_from([0.5, -2.25, "", "🙂"])
-)
+ODD = st.sampled_from([0.5, -2.25, "", "🙂"])
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-99, 999), WORDS, ODD)
+VALUES = st.lists(SCALARS, min_size=1, max_size=4, unique_by=repr)
 PATTERNS = st.sampled_from(["^[a-f]{2,5}$", "^(ab|cd)+e$", "^[0-9]{3}-[0-9]{2}$", "^x?y*z$"])
 
 
@@ -265,9 +263,7 @@ LEAVES = st.one_of(
     st.builds(between, st.just("number"), st.integers(-9, 9), st.sampled_from([0.5, 1, 40])),
     st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 9)),
     st.builds(lambda pattern: {"type": "string", "pattern": pattern}, PATTERNS),
-    st.builds(
-        lambda values: {"enum": values}, st.lists(SCALARS, min_size=1, max_size=4, unique_by=repr)
-    ),
+    st.builds(lambda values: {"enum": values}, VALUES),
     st.builds(lambda value: {"const": value}, SCALARS | st.lists(SCALARS, max_size=2)),
 )
 
@@ -493,9 +489,8 @@ def test_rejection_keeps_the_distribution_of_constrained_sampling(many, drafter)
     plain = Request(ids, 12, None, sampling=sampling, seed=7, grammar=grammar)
     theirs = first_tokens(many, plain, 512)
     sampling = replace(sampling, verification="rejection")
-    request = replace(
-        plain, drafter=drafter, num_speculative_tokens=3, sampling=sampling, seed=10**7
-    )
+    fields = {"num_speculative_tokens": 3, "sampling": sampling, "seed": 10**7}
+    request = replace(plain, drafter=drafter, **fields)
     tests = compare(first_tokens(many, request, 512), theirs)
     assert min(test.p_value for test in tests.values()) > ODDS
 

@@ -37,10 +37,8 @@ def requests(request, prompts):
 @pytest.fixture(scope="module")
 def expected(engine, requests):
     """The texts that plain decoding writes for them."""
-    return [
-        core.plain_decode(engine.target, r.prompt, 90, engine.eos_ids, r.sampling, r.seed)
-        for r in requests
-    ]
+    target, ends = engine.target, engine.eos_ids
+    return [core.plain_decode(target, r.prompt, 90, ends, r.sampling, r.seed) for r in requests]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

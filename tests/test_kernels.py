@@ -174,10 +174,8 @@ def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 40), (4, 4, 24), (6, 2, 80)])
 def test_attention_of_any_shape_is_that_of_torch(heads, kv_heads, width, tmp_path, monkeypatch):
-    """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind.
-
-    Rotations stay torch's, whose angles are less exact.
-    """
+    """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind."""
+    # Rotations stay torch's, whose angles are less exact.
     monkeypatch.setattr("kernels.forward.recompute_rope_tables", lambda *_: None)
     save_small(
         "qwen3", tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
@@ -265,10 +263,8 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
     """Each start is a process, as a library is loaded once."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     (tmp_path / "one.c").write_text('const char *describe(void) { return "little"; }\n')
-    script = (
-        "import pathlib; from kernels import library; library._FOLDER = pathlib.Path('.'); "
-        "library.use(True); print(library.instructions())"
-    )
+    use = "library._FOLDER = pathlib.Path('.'); library.use(True); print(library.instructions())"
+    script = f"import pathlib; from kernels import library; {use}"
     command, times = [sys.executable, "-c", script], []
     for damage in (False, False, True):
         if damage:  # half a library would end a process that opens it

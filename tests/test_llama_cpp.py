@@ -114,11 +114,9 @@ def test_what_ended_a_text_is_told(server):
 def test_prompts_and_biases_of_llama_cpp_s_kinds(server):
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     ids = tokenizer(COLOURS)["input_ids"]
-    texts = {
-        told(server, "/completion", prompt=prompt, n_predict=8, seed=-1)["content"]
-        for prompt in (COLOURS, ids, [COLOURS], [ids], {"prompt_string": COLOURS})
-    }
-    assert len(texts) == 1
+    ways, fields = (COLOURS, ids, [COLOURS], [ids], {"prompt_string": COLOURS}), {"n_predict": 8}
+    asked = (told(server, "/completion", prompt=way, seed=-1, **fields) for way in ways)
+    assert len({body["content"] for body in asked}) == 1
     prompts = [ids, {"prompt_string": "x = 1"}, [5, COLOURS]]
     listed = told(server, "/completion", prompt=prompts, n_predict=8)
     alone = [told(server, "/completion", prompt=prompt, n_predict=8) for prompt in prompts]

@@ -274,10 +274,7 @@ def assert_fixed(path, text, length, **fixed):
     ("phimoe", {"short_mscale": 1.2, "long_mscale": 1.5}, {"short_mscale": 1.5}),
 ])  # fmt: skip
 def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fixed):
-    """They are those for long texts, for all texts, where --max-model-len is as long.
-
-    Without that option, the context is the original one, and the factors are those for short texts.
-    """
+    """They are those for long texts where --max-model-len is as long, else those for short ones."""
     path, text, rope = folder(name), tokens(60), LONGROPE | extra
     changed(path, rope_parameters=rope, original_max_position_embeddings=64)
     engine = assert_fixed(path, text, 384, **rope | fixed)

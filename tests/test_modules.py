@@ -95,7 +95,6 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
         Request([9, 8] * 10, 20, None, **way),
     ]
     for request, s in zip(requests, together(engine, requests), strict=True):
-        assert s.output == core.plain_decode(
-            engine.target, request.prompt, request.max_tokens, engine.eos_ids, **way
-        )
+        given = engine.target, request.prompt, request.max_tokens, engine.eos_ids
+        assert s.output == core.plain_decode(*given, **way)
     assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 10

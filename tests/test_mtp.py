@@ -123,16 +123,13 @@ class Equations:
 
     @torch.inference_mode()
     def check(self, text, drafted):
-        """By the paper: layer i reads what layer i - 1 gave, one token on; the last one goes on.
-
-        Each token is the likeliest one, or as likely within rounding.
-        """
+        """By the paper: layer i reads what layer i - 1 gave, one token on; the last one goes on."""
         hidden, last = self.hidden(text)[:-1], len(self.blocks) - 1
         for step, token in enumerate(drafted):
             number = min(step, last)
             output = self.layer(number, hidden, [*text, *drafted[:step]][number + 1 :])
             scores = self.model.lm_head(output[-1])
-            assert scores[token] > scores.max() - 1e-4, (step, drafted)
+            assert scores[token] > scores.max() - 1e-4, (step, drafted)  # within rounding
             hidden = output if step < last else torch.cat([hidden, output[-1:]])
 
 

@@ -171,10 +171,8 @@ def test_our_own_fields_go_along(client):
 
 def test_log_probabilities_have_the_shape_of_completions(client, server):
     ask, fields = client.completions.create, {"prompt": COLOURS, "max_tokens": 6}
-    none, chosen, zero, expected = (
-        generate(server, **fields, logprobs=wanted).get("logprobs")
-        for wanted in (False, True, 0, 2)
-    )
+    answers = (generate(server, **fields, logprobs=wanted) for wanted in (False, True, 0, 2))
+    none, chosen, zero, expected = (answer.get("logprobs") for answer in answers)
     assert none is None and zero == chosen
     assert [entry["top_logprobs"] for entry in chosen] == [[]] * 6
     fields |= {"model": "embedded", "logprobs": 2}

@@ -113,10 +113,7 @@ def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate, stdout, numb
 
 
 def test_at_a_load_of_64_each_answer_that_is_cut_off_says_so(gate):
-    """At the grace period's end eight run, the others wait, and a stream ends with an error event.
-
-    A stream that merely ended would look whole.
-    """
+    """Eight run, the others wait. A stream that ended without an error event would look whole."""
     pool, count = ThreadPoolExecutor(64), 64
     with serving(*gate.arguments, "--grace-period", "0.3") as server, pool:
         gate.shut()

@@ -171,9 +171,8 @@ def test_the_draft_of_a_gguf_file_is_one(tmp_path):
     target = write(file := tmp_path / "target.gguf", TINY, Q8_0)
     size, ids = target.config.vocab_size, list(range(5, 60))
     texts = recipe.Batch(torch.tensor([ids]), None, None, None, torch.tensor([len(ids)]))
-    data = SimpleNamespace(
-        commonest=lambda *_: torch.arange(size), batch=lambda _: texts, train=[0]
-    )
+    data = SimpleNamespace(batch=lambda _: texts, train=[0])
+    data.commonest = lambda *_: torch.arange(size)
     plan = SimpleNamespace(target=str(file), draft_words=size, work=tmp_path)
     student = heads.Draft(target, data, plan)
     student.save(tmp_path / "draft.gguf")

@@ -37,10 +37,7 @@ TEXT = torch.randint(4096, (230,), generator=torch.Generator().manual_seed(2)).t
 
 @pytest.fixture(scope="module")
 def target(tiny_folder):
-    """A target of a family whose rules run in C, or in Python as where there is no compiler.
-
-    It was checked to give equal bits.
-    """
+    """An exact target of a family, its rules in C, or in Python as where there is no compiler."""
 
     @cache
     def load_target(family):

@@ -38,10 +38,7 @@ def test_text_logprobs_trace_and_figures_end_at_the_same_token(demo_engine, prom
 
 
 def cut_run(engine, prompts, plain, offset, end, way):
-    """A run whose drafter knows the text of a seed: it is cut at `offset` of a block, by `end`.
-
-    What is drafted behind the cut may be wrong, too.
-    """
+    """A run whose drafter knows the text of a seed: it is cut at `offset` of a block, by `end`."""
     texts = ((prompt, plain(prompt, 20, **way)) for prompt in prompts.values())
     prompt, truth = next(
         (prompt, truth)
@@ -310,12 +307,8 @@ def test_figures_divide_what_their_formulas_say():
     one = Statistics()
     one.record(0, ["bonus"])
     one.record_times([0, 0, 0.050, 0.060], is_prefill=True)
-    for drafted, kinds in [
-        (3, ["accepted", "recovered"]),
-        (2, ["accepted", "accepted", "bonus"]),
-        (0, ["bonus"]),
-    ]:
-        one.record(drafted, kinds)
+    for drafted, kinds in (3, "accepted recovered"), (2, "accepted accepted bonus"), (0, "bonus"):
+        one.record(drafted, kinds.split())
         one.record_times([0, 0.002, 0.009, 0.010], is_prefill=False)
     for s, times in ((one, 1), (one + one, 2)):
         counted = {"num_spec_steps": 2, "num_draft_tokens": 5, "num_accepted_draft_tokens": 3}

@@ -40,10 +40,7 @@ def inputs_of(rule, size):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("rule", [GatedDelta(), Mamba2()], ids=["delta", "mamba"])
 def test_a_rule_gives_what_python_gives_however_its_text_is_cut(rule, size, threads):
-    """Python's up to roundings; cut anyhow, the same bits, and states of the past stay.
-
-    Other texts are read beside it.
-    """
+    """Cut anyhow and beside other texts it has the same bits, and states of the past stay."""
     form, inputs = inputs_of(rule, size)
     ((whole, outputs),) = recurrent.step(form, [inputs], [None])
     python = recurrent.step_in_python(form, [inputs], [None])[0]
@@ -64,10 +61,8 @@ def test_a_rule_gives_what_python_gives_however_its_text_is_cut(rule, size, thre
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels, taps):
     random = torch.Generator().manual_seed(channels)
-    text, tail, weight, bias = (
-        torch.randn(*shape, generator=random)
-        for shape in ((40, channels), (taps - 1, channels), (taps, channels), (channels,))
-    )
+    shapes = (40, channels), (taps - 1, channels), (taps, channels), (channels,)
+    text, tail, weight, bias = (torch.randn(*shape, generator=random) for shape in shapes)
     for added in (None, bias):
         (whole,), (end,) = recurrent.convolve([text], [tail], weight, added)
         (theirs,), (their_end,) = recurrent.convolve_in_python([text], [tail], weight, added)

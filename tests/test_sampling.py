@@ -260,10 +260,7 @@ def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt,
 
 
 def test_exercise_4_a_greedy_draft_is_lossless_and_costs_acceptance(many, prompt, plain_samples):
-    """Nothing was drawn, so q is one-hot: d is accepted with p(d) in place of Σ min(p, q).
-
-    Odds of a false alarm: 6e-6.
-    """
+    """q is one-hot: d is accepted with p(d), not Σ min(p, q). Odds of a false alarm: 6e-6."""
 
     class GreedyDraft(DraftModelDrafter):
         def open(self, prompt, sampling, noise):

@@ -243,11 +243,8 @@ CHOICES = {"n": 2, "temperature": 1, "echo": True, "logprobs": 0}
 def test_each_prompt_of_a_list_is_answered_as_alone(ask, fields):
     n, whole = fields.get("n", 1), ask(prompt=PROMPTS, **fields)
     apart = [ask(prompt=prompt, **fields) for prompt in PROMPTS]
-    expected = [
-        flat(choice) | {"index": i * n + choice["index"]}
-        for i, body in enumerate(apart)
-        for choice in body["choices"]
-    ]
+    all_choices = ((i, choice) for i, body in enumerate(apart) for choice in body["choices"])
+    expected = [flat(choice) | {"index": i * n + choice["index"]} for i, choice in all_choices]
     assert list(map(flat, whole["choices"])) == expected
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert whole["usage"][name] == sum(body["usage"][name] for body in apart)

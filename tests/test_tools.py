@@ -100,9 +100,8 @@ def create(service):
     server = make_server("127.0.0.1", 0, app)
     threading.Thread(target=server.serve_forever).start()
     with Client(server.server_port).openai() as client:
-        yield lambda **fields: client.chat.completions.create(
-            **{"model": service.name, "messages": ASK, "tools": TOOLS} | fields
-        )
+        usual = {"model": service.name, "messages": ASK, "tools": TOOLS}
+        yield lambda **fields: client.chat.completions.create(**usual | fields)
     server.shutdown()
     app.extensions["worker"].drain(LIMIT_S)
 
@@ -376,11 +375,8 @@ CALLED = ASSISTANT | {
         for i, (name, given) in enumerate((("weather", ROME), ("time", "{broken")))
     ]
 }
-HISTORY = [
-    *ASK,
-    CALLED,
-    *({"role": "tool", "tool_call_id": f"c{i}", "content": "ok"} for i in (0, 1)),
-]
+RESULTS = [{"role": "tool", "tool_call_id": f"c{i}", "content": "ok"} for i in (0, 1)]
+HISTORY = [*ASK, CALLED, *RESULTS]
 
 
 def prompt(template, messages, tools=None):
@@ -535,14 +531,9 @@ def test_a_grammar_begins_behind_reasoning_whatever_its_tags_are(accepts, has_to
     form = Form(has_tags=True, thinks=True, tokens=frozenset(TAGS if has_tokens else ()))
     for forced in (False, True):
         grammar = Tools(TOOLS, form, is_forced=forced).grammar()
-        for reasoning, texts in {
-            POSSIBLE: {
-                call: True,
-                f"<think>a b</think>\n\n{call}": True,
-                f"a</think>{call}": False,
-            },
-            OPEN: {call: False, f"a b</think>\n{call}": True},
-        }.items():
+        possible = {call: True, f"<think>a b</think>\n\n{call}": True, f"a</think>{call}": False}
+        opened = {call: False, f"a b</think>\n{call}": True}
+        for reasoning, texts in (POSSIBLE, possible), (OPEN, opened):
             source = source_of(LARK, grammar, reasoning, has_tokens)
             for text, allowed in texts.items():
                 is_text = not forced and reasoning == POSSIBLE and text[0] == "a" and not has_tokens
@@ -572,9 +563,8 @@ def ask(request, chat_folder, tmp_path_factory):
         tokenizer.save_pretrained(folder)
     with serving("--model", str(folder), "--drafter", "auto") as server, server.openai() as client:
         (model,) = client.models.list().data
-        yield partial(
-            client.chat.completions.create, model=model.id, messages=ASK, tools=SHORT, max_tokens=60
-        )
+        usual = {"model": model.id, "messages": ASK, "tools": SHORT, "max_tokens": 60}
+        yield partial(client.chat.completions.create, **usual)
         server.end_well()
 
 
