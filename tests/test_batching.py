@@ -25,12 +25,6 @@ DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
 
 
-def test_requests_side_by_side_have_the_text_of_plain_decoding(demo_engine, prompts, plain, way):
-    texts = zip(prompts.values(), DRAFTERS, strict=False)
-    for s in together(demo_engine, [Request(text, 12, name, **way) for text, name in texts]):
-        assert s.output == plain(s.request.prompt, 12, **way)
-
-
 @pytest.fixture(scope="module")
 def engine(demo_engine):
     """The embedded models with a small chunk, and a drafter that fails now and then."""

@@ -178,13 +178,10 @@ def test_the_text_of_a_special_token_is_no_format(client, demo_engine):
         assert status == 400 and is_error(body, *fields) and token in body["error"]["message"]
 
 
-def test_a_schema_that_allows_all_is_any_json(client):
+def test_no_format_and_any_text_are_free_text_and_a_schema_that_allows_all_is_any_json(client):
+    free = asked(client, GENERATE)[1]["token_ids"]
     status, body = asked(client, GENERATE, json_schema=True, max_tokens=4)
     assert status == 200 and body["token_ids"]
-
-
-def test_no_format_and_any_text_are_free_text(client):
-    free = asked(client, GENERATE)[1]["token_ids"]
     text = {"response_format": {"type": "text"}}
     for fields in (text, {"structured_outputs": {}}, {"regex": None}):
         assert asked(client, GENERATE, **fields)[1]["token_ids"] == free

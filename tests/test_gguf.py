@@ -53,12 +53,9 @@ def files(tmp_path_factory):
 IDS = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
 
 
-def test_a_file_is_the_model_that_it_was_made_of(files):
-    """So names, the order of rows and the tokenizer with SmolLM's rule for words are right."""
+def test_a_file_has_the_tokenizer_that_it_was_made_with(files):
+    """With SmolLM's rule for words. What it computes is in test_gguf_config.py."""
     target, theirs = load(model=files["f32"]).target, AutoTokenizer.from_pretrained(TARGET)
-    with torch.inference_mode():
-        expected = original(TINY)(torch.tensor([IDS])).logits[0]
-    torch.testing.assert_close(logits_of(target, IDS), expected, rtol=1e-3, atol=1e-3)
     text = "It's 2024, isn't it?  two  spaces\n\n\tWe'll THEY'RE café x=10+y123"
     assert target.tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
     ours, theirs = (each.backend_tokenizer.pre_tokenizer for each in (target.tokenizer, theirs))

@@ -76,11 +76,6 @@ def is_near(actual, expected):
     return bool(torch.allclose(actual, expected, rtol=1e-3, atol=1e-3))
 
 
-def test_what_is_served_are_transformers_own_logits(folder):
-    path, text = folder("llama"), tokens(60)
-    assert is_near(served_logits(load(path), text, tokens(LONG)), plain_logits(path, text))
-
-
 LENGTHS = (2, 1), (2, 2), (3, 2), (9, 1), (40, 2)
 SOUND = [(name, {"dtype": "bfloat16"}) for name in ("llama", "gemma2", "gpt2", "mixtral")]
 SOUND += [("llama", {"max_model_len": length, "max_running": most}) for length, most in LENGTHS]

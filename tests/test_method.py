@@ -12,20 +12,11 @@ import pytest
 import speculative_decoding as core
 from conftest import run
 
-from drafters import Context
-
 SAMPLINGS = {
     "greedy": core.Sampling(),
     "sampled": core.Sampling(temperature=0.8),
     "penalised": core.Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2),
 }
-
-
-def test_a_newcomer_calls_it_in_five_lines(demo_engine, prompts):
-    target, prompt = demo_engine.target, prompts["easy_json"]
-    drafter = core.drafters.load("ngram", Context(target, core.sample))
-    text = core.speculate(target, drafter, prompt, 40, demo_engine.eos_ids)
-    assert text == core.plain_decode(target, prompt, 40, demo_engine.eos_ids)
 
 
 def assert_one_text(engine, prompts, drafter, name, sampling):

@@ -182,7 +182,7 @@ def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
     assert num_cached(engine, FIRST) == 0
 
 
-def test_health_metrics_and_answers_tell(engine):
+def test_health_metrics_and_answers_tell(engine, tiny_folder):
     for prompt in (FIRST, SECOND):
         sequence, _ = run(engine, prompt, max_tokens=2)
     worker = Worker(engine, Options())
@@ -192,18 +192,15 @@ def test_health_metrics_and_answers_tell(engine):
     assert metrics.figures_of(engine).values["prefix_cache_hits"] == health["hit_tokens"]
     usage = answers.answer([finished(sequence)], [], torch.float32)["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": health["hit_tokens"]}
+    engine = load(tiny_folder("llama"), prefix_cache_mb=0)  # turned off
+    assert engine.pool.prefixes is None
+    assert answers.health(engine, Worker(engine, Options()), Options())["prefix_cache"] is None
 
 
 def test_what_is_measured_reads_its_prompt(engine):
     """A comparison or a demo runs the same prompt again and again."""
     for is_alone, count in ((True, 0), (False, 0), (True, 0), (False, MOST)):
         assert num_cached(engine, FIRST, is_alone=is_alone) == count
-
-
-def test_it_can_be_turned_off(tiny_folder):
-    engine = load(tiny_folder("llama"), prefix_cache_mb=0)
-    assert engine.pool.prefixes is None
-    assert answers.health(engine, Worker(engine, Options()), Options())["prefix_cache"] is None
 
 
 def test_of_a_target_without_equal_bits_only_prompts_are_kept(demo_engine, monkeypatch):

@@ -26,19 +26,14 @@ def generated(body):
     return {name: body[name] for name in ("text", "token_ids", "finish_reason")}
 
 
-def test_generate_continues_a_prompt_and_says_what_it_wrote(server):
-    status, body = server.generate(prompt=COLOURS, max_tokens=30, model="embedded")
+def test_generate_continues_a_prompt_and_its_figures_are_those_of_the_trace(server):
+    fields = {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram", "trace": True}
+    status, body = server.generate(**fields, model="embedded")
     assert status == 200 and body["text"].startswith(" blue, red, green, blue,")
     assert body["finish_reason"] == "length" and body["warnings"] == []
-    usage = body["usage"]
+    trace, timings, usage = body["trace"], body["timings"], body["usage"]
     assert usage["completion_tokens"] == len(body["token_ids"]) == 30
     assert usage["total_tokens"] == usage["prompt_tokens"] + 30
-
-
-def test_figures_and_timings_are_those_of_the_trace(server):
-    fields = {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram", "trace": True}
-    body = server.generate(**fields)[1]
-    trace, timings = body["trace"], body["timings"]
     metrics = body["metrics"]["speculative_decoding"]
     assert metrics["drafter"] == "ngram" and metrics["num_spec_tokens"] == 5
     assert len(metrics["acceptance_histogram"]) == 6
@@ -50,7 +45,7 @@ def test_figures_and_timings_are_those_of_the_trace(server):
     assert verify_ms == pytest.approx(timings["verify_ms"], abs=0.1)
     assert [event["step"] for event in trace] == list(range(metrics["target_passes"] + 1))
     assert [token["id"] for event in trace for token in event["tokens"]] == body["token_ids"]
-    cached = body["usage"]["prompt_tokens"] - 1
+    cached = usage["prompt_tokens"] - 1
     for event in trace:
         held, cached = cached + 1 + len(event["proposals"]), cached + event["emitted_count"]
         assert event["cached"] == [held, cached]
