@@ -197,8 +197,7 @@ class Anthropic(Checks):
         result = {"type": "tool_result", "tool_use_id": use.id, "content": "18 degrees"}
         said += [dict(role="assistant", content=first.content), dict(role="user", content=[result])]
         fields = self._tools | {"tool_choice": {"type": "none"}}
-        last = self._messages.create(messages=said, **fields)
-        assert last.content[0].text
+        assert self._messages.create(messages=said, **fields).content[0].text
 
     def tools_stream(self) -> None:
         with self._messages.stream(messages=HELLO, **self._tools) as events:

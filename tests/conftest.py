@@ -118,8 +118,7 @@ def main(demo_engine: Any, monkeypatch: Any, capsys: Any) -> Callable[..., tuple
     monkeypatch.setattr(demo, "read_prompts", lambda is_chat=False: few)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        status = core.main(naming_a_model(arguments))
-        return status, *capsys.readouterr()
+        return core.main(naming_a_model(arguments)), *capsys.readouterr()
 
     return run
 
@@ -431,8 +430,7 @@ def assert_decided_by(
     target, pool = engine.target, engine.pool
     expected = decoded_by(rule, target, prompt, sampling, ends)
     assert core.plain_decode(target, prompt, 20, ends, sampling, 3) == expected
-    ngram = pool.drafters["ngram"]
-    assert core.speculate(target, ngram, prompt, 20, ends, sampling, 3) == expected
+    assert core.speculate(target, pool.drafters["ngram"], prompt, 20, ends, sampling, 3) == expected
     for drafter in pool.choices:
         fields = {"max_tokens": 20, "drafter": drafter, "sampling": sampling, "seed": 3}
         s, _ = run(engine, prompt, **fields, stop_token_ids=frozenset(ends))

@@ -114,8 +114,7 @@ class Replay(_Server):
     def fits(self, turn, handler, body):
         if self.is_lenient and body and turn["body"]:
             return turn["path"] == handler.path and "out of vocabulary" not in turn["pieces"][0]
-        asked = handler.command, handler.path, body
-        return (turn["method"], turn["path"], turn["body"]) == asked
+        return (turn["method"], turn["path"], turn["body"]) == (handler.command, handler.path, body)
 
     def failing(self, pieces, handler):
         for i, piece in enumerate(pieces):

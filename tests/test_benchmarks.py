@@ -108,8 +108,7 @@ def test_losslessness_shows_a_drafter_that_lies_about_its_q(measure, monkeypatch
         assert row["coupled_differing"] == 0  # whoever lies
         smallest = min(row[view]["p_value"] for view in lossless.VIEWS)
         assert (smallest < 1e-6) == (row["drafter"] == "liar")
-    names = ["ngram", "suffix", "draft_model", "mtp"]
-    assert [row["drafter"] for row in document["kept"]] == names
+    assert [row["drafter"] for row in document["kept"]] == ["ngram", "suffix", "draft_model", "mtp"]
     assert all(row["rejection"]["tokens_per_pass"] > 1 for row in document["kept"])
     # It takes minutes: each text that is done is a step of the progress shown.
     assert [bar.update.call_count for bar in bars] == [bar.total for bar in bars] == [1760, 16]

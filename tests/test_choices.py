@@ -128,8 +128,7 @@ def test_choices_run_together_and_the_prompt_is_read_once(prompts, plain, monkey
     for i, job in enumerate(jobs):
         assert job.sequence.output == plain(prompt, 12, sampling=sampling, seed=3 + i)
         assert job.sequence.drafting.num_cached == (128 if i and megabytes else 0)
-    limits = {round(job.deadline - job.submitted, 3) for job in jobs}
-    assert limits == {options.request_timeout}
+    assert {round(job.deadline - job.submitted, 3) for job in jobs} == {options.request_timeout}
 
 
 def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):

@@ -456,8 +456,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompt
     def drafted(limit):
         monkeypatch.setattr(drafter, "_num_frequent", limit)
         assert_lossless(demo_engine, prompt, 30, name)
-        state = fresh_state(demo_engine, drafter, prompt)
-        return propose_and_close(drafter, [state], [20])[0]
+        return propose_and_close(drafter, [fresh_state(demo_engine, drafter, prompt)], [20])[0]
 
     border = sorted(prompt)[-1] + 1  # so the text has no rare word
     few = drafted(border)

@@ -172,14 +172,10 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain_in_modules_too(tiny, family)
 
 # ---------------------------------------------------------------------------- row by row
 FUNCTIONS = {
-    "silu": nn.SiLU(),
-    "gelu": nn.GELU(),
-    "gelu tanh": nn.GELU("tanh"),
-    "sigmoid": nn.Sigmoid(),
-    "softplus": nn.Softplus(),
-    "softplus 4": nn.Softplus(4, 30),
+    "silu": nn.SiLU(), "gelu": nn.GELU(), "gelu tanh": nn.GELU("tanh"), "sigmoid": nn.Sigmoid(),
+    "softplus": nn.Softplus(), "softplus 4": nn.Softplus(4, 30),
     "rsqrt": lambda x: x.abs().clamp(min=0.1).rsqrt(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -416,8 +416,7 @@ FOLDER = "llm-tiny-0.1"
 
 def cached():
     """What the cache folder holds beside the lock."""
-    names = {path.name for path in (catalogue.cache_folder() / FOLDER).iterdir()}
-    return sorted(names - {"lock"})
+    return sorted({path.name for path in (catalogue.cache_folder() / FOLDER).iterdir()} - {"lock"})
 
 
 def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch, capfd):

@@ -401,8 +401,7 @@ def test_forbidden_proposals_cost_no_row_and_are_heard_of(demo_engine, prompt, e
     truth = expected(prompt, "regex", COUNT, "greedy")
 
     def script(tokens, limit):
-        coming = truth[len(tokens) - len(prompt) :][:2]
-        return [*coming, *ids_of(demo_engine, "{[(")][:limit]
+        return [*truth[len(tokens) - len(prompt) :][:2], *ids_of(demo_engine, "{[(")][:limit]
 
     engine = scripted_engine(demo_engine, script)
     grammar = grammar_of(engine, *CONSTRAINTS["regex"])

@@ -291,8 +291,7 @@ def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
 
 
 def test_a_short_context_has_short_tables(prompts):
-    engine = load("embedded", drafter="mtp", max_model_len=6)
-    assert engine.pool.drafters["mtp"]._kernels
+    assert load("embedded", drafter="mtp", max_model_len=6).pool.drafters["mtp"]._kernels
 
 
 # ----------------------------------------------------------------------------- other machines

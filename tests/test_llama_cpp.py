@@ -181,8 +181,7 @@ def test_bad_input_is_refused_in_llama_cpp_s_form(server, path, fields, said):
     status, body = server.post(path, **fields)
     assert status == 400 and list(body["error"]) == ["code", "message", "type", "param"]
     assert body["error"]["code"] == 400 and said in body["error"]["message"]
-    kinds = "invalid_request_error", "exceed_context_size_error"
-    assert body["error"]["type"] in kinds
+    assert body["error"]["type"] in ("invalid_request_error", "exceed_context_size_error")
 
 
 def test_a_prompt_that_is_too_long_says_how_long(server):

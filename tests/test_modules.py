@@ -45,8 +45,7 @@ CHANGES = [
 @pytest.mark.parametrize(("family", "changes"), CHANGES, ids=str)
 def test_plain_blocks_run_in_c_and_others_in_modules(family, changes, tmp_path):
     save_small(family, tmp_path, **changes)
-    target = load(tmp_path, max_running=2).target
-    assert target.compiled.is_compiled == (family in KNOWN)
+    assert load(tmp_path, max_running=2).target.compiled.is_compiled == (family in KNOWN)
 
 
 @needs_compiler
@@ -66,8 +65,7 @@ def test_a_mistake_is_larger_than_what_roundings_do_to_a_model(tiny_folder, monk
         return values + share * values.abs().max(), states
 
     monkeypatch.setattr(reading, "_run", moved)
-    target = load(tiny_folder("llama"), max_running=2).target
-    assert target.compiled.is_compiled == (share < 1e-5)
+    assert load(tiny_folder("llama"), max_running=2).target.compiled.is_compiled == (share < 1e-5)
 
 
 def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():

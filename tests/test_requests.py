@@ -29,14 +29,6 @@ SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
 REJECTION = dataclasses.replace(SAMPLING, verification="rejection")
 
 
-def test_text_logprobs_trace_and_figures_end_at_the_same_token(demo_engine, prompts):
-    fields = {"max_tokens": 5, "drafter": "ngram", "logprobs": 1, "trace": True}
-    sequence, events = run(demo_engine, prompts["repetitive_colours"], **fields)
-    assert len(sequence.output) == len(sequence.logprobs) == sequence.statistics.completion_tokens
-    assert [token["id"] for event in events for token in event["tokens"]] == sequence.output
-    assert len(sequence.output) == 5 and sequence.finish_reason == "length"
-
-
 def cut_run(engine, prompts, plain, offset, end, way):
     """A run whose drafter knows the text of a seed: it is cut at `offset` of a block, by `end`."""
     texts = ((prompt, plain(prompt, 20, **way)) for prompt in prompts.values())
@@ -69,6 +61,7 @@ def test_one_cut_is_seen_by_everything(demo_engine, prompts, plain, offset, end,
     assert sequence.finish_reason == ("length" if end == "max_tokens" else "stop")
     assert s.completion_tokens == kept == sum(event["emitted_count"] for event in events)
     assert kept == sum(len(event["target_top"]) for event in events)
+    assert [token["id"] for event in events for token in event["tokens"]] == sequence.output
     accepted = [t for event in events for t in event["tokens"] if t["kind"] == "accepted"]
     assert s.num_accepted_draft_tokens == len(accepted) == sum(s.accepted_at)
     assert sum(event["accepted_count"] for event in events) == len(accepted)

@@ -40,8 +40,7 @@ def emitted_by_enumeration(p, q):
 
     def first(token, *numbers):
         draft = core.Draft([token], None if q[token] == 1 else q[None])
-        judged = judge(draft, torch.stack([p, p]), numbers)
-        return next(j for j in judged if j.kind != "rejected")
+        return next(j for j in judge(draft, torch.stack([p, p]), numbers) if j.kind != "rejected")
 
     for token, chance in enumerate(q.tolist()):
         rest = [u for u in us if first(token, u, 0.5).kind != "accepted"] if chance else us
@@ -150,8 +149,7 @@ def reference(logits, sampling, text, draft):
         logits_process.MinPLogitsWarper(sampling.min_p),
     ])  # fmt: skip
     texts = [torch.tensor([text + draft[:i]]) for i in range(len(draft) + 1)]
-    rows = map(processors, texts, logits[:, None].double())
-    return torch.cat([*rows]).softmax(-1)
+    return torch.cat([*map(processors, texts, logits[:, None].double())]).softmax(-1)
 
 
 def assert_same_probabilities(ours, theirs):
@@ -255,8 +253,7 @@ def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt,
         num_return_sequences=NUM_SAMPLES, **cuts,
     )  # fmt: skip
     theirs = [tuple(row) for row in output[:, len(prompt) :].tolist()]
-    tests = compare(plain_samples[name], theirs)
-    assert min(test.p_value for test in tests.values()) > ODDS
+    assert min(test.p_value for test in compare(plain_samples[name], theirs).values()) > ODDS
 
 
 def test_exercise_4_a_greedy_draft_is_lossless_and_costs_acceptance(many, prompt, plain_samples):

@@ -125,8 +125,7 @@ def test_of_an_output_that_is_too_long_its_end_is_kept(capacity):
     for _ in range(3):
         past.add(list(range(50)))
         assert len(past) <= capacity
-    half = past.halves[0]
-    assert half.tokens[:-1] == (list(range(41, 50)) if capacity == 20 else [])
+    assert past.halves[0].tokens[:-1] == (list(range(41, 50)) if capacity == 20 else [])
 
 
 @pytest.fixture

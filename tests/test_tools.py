@@ -72,8 +72,7 @@ class Canned(Service):
 
     def begin(self, fields, prompts=None):
         self.fields = fields
-        jobs = [self.job() for _ in range(fields.get("n") or 1)]
-        return jobs, fields.get("stream", False), []
+        return [self.job() for _ in range(fields.get("n") or 1)], fields.get("stream", False), []
 
     def job(self):
         job = Job(Request([1]), LIMIT_S)
@@ -452,8 +451,7 @@ def test_an_answers_format_goes_with_tools(create, service, says):
     says("Hi")
     schema = {"name": "a", "schema": ANSWER}
     create(response_format={"type": "json_schema", "json_schema": schema})
-    expected = Tools(TOOLS, TAGGED).grammar(ANSWER)
-    assert service.fields["grammar"] == expected
+    assert service.fields["grammar"] == Tools(TOOLS, TAGGED).grammar(ANSWER)
     assert "response_format" not in service.fields
     with pytest.raises(openai.BadRequestError, match="regex does not go with tools"):
         create(extra_body={"regex": "a"})
