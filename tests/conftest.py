@@ -133,7 +133,6 @@ def reference() -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="session")
 def demo_reference(reference: Callable[[Any], Any]) -> Any:
-    """transformers' own modules of the embedded target."""
     return reference(TARGET)
 
 

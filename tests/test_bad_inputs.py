@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf, nextafter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import LIMIT_S, TARGET, TEMPLATE, module_client, until
@@ -321,20 +322,9 @@ def test_what_ends_the_process_of_templates_ends_one_prompt_alone():
     assert child.poll() == -signal.SIGKILL
 
 
-class Clock:
-    """In the place of the module `time`: its time goes on while somebody sleeps, and only then."""
-
-    def __init__(self):
-        self.now, self.slept = 0.0, []
-        self.monotonic = lambda: self.now
-
-    def sleep(self, seconds):
-        self.slept.append(seconds)
-        self.now += seconds
-
-
 def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
-    clock = Clock()
+    slept = []  # time goes on while somebody sleeps, and only then
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(reading, "time", clock)
     places, order = threading.BoundedSemaphore(2), []
     turns = reading.Turns("long tests", short=10, pause=0.5, places=places)
@@ -354,11 +344,11 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
         order.append("first")
     thread.join()
     assert order == ["short", "first", "second"] and error.value.status == 429
-    assert clock.slept == [0, 5.5]  # half a second for each of the eleven
+    assert slept == [0, 5.5]  # half a second for each of the eleven
     with suppress(ValueError), turns.take(12):
         raise ValueError
     second()
-    assert clock.slept == [0, 5.5, 10, 6] and places._value == 2
+    assert slept == [0, 5.5, 10, 6] and places._value == 2
 
 
 # ------------------------------------------------------------------------------------ mutations
@@ -386,7 +376,6 @@ def half_sent(server):
 
 
 def mutated(rng):
-    """A whole request as bytes."""
     route = rng.choice(ROUTES)
     fields = body_for(route, {"prompt": "a b c a b c a"})
     names = [*REFUSED[route], "model", "user"]

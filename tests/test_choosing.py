@@ -61,7 +61,6 @@ def surviving(row, cuts):
 
 @pytest.fixture(params=[pytest.param("C", marks=needs_compiler), "python"])
 def language(request, monkeypatch):
-    """What chooses."""
     monkeypatch.setattr(compiled, "is_wanted", request.param == "C")
 
 

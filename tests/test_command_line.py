@@ -71,7 +71,6 @@ def test_a_terminal_shows_text_in_colours_and_of_few_characters_all_the_same(mon
 
 @pytest.fixture
 def demo(main):
-    """Its document."""
     status, out, err = main("--demo", "--json", "--max-tokens", "16")
     assert status == 0 and "demo prompts" in err  # progress
     return json.loads(out)

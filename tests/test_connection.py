@@ -82,7 +82,6 @@ def client(clock):
 
 
 def receive(client, data, size=1 << 16):
-    """Let the data come in pieces of a size."""
     for i in range(0, len(data), size):
         client.data_received(data[i : i + size])
 

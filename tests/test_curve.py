@@ -33,7 +33,6 @@ def folder(tmp_path, monkeypatch):
 
 @contextmanager
 def served(**options):
-    """A client of a served model, whose worker measures."""
     chosen = Options(**{"model": "embedded"} | options)
     app = engines.load_app(chosen, core.load_engine, core.create_app)
     yield app.test_client()

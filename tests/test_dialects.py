@@ -152,7 +152,7 @@ def test_a_request_is_that_of_a_chat(post, service, says, monkeypatch, form, cha
     assert read[0] == read[1] == read[2]
 
 
-def test_reasoning_in_a_history_is_the_template_s_to_write(post, service, says, monkeypatch):  # noqa: F811
+def test_reasoning_in_a_history_is_the_template_s_to_write(post, service, monkeypatch):  # noqa: F811
     template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
     monkeypatch.setattr(service.engine.target.tokenizer, "chat_template", template)
     said = [{"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "a"}]
@@ -372,7 +372,7 @@ def test_what_changes_no_text_is_taken(ask):
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
-def test_each_error_has_anthropic_s_form(guarded, ask, path):
+def test_each_error_has_anthropic_s_form(guarded, path):
     def of(method="POST", body=b"{}", **headers):
         headers = JSON | {"X-Api-Key": KEY} | {n.replace("_", "-"): v for n, v in headers.items()}
         return guarded.call(method, f"{path}?beta=true", body, headers)

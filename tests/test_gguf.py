@@ -415,7 +415,6 @@ FOLDER = "llm-tiny-0.1"
 
 
 def cached():
-    """What the cache folder holds beside the lock."""
     return sorted({path.name for path in (catalogue.cache_folder() / FOLDER).iterdir()} - {"lock"})
 
 

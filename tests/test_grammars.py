@@ -154,7 +154,6 @@ def is_checked(s, schema):
 
 
 def requests_of(engine, prompt, constraint, k=5, max_tokens=COUNT, **way):
-    """A request for each drafter."""
     grammar = grammar_of(engine, *constraint)
     names = [name for name in DRAFTERS if name in engine.pool.choices]
     return [Request(prompt, max_tokens, name, k, grammar=grammar, **way) for name in names]
@@ -281,7 +280,6 @@ def objects(draw, parts):
 
 
 def larger(parts):
-    """Schemas made of these."""
     return st.one_of(
         st.builds(array, parts, st.integers(0, 2), st.integers(0, 2)),
         objects(parts),
@@ -343,7 +341,6 @@ def test_a_text_of_a_schema_from_practice_validates(demo_engine, prompt, way):
 
 
 def tokens_of(engine, text):
-    """A token for each character."""
     return [token for character in text for token in ids_of(engine, character)]
 
 
@@ -465,8 +462,6 @@ class RashDrafter(ScriptedDrafter):
 
 
 class Text(list):
-    """A text's tokens, and its noise."""
-
     def __init__(self, tokens, noise):
         super().__init__(tokens)
         self.noise = noise

@@ -27,7 +27,6 @@ HEADS = {"eagle3": test_eagle3, "dflash": test_dflash}
 
 @pytest.fixture(scope="module", params=HEADS)
 def name(request):
-    """The drafter's name."""
     return request.param
 
 
@@ -42,7 +41,6 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(name, trained):
-    """A head for the embedded target."""
     return trained if name == "eagle3" else ROOT / "demo_models" / "target_dflash"
 
 

@@ -36,7 +36,6 @@ def requests(request, prompts):
 
 @pytest.fixture(scope="module")
 def expected(engine, requests):
-    """The texts that plain decoding writes for them."""
     target, ends = engine.target, engine.eos_ids
     return [core.plain_decode(target, r.prompt, 90, ends, r.sampling, r.seed) for r in requests]
 

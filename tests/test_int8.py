@@ -50,7 +50,6 @@ def twins(tiny_folder):
 
 
 def panels_of(decoder):
-    """The matrices of all its blocks."""
     parts = (part for block in decoder.blocks for part in block.matrices.values())
     return [matrix for part in parts for matrix in part]
 

@@ -79,7 +79,6 @@ def weights(form, outputs, inputs):
 
 
 def numbers(count, width):
-    """Rows to multiply by a weight."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
 
 
@@ -290,7 +289,7 @@ def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
         assert np.array_equal(table.numpy(), np.float32(np.vectorize(function)(angles)))
 
 
-def test_a_short_context_has_short_tables(prompts):
+def test_a_short_context_has_short_tables():
     assert load("embedded", drafter="mtp", max_model_len=6).pool.drafters["mtp"]._kernels
 
 

@@ -49,7 +49,6 @@ def larger_config(family, num_more):
 
 
 def count_of(family):
-    """What a config calls the number of MTP layers."""
     return "mtp_num_hidden_layers" if LAYOUTS[family] is OWN else "num_nextn_predict_layers"
 
 

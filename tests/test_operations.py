@@ -273,7 +273,7 @@ def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
     assert line["passes"] == 5 and line["acceptance"] is None
 
 
-def test_the_log_on_a_terminal_is_for_people(tmp_path):
+def test_the_log_on_a_terminal_is_for_people():
     reader, end = pty.openpty()
     os.set_blocking(reader, False)
     said = bytearray()

@@ -38,7 +38,6 @@ TALK = "Why do leaves fall in autumn?"
 
 @pytest.fixture(scope="module")
 def pair():
-    """Both files."""
     if "PAIR" in os.environ:
         return [str(Path(os.environ["PAIR"]) / f"{name}.gguf") for name in ("target", "draft")]
     return [gguf_hub.fetch(name) for name in PAIRS["qwen2.5-coder"]]

@@ -172,7 +172,7 @@ def test_it_is_found_again_behind_any_edit_within_two_tokens(chance):
                 assert state.continuation(9) == [] and state.matched == 0
 
 
-def test_real_edits_cost_few_passes(chance):
+def test_real_edits_cost_few_passes():
     """Lines of code repeat each other, so a place is often mistaken, but not for long."""
     line = [[1, 2, 3, name, 4, 5, 1, 6, name, 7, 8] for name in range(20, 50)]
     old = [token for tokens in line for token in tokens]
@@ -205,7 +205,7 @@ def test_the_longest_match_wins_and_then_the_next_place(prediction, output, foun
     assert (state.continuation(2), state.matched) == (found, matched)
 
 
-def test_a_token_takes_as_long_in_a_long_prediction(monkeypatch):
+def test_a_token_takes_as_long_in_a_long_prediction():
     """Places are searched by halves, and never listed."""
     state = expecting([1, 2] * 5000)
     looked, ends = [], state._ends

@@ -53,7 +53,6 @@ def target(tiny_folder):
 
 @pytest.fixture
 def model(target, family):
-    """The target of the test's family."""
     return target(family)
 
 

@@ -160,7 +160,6 @@ PROMPTS = ["x = [1, 2,", TEXT[:40], "red, green, blue, red,", "a"]
 
 @pytest.fixture(scope="module")
 def ask(demo_engine):
-    """Asks /v1/completions, or another route: the answer, of a stream the chunks."""
     with application(demo_engine, Options(max_running=2, max_queued=1)) as client:
 
         def ask(path="/v1/completions", status=200, **fields):
@@ -215,7 +214,7 @@ def test_an_echo_repeats_the_prompt_with_its_scores(ask, demo_engine, prompt, ma
             assert top == {each["token"]: each["logprob"] for each in [*kept, entry]}
 
 
-def test_scores_of_prompts_have_the_form_of_vllm(ask, demo_engine, chat_folder):
+def test_scores_of_prompts_have_the_form_of_vllm(ask, chat_folder):
     ours = ask("/generate", prompt=CAT, prompt_logprobs=2)["prompt_logprobs"]
     body = ask(prompt=[CAT, "a"], n=2, temperature=1, prompt_logprobs=2, echo=True, logprobs=1)
     for choice in body["choices"][:2]:

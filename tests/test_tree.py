@@ -126,7 +126,7 @@ def test_several_drafters_make_one_tree(several, prompts, way):
     assert branched > 5
 
 
-def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts):
+def test_a_tree_of_several_keeps_the_text_under_the_controller(prompts):
     """Passes and steps take what they are said to take: no busy machine decides who drafts."""
     engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
     ms = {"pass_ms": 1.4, "row_ms": 0.09, "step_ms": 0.5, "other_ms": 0.2, "choice_ms": 0.0}
