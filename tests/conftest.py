@@ -300,6 +300,12 @@ def module_client(**options: Any) -> Any:
     return client
 
 
+def closed(**properties: Any) -> dict[str, Any]:
+    """The schema of an object that has all these properties, and no others."""
+    known = {"type": "object", "properties": properties, "required": [*properties]}
+    return known | {"additionalProperties": False}
+
+
 def assemble(options):
     """An engine of the core's classes that was neither checked nor run yet."""
     return assembly.assemble_engine(options, core.load_model, core.Engine, core.sample)

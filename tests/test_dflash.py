@@ -31,11 +31,9 @@ KINDS = {
     "windows that are not": WINDOWS | {"is_causal": False},
     "all is causal": WINDOWS | {"is_causal": True},
     "the last state": {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [5]}},
-    "a block size of dflash_config's": {
-        "block_size": None,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 3, 5], "block_size": 3},
-    },
-}
+    "a block size of dflash_config's": {"block_size": None, "dflash_config": {
+        "mask_token_id": MASK, "target_layer_ids": [0, 3, 5], "block_size": 3}},
+}  # fmt: skip
 
 
 def new_head(folder, **fields):

@@ -13,7 +13,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import FAMILIES, TARGET, TEMPLATE, application, load, module_client
+from conftest import FAMILIES, TARGET, TEMPLATE, application, closed, load, module_client
 from server import LIMIT_S, ROUTES, asked, events_of, is_error, text_of, until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -25,13 +25,7 @@ from serving.options import Options
 
 client = module_client(drafter="ngram", max_tokens=40)
 GENERATE, COMPLETIONS, CHAT = ROUTES
-SCHEMA = {
-    "type": "object",
-    "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "maximum": 9}},
-    "required": ["unit", "days"],
-    "additionalProperties": False,
-}
-SCHEMA["properties"]["days"]["minimum"] = 1
+SCHEMA = closed(unit={"enum": ["C", "F"]}, days={"type": "integer", "minimum": 1, "maximum": 9})
 REGULAR, CHOICES = "(red|green), [0-9]{2}", ["red", "green", "blue"]
 LARK = 'start: ("red" | "green") ", " /[0-9]{2}/'
 GBNF = 'root ::= ("red" | "green") ", " [0-9] [0-9]'
@@ -195,32 +189,18 @@ BOMBS = {
     "a long text behind a choice": {"json_schema": {"enum": [1, "ab" * 50_000]}},
     "rules of any reading": {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | /a+/'},
     "an expression without others": {
-        "grammar": r"start: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/"
-    },
-    "forty patterns": {
-        "json_schema": {
-            "allOf": [
-                {"type": "string", "pattern": f"^.*{chr(97 + i % 26)}.{{{i}}}x.*$"}
-                for i in range(40)
-            ]
-        }
-    },
+        "grammar": r"start: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/"},
+    "forty patterns": {"json_schema": {"allOf": [
+        {"type": "string", "pattern": f"^.*{chr(97 + i % 26)}.{{{i}}}x.*$"} for i in range(40)]}},
     "a huge enum": {"json_schema": {"enum": [f"value {i} of many" for i in range(20_000)]}},
     "5,000 properties": {
-        "json_schema": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}
-    },
+        "json_schema": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}},
     "a large multiple": {"json_schema": {"type": "integer", "multipleOf": 1_000_003}},
     "deep": {"json_schema": DEEP},
     "its own reference": {"json_schema": {"$ref": "#"}},
-    "twice twice": {
-        "json_schema": {
-            "$ref": "#/$defs/d0",
-            "$defs": {
-                f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)
-            }
-            | {"d40": {"type": "string"}},
-        }
-    },
+    "twice twice": {"json_schema": {"$ref": "#/$defs/d0", "$defs": {
+        "d40": {"type": "string"},
+        **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}}}},
 }  # fmt: skip
 REASONS = "takes longer|bytes must follow|more than 262144|cannot go on|cannot be used: "
 

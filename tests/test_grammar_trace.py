@@ -8,17 +8,12 @@ import json
 import math
 
 import pytest
-from conftest import run
+from conftest import closed, run
 
 from messages import Sampling
 from serving.formats import grammar_of
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "blue"]}, "tags": {"type": "array"}},
-    "required": ["colour", "tags"],
-    "additionalProperties": False,
-}
+SCHEMA = closed(colour={"enum": ["red", "blue"]}, tags={"type": "array"})
 SAMPLED = Sampling(temperature=0.8)
 REJECTION = Sampling(temperature=0.8, verification="rejection")
 

@@ -22,6 +22,7 @@ from conftest import (
     ROOT,
     WAYS,
     ScriptedDrafter,
+    closed,
     finish,
     fresh_state,
     load,
@@ -275,8 +276,7 @@ def array(items, least, more):
 def objects(draw, parts):
     known = draw(st.dictionaries(WORDS, parts, max_size=3))
     names = [name for name in known if draw(st.booleans())]
-    closed = {"type": "object", "properties": known, "additionalProperties": False}
-    return closed | {"required": names}
+    return closed(**known) | {"required": names}
 
 
 def larger(parts):
@@ -291,8 +291,7 @@ def referring(part, is_recursive):
     """A schema whose parts are named, and one that goes on in itself."""
     part_of = {"$ref": "#/$defs/part"}
     next_of = {"anyOf": [{"type": "null"}, {"$ref": "#"}]} if is_recursive else part_of
-    closed = {"type": "object", "required": ["part", "next"], "additionalProperties": False}
-    return {"$defs": {"part": part}, "properties": {"part": part_of, "next": next_of}} | closed
+    return {"$defs": {"part": part}} | closed(part=part_of, next=next_of)
 
 
 PLAIN_SCHEMAS = st.recursive(LEAVES, larger, max_leaves=5)

@@ -34,16 +34,11 @@ from serving.options import Options
 from serving.service import Service
 from serving.worker import Job
 
-WEATHER = {
-    "name": "weather",
-    "description": "Tells the weather.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
-        "required": ["city"],
-        "$defs": {"days": {"type": "integer"}},
-    },
-}
+CITY = {
+    "type": "object", "required": ["city"], "$defs": {"days": {"type": "integer"}},
+    "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
+}  # fmt: skip
+WEATHER = {"name": "weather", "description": "Tells the weather.", "parameters": CITY}
 TOOLS = [{"type": "function", "function": one} for one in (WEATHER, {"name": "time"})]
 ASK = [{"role": "user", "content": "Rome?"}]
 # In Hermes' form, as a template would show it.
@@ -368,12 +363,11 @@ class Letters:
 
 
 ASSISTANT = {"role": "assistant", "content": None}
-CALLED = ASSISTANT | {
-    "tool_calls": [
-        {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": given}}
-        for i, (name, given) in enumerate((("weather", ROME), ("time", "{broken")))
-    ]
-}
+CALLS = [
+    {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": given}}
+    for i, (name, given) in enumerate((("weather", ROME), ("time", "{broken")))
+]
+CALLED = ASSISTANT | {"tool_calls": CALLS}
 RESULTS = [{"role": "tool", "tool_call_id": f"c{i}", "content": "ok"} for i in (0, 1)]
 HISTORY = [*ASK, CALLED, *RESULTS]
 
@@ -461,7 +455,7 @@ def tool(**function):
     return [{"type": "function", "function": {"name": "f"} | function}]
 
 
-CALL = CALLED["tool_calls"][0]
+CALL = CALLS[0]
 BAD = [  # field, values
     ("tools", {}), ("tools", [None]), ("tools", [{}]), ("tools", [{"type": "function"}]),
     ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("tools", tool() * 129),
