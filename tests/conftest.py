@@ -12,7 +12,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from server import LIMIT_S, ROOT, Gate, naming_a_model
+from server import CHAT, LIMIT_S, ROOT, Gate, events_of, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
@@ -298,6 +298,21 @@ def module_client(**options: Any) -> Any:
             yield client
 
     return client
+
+
+def body_for(route: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """A body of /generate as the route wants it."""
+    body = dict(fields)
+    if route == CHAT and "prompt" in body:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    return body
+
+
+def asked(client: Any, route: str, prompt: Any = "x = 1", **fields: Any) -> tuple[int, Any]:
+    """(status, body) that an application answers a route; of a stream its events are the body."""
+    answer = client.post(route, json=body_for(route, {"prompt": prompt}) | fields)
+    is_stream = answer.mimetype == "text/event-stream"
+    return answer.status_code, events_of(answer.data) if is_stream else answer.json
 
 
 def closed(**properties: Any) -> dict[str, Any]:

@@ -324,21 +324,6 @@ def end_of(answer):
     return status, events_of(data)[-1] if is_stream else json.loads(data)
 
 
-def body_for(route, fields):
-    """A body of /generate as the route wants it."""
-    body = dict(fields)
-    if route == CHAT and "prompt" in body:
-        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    return body
-
-
-def asked(client, route, prompt="x = 1", **fields):
-    """(status, body) that an application answers a route; of a stream its events are the body."""
-    answer = client.post(route, json=body_for(route, {"prompt": prompt}) | fields)
-    is_stream = answer.mimetype == "text/event-stream"
-    return answer.status_code, events_of(answer.data) if is_stream else answer.json
-
-
 def text_of(body):
     """Of the only choice."""
     (choice,) = body.get("choices", [body])

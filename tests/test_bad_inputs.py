@@ -21,8 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import LIMIT_S, TARGET, TEMPLATE, module_client, until
-from server import GOOD, ROUTES, asked, body_for, is_error, module_server, parse, read_all, request
+from conftest import TARGET, TEMPLATE, asked, body_for, module_client
+from server import GOOD, LIMIT_S, ROUTES, is_error, module_server, parse, read_all, request, until
 from transformers import AutoTokenizer
 
 from messages import RequestError

@@ -8,8 +8,8 @@ import json
 from functools import partial
 
 import pytest
-from conftest import TEMPLATE, module_client
-from server import CHAT, COMPLETIONS, GENERATE, ROUTES, asked, is_error
+from conftest import TEMPLATE, asked, module_client
+from server import CHAT, COMPLETIONS, GENERATE, ROUTES, is_error
 from transformers import AutoTokenizer
 
 from models.prompts import chat_prompt, template_options

@@ -13,8 +13,8 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import FAMILIES, TARGET, TEMPLATE, application, closed, load, module_client
-from server import LIMIT_S, ROUTES, asked, events_of, is_error, text_of, until
+from conftest import FAMILIES, TARGET, TEMPLATE, application, asked, closed, load, module_client
+from server import LIMIT_S, ROUTES, events_of, is_error, text_of, until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
-from conftest import GREEDY, module_client, run, together
-from server import CHAT, GENERATE, ROUTES, asked, is_error, text_of
+from conftest import GREEDY, asked, module_client, run, together
+from server import CHAT, GENERATE, ROUTES, is_error, text_of
 
 from cache.prefix import PrefixCache
 from control import Controller

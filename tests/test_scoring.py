@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TARGET, application, load, needs_compiler, run, together
-from server import CHAT, LIMIT_S, asked, is_error
+from conftest import TARGET, application, asked, load, needs_compiler, run, together
+from server import CHAT, LIMIT_S, is_error
 
 from cache.prefix import PrefixCache
 from messages import Request, RequestError
