@@ -19,6 +19,7 @@ from contextlib import suppress
 from math import inf, nextafter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import TARGET, TEMPLATE, asked, body_for, module_client
@@ -212,34 +213,20 @@ def test_a_field_at_its_limits_is_taken(client, name):
         assert body["warnings"] == lowered and len(lowered) == (value == 1_000_000)
 
 
-class Tokenizer:
-    """Notes what it is asked to do. Each character becomes a token, and none has more than four."""
-
-    def __init__(self, template=TEMPLATE):
-        self.real = AutoTokenizer.from_pretrained(TARGET)
-        self.chat_template = self.real.chat_template = template
-        self.calls = []
-
-    def get_vocab(self):
-        self.calls.append("get_vocab")
-        return {"four": 0}
-
-    def get_chat_template(self):
-        self.calls.append("render")
-        return self.chat_template
-
-    @property
-    def special_tokens_map(self):
-        return self.real.special_tokens_map
-
-    def __call__(self, text, **options):
-        self.calls.append("tokenize")
-        return {"input_ids": [5] * len(text)}
+def noting(template=TEMPLATE):
+    """A tokenizer that notes its calls; each character is a token, and none has more than four."""
+    tokenizer = Mock(side_effect=lambda text, **_: {"input_ids": [5] * len(text)})
+    tokenizer.real = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer.real.chat_template = tokenizer.chat_template = template
+    tokenizer.get_chat_template.return_value = template
+    tokenizer.get_vocab.return_value = {"four": 0}
+    tokenizer.special_tokens_map = tokenizer.real.special_tokens_map
+    return tokenizer
 
 
 def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
     """Reading 1 MB takes up to 7 s. The longest token of a vocabulary is looked for once."""
-    tokenizer = Tokenizer()
+    tokenizer = noting()
     too_many = "messages has 28000 entries; at most 2000 are read"
     too_long = f"characters are more than a context of {CONTEXT} tokens holds"
     for messages, said in (
@@ -252,10 +239,11 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
             chat_prompt(messages, tokenizer, CONTEXT)
     with pytest.raises(RequestError, match=too_long):
         tokenize("a" * 1_000_000, tokenizer, CONTEXT)
-    assert tokenizer.calls == ["get_vocab"]
+    assert [name for name, *_ in tokenizer.mock_calls] == ["get_vocab"]
     few = [{"role": "user", "content": "a"}] * 2000
     assert len(chat_prompt(few, tokenizer, CONTEXT)) == len("user: a\n") * 2000 + 10
-    assert tokenizer.calls == ["get_vocab", "render", "tokenize"]
+    calls = ["get_vocab", "get_chat_template", ""]  # of which the last one reads the text
+    assert [name for name, *_ in tokenizer.mock_calls] == calls
 
 
 HI = [{"role": "user", "content": "é \n😀", "name": "a"}, {"role": "assistant", "content": " b "}]
@@ -270,7 +258,7 @@ HI = [{"role": "user", "content": "é \n😀", "name": "a"}, {"role": "assistant
     "{{ strftime_now('%Y') }}{% set n = namespace(a=1) %}{% set n.a = 2 %}{{ n.a }}",
 ])  # fmt: skip
 def test_a_template_is_written_as_transformers_writes_it(template):
-    tokenizer = Tokenizer(template)
+    tokenizer = noting(template)
     expected = tokenizer.real.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
     assert reading._render(HI, tokenizer) == expected
 
@@ -298,7 +286,7 @@ def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
     for template, said in HOSTILE.items():
         monkeypatch.setattr(reading, "_TEMPLATE_LIMIT_S", 0.2 if said == TIME else LIMIT_S)
         with pytest.raises(RequestError, match=f"^the chat template {said}") as caught:
-            chat_prompt(HI, Tokenizer(template), CONTEXT)
+            chat_prompt(HI, noting(template), CONTEXT)
         assert caught.value.status == 400 and len(caught.value.message) <= 300
         child = reading.renderer.child
         assert (child.poll() == -signal.SIGALRM) == (said == TIME)
@@ -310,7 +298,7 @@ def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
 
 
 def test_what_ends_the_process_of_templates_ends_one_prompt_alone():
-    tokenizer = Tokenizer("{{ messages[0].content }}")
+    tokenizer = noting("{{ messages[0].content }}")
     assert reading._render(HI, tokenizer) == "é \n😀"
     child = reading.renderer.start()
     child.kill()

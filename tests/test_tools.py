@@ -9,6 +9,7 @@ import shutil
 import threading
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import llguidance
 import llguidance.hf
@@ -341,27 +342,6 @@ def test_tags_that_a_tokenizer_calls_special_are_text(tiny_folder, tmp_path):
 
 
 # -------------------------------------------------------------------------------- the prompt
-class Letters:
-    """A tokenizer whose ids are a text's characters, with a chat template."""
-
-    special_tokens_map = {}
-
-    def __init__(self, template):
-        self.chat_template = template
-
-    def get_chat_template(self, tools=None):
-        return self.chat_template
-
-    def get_added_vocab(self):
-        return {}
-
-    def get_vocab(self):
-        return {"a": 0}
-
-    def __call__(self, text, **options):
-        return {"input_ids": list(text)}
-
-
 ASSISTANT = {"role": "assistant", "content": None}
 CALLS = [
     {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": given}}
@@ -373,7 +353,11 @@ HISTORY = [*ASK, CALLED, *RESULTS]
 
 
 def prompt(template, messages, tools=None):
-    return "".join(chat_prompt(messages, Letters(template), 10_000, tools))
+    """What is read, by a tokenizer whose ids are a text's characters."""
+    letters = Mock(side_effect=lambda text, **_: {"input_ids": list(text)}, special_tokens_map={})
+    letters.chat_template = letters.get_chat_template.return_value = template
+    letters.get_added_vocab.return_value, letters.get_vocab.return_value = {}, {"a": 0}
+    return "".join(chat_prompt(messages, letters, 10_000, tools))
 
 
 def test_a_template_that_knows_tools_gets_them_with_arguments_as_objects():
