@@ -7,6 +7,7 @@ drafter against them. What every head promises is in test_heads.py.
 import json
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
@@ -80,29 +81,21 @@ def with_mlp(w, x):
 
 
 def check_drafts(engine, name, expected_of, limit):
-    """Tokens and scores of drafts, over two verdicts, are those that `expected_of` gives a text.
-
-    Tokens also where a draft is one call, which shows no scores.
-    """
-    drafter, seen, text = engine.pool.drafters[name], [], list(range(7, 40))
-    choose = drafter._sample
-
-    def watched(logits, *rest):
-        seen.append(logits)
-        return choose(logits, *rest)
-
-    drafter._sample = watched
+    """Tokens and scores of drafts, over two verdicts, are those that `expected_of` gives a text."""
+    drafter, text = engine.pool.drafters[name], list(range(7, 40))
+    drafter._sample = choose = Mock(wraps=drafter._sample)
     for given in ([], [99, 98, 97]):
         text = [*text, *given]
         tokens, scores = expected_of(text)
-        for can_chain in (chain.can_chain, lambda *_: False):
-            state, seen[:] = fresh_state(engine, drafter, text), []
+        for can_chain in (chain.can_chain, lambda *_: False):  # one call, which shows no scores
+            state = fresh_state(engine, drafter, text)
+            choose.reset_mock()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("kernels.can_chain", can_chain)
                 draft = drafter.propose(state, limit)
             drafter.close(state)
             assert draft.tokens == tokens
-        found = torch.stack(seen)
+        found = torch.stack([call.args[0] for call in choose.call_args_list])
         known = found > -torch.inf
         torch.testing.assert_close(found[known].view_as(scores), scores, rtol=1e-3, atol=2e-3)
 

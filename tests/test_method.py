@@ -7,6 +7,7 @@ however tokens are chosen, and whether drafts are chains or trees.
 """
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
@@ -45,19 +46,16 @@ def test_a_tree_gives_the_text_of_a_chain(demo_engine, prompts, monkeypatch, way
     """The head's own drafts branch here; in the engine they are merged with those of others."""
     if not demo_engine.pool.can_branch:
         pytest.skip("no C compiler here")
-    mtp, is_moved = demo_engine.pool.drafters["mtp"], []
-    open_state, keep = mtp.open, demo_engine.target.cache.keep
+    mtp, cache = demo_engine.pool.drafters["mtp"], demo_engine.target.cache
+    open_state, keep = mtp.open, Mock(wraps=cache.keep)
 
     def open_branching(*given):
         state = open_state(*given)
         state.can_branch = True
         return state
 
-    def kept(row, num_drafted, accepted):
-        is_moved.append(list(accepted) != list(range(len(accepted))))
-        keep(row, num_drafted, accepted)
-
     monkeypatch.setattr(mtp, "open", open_branching)
-    monkeypatch.setattr(demo_engine.target.cache, "keep", kept)
+    monkeypatch.setattr(cache, "keep", keep)
     assert assert_one_text(demo_engine, prompts, mtp, "tree", SAMPLINGS[way])
-    assert any(is_moved), "no branch was accepted but the first"
+    paths = [[*call.args[2]] for call in keep.call_args_list]
+    assert any(p != [*range(len(p))] for p in paths), "no branch was accepted but the first"

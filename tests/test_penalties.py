@@ -8,6 +8,7 @@ is written here a second time, token by token.
 """
 
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
@@ -76,18 +77,14 @@ def test_each_branch_of_a_tree_counts_its_own_tokens(name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_rejection_judges_by_the_changed_distribution(demo_engine, prompts, monkeypatch, name):
-    judge, prompt, judged = core.verify_by_rejection, prompts["repetitive_colours"], []
+    prompt, judge = prompts["repetitive_colours"], Mock(wraps=core.verify_by_rejection)
+    monkeypatch.setattr(core, "verify_by_rejection", judge)
     sampling = core.Sampling(**SETTINGS[name], temperature=0.8, top_k=50, verification="rejection")
     engine = scripted_engine(demo_engine, lambda text, limit: text[-4:][:limit])
-
-    def noted(draft, p, noise, position):
-        judged.append((draft, p, position))
-        return judge(draft, p, noise, position)
-
-    monkeypatch.setattr(core, "verify_by_rejection", noted)
     fields = {"max_tokens": 16, "drafter": "scripted", "sampling": sampling, "seed": 1}
     sequence, _ = run(engine, prompt, **fields)
-    for draft, p, position in judged:
+    judged = [call.args for call in judge.call_args_list]
+    for draft, p, _, position in judged:
         text, begin = sequence.tokens[:position] + draft.tokens, len(prompt)
         count = len(draft.tokens) + 1
         logits = logits_of(engine.target, text)[-count:]
@@ -95,7 +92,7 @@ def test_rejection_judges_by_the_changed_distribution(demo_engine, prompts, monk
             known = text[begin : position + i]
             expected = probabilities(scored(logits[i], sampling, prompt, known)[None], sampling)
             torch.testing.assert_close(p[i], expected[0], rtol=1e-4, atol=1e-6)
-    assert max(len(draft.tokens) for draft, _, _ in judged) == 4
+    assert max(len(draft.tokens) for draft, *_ in judged) == 4
 
 
 def test_model_drafters_draw_by_the_same_penalties(demo_engine, prompts):

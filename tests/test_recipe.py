@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import conftest
 import gguf
@@ -113,17 +114,15 @@ def test_what_is_trained_is_what_drafts(kind, name, learned, monkeypatch):
     plan, target, data, student, _ = learned(kind)
     engine = load(TARGET, drafter=name, **{name: plan.out})
     drafter = engine.pool.drafters[name]
-    text, choose, seen = data.train[0][0].tokens.tolist(), drafter._sample, []
-    monkeypatch.setattr(
-        drafter, "_sample", lambda logits, *rest: seen.append(logits) or choose(logits, *rest)
-    )
+    text, choose = data.train[0][0].tokens.tolist(), Mock(wraps=drafter._sample)
+    monkeypatch.setattr(drafter, "_sample", choose)
     texts, drafts, scores = [text[:length] for length in range(22, 38)], [], []
     for tokens in texts:
         whole, stepped = (fresh_state(engine, drafter, tokens) for _ in range(2))
         with monkeypatch.context() as patch:  # a draft in one call shows no scores
             patch.setattr("kernels.can_chain", lambda *_: False)
             drafts += propose_and_close(drafter, [stepped], [K])
-        scores.append(torch.stack(seen[-K:]))
+        scores.append(torch.stack([call.args[0] for call in choose.call_args_list[-K:]]))
         assert propose_and_close(drafter, [whole], [K]) == drafts[-1:]
     if kind == "draft":
         student.OTHERS, student.words = 0, torch.arange(4096)  # all, as those who draft
