@@ -125,21 +125,17 @@ CASES = {
     "rope_freqs": Case(
         "llama", rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                       original_max_position_embeddings=32),
-        {"rope_freqs.weight": None},
-    ),
+        {"rope_freqs.weight": None}),
     "linear": Case("llama", rope(**LINEAR), OF_LINEAR | scaled(finetuned=True)),
     "linear, old": Case("llama", rope(**LINEAR), {"rope.scale_linear": 8.0}),
     "no scaling": Case("llama", {}, scaled(type="none", factor=8.0)),
     "yarn": Case("llama", rope(**YARN), OF_YARN),
     "yarn, all": Case(
         "qwen2", rope(**YARN, beta_fast=8.0, beta_slow=2.0, attention_factor=1.5),
-        OF_YARN | scaled(yarn_beta_fast=8.0, yarn_beta_slow=2.0, yarn_attn_factor=1.5),
-    ),
+        OF_YARN | scaled(yarn_beta_fast=8.0, yarn_beta_slow=2.0, yarn_attn_factor=1.5)),
     "yarn, attn_factor": Case(
-        "qwen3",
-        rope(**YARN, attention_factor=0.5 * (1 + 0.1 * np.log(4.0))) | {"head_dim": 16},
-        OF_YARN | scaled(attn_factor=0.5, yarn_ext_factor=1.0),
-    ),
+        "qwen3", rope(**YARN, attention_factor=0.5 * (1 + 0.1 * np.log(4.0))) | {"head_dim": 16},
+        OF_YARN | scaled(attn_factor=0.5, yarn_ext_factor=1.0)),
     "qwen2": Case("qwen2"),
     "qwen3": Case("qwen3", {"head_dim": 32}, HEAD_32),
     "qwen3, biases": Case("qwen3", {"head_dim": 16, "attention_bias": True}),
@@ -147,8 +143,7 @@ CASES = {
     "qwen3moe": Case("qwen3moe", MIXTURE | {"norm_topk_prob": True, "head_dim": 16}, OF_MIXTURE),
     "expert_weights_norm": Case(
         "qwen3moe", MIXTURE | {"norm_topk_prob": False, "head_dim": 16},
-        OF_MIXTURE | {"expert_weights_norm": False, "expert_gating_func": 1},
-    ),
+        OF_MIXTURE | {"expert_weights_norm": False, "expert_gating_func": 1}),
     "phi3": Case("phi3"),
     "phi3, window": Case("phi3", WINDOW, OF_WINDOW),
     "phi3, part": Case("phi3", rope(partial_rotary_factor=0.75), {"rope.dimension_count": 12}),
@@ -158,35 +153,26 @@ CASES = {
     "gemma2, caps": Case("gemma2", GEMMA | CAPS, HEAD_32 | CAPS),
     "gemma2, pattern": Case(
         "gemma2", GEMMA | WINDOW | {"layer_types": [LOCALLY, LOCALLY, FULLY, LOCALLY]},
-        HEAD_32 | OF_WINDOW | {"attention.sliding_window_pattern": 3},
-    ),
+        HEAD_32 | OF_WINDOW | {"attention.sliding_window_pattern": 3}),
     "gemma2, 27b": Case(
-        "gemma2", GEMMA | {"query_pre_attn_scalar": 16, "num_hidden_layers": 46}, HEAD_32
-    ),
+        "gemma2", GEMMA | {"query_pre_attn_scalar": 16, "num_hidden_layers": 46}, HEAD_32),
     "gemma3": Case(
-        "gemma3",
-        GEMMA | WINDOW | rotated(LINEAR | {"rope_theta": 1e6})
+        "gemma3", GEMMA | WINDOW | rotated(LINEAR | {"rope_theta": 1e6})
         | {"num_hidden_layers": 7, "layer_types": [*[LOCALLY] * 5, FULLY, LOCALLY]},
-        HEAD_32 | OF_WINDOW | OF_LINEAR | {"rope.freq_base": 1e6},
-    ),
+        HEAD_32 | OF_WINDOW | OF_LINEAR | {"rope.freq_base": 1e6}),
     "gemma3, all": Case(
-        "gemma3",
-        GEMMA | WINDOW | rotated({"rope_theta": 1e6}, {"rope_theta": 500.0})
+        "gemma3", GEMMA | WINDOW | rotated({"rope_theta": 1e6}, {"rope_theta": 500.0})
         | {"layer_types": [LOCALLY, FULLY] * 2, "final_logit_softcapping": 2.0},
         HEAD_32 | OF_WINDOW
         | {"rope.freq_base": 1e6, "rope.freq_base_swa": 500.0, "final_logit_softcapping": 2.0,
-           "attention.sliding_window_pattern": [True, False] * 2},
-    ),
+           "attention.sliding_window_pattern": [True, False] * 2}),
     "gemma3, one in two": Case(
         "gemma3", GEMMA | WINDOW | rotated() | {"layer_types": [LOCALLY, FULLY] * 2},
-        HEAD_32 | OF_WINDOW | {"attention.sliding_window_pattern": 2},
-    ),
+        HEAD_32 | OF_WINDOW | {"attention.sliding_window_pattern": 2}),
     "gemma3, 27b": Case(
-        "gemma3",
-        GEMMA | rotated()
+        "gemma3", GEMMA | rotated()
         | {"query_pre_attn_scalar": 16, "num_hidden_layers": 62, "layer_types": [FULLY] * 62},
-        HEAD_32,
-    ),
+        HEAD_32),
     "stablelm": Case(
         "stablelm", rope(partial_rotary_factor=0.25, rope_theta=500.0) | {"layer_norm_eps": 0.05},
         {NORM: 0.05, "rope.dimension_count": 4, "rope.freq_base": 500.0,
@@ -195,51 +181,38 @@ CASES = {
     "stablelm, parallel": Case(
         "stablelm", rope(partial_rotary_factor=0.5)
         | {"layer_norm_eps": 0.05, "use_qkv_bias": True, "use_parallel_residual": True},
-        {NORM: 0.05, "rope.dimension_count": 8, "use_parallel_residual": True},
-    ),
+        {NORM: 0.05, "rope.dimension_count": 8, "use_parallel_residual": True}),
     "starcoder2": Case(
         "starcoder2", rope(rope_theta=500.0) | {"norm_epsilon": 0.05},
-        {NORM: 0.05, "rope.freq_base": 500.0},
-    ),
+        {NORM: 0.05, "rope.freq_base": 500.0}),
     "starcoder2, window": Case(
-        "starcoder2", WINDOW | {"norm_epsilon": 0.05}, OF_WINDOW | {NORM: 0.05}
-    ),
+        "starcoder2", WINDOW | {"norm_epsilon": 0.05}, OF_WINDOW | {NORM: 0.05}),
     "nemotron, linear": Case(
         "nemotron", rope(partial_rotary_factor=1.0, **LINEAR)
         | {"norm_eps": 0.05, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
-        {NORM: 0.05, RMS: 0.05} | OF_LINEAR,
-    ),
+        {NORM: 0.05, RMS: 0.05} | OF_LINEAR),
     "nemotron": Case(
         "nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 0.05, "head_dim": 16},
-        {NORM: 0.05, "rope.dimension_count": 8} | scaled(type="none"),
-    ),
+        {NORM: 0.05, "rope.dimension_count": 8} | scaled(type="none")),
     "gpt2": Case(
-        "gpt2",
-        {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH, "n_inner": 96,
-         "layer_norm_epsilon": 0.05, "tie_word_embeddings": True},
-        {NORM: 0.05, "attention.head_count_kv": 4},
-    ),
+        "gpt2", {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH, "n_inner": 96,
+                 "layer_norm_epsilon": 0.05, "tie_word_embeddings": True},
+        {NORM: 0.05, "attention.head_count_kv": 4}),
     "qwen35": Case("qwen35", HYBRID, OF_HYBRID),
     "qwen35, recurrent_layers": Case(
         "qwen35", HYBRID | {"layer_types": [FULLY, *[RECURRENT] * 3]},
-        OF_HYBRID | {"attention.recurrent_layers": [False, True, True, True]},
-    ),
+        OF_HYBRID | {"attention.recurrent_layers": [False, True, True, True]}),
     "qwen35, yarn": Case("qwen35", HYBRID | rope(**MROPE, **YARN), OF_HYBRID | OF_YARN),
     "qwen35moe": Case("qwen35moe", HYBRID | MIXTURE | SHARED, OF_HYBRID | OF_MIXTURE | OF_SHARED),
     "lfm2": Case(
-        "lfm2",
-        rope()
-        | {"layer_types": ["conv", FULLY] * 2, "block_auto_adjust_ff_dim": False,
-           "norm_eps": 0.05, "conv_L_cache": 3, "conv_bias": False},
+        "lfm2", rope() | {"layer_types": ["conv", FULLY] * 2, "block_auto_adjust_ff_dim": False,
+                          "norm_eps": 0.05, "conv_L_cache": 3, "conv_bias": False},
         {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3, RMS: 0.05,
-         "rope.freq_base": 10000.0},
-    ),
+         "rope.freq_base": 10000.0}),
 }  # fmt: skip
 TINY = Case(  # with room for the texts of other tests
-    "llama",
-    {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
-     "max_position_embeddings": 256},
-)  # fmt: skip
+    "llama", {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
+              "max_position_embeddings": 256})  # fmt: skip
 
 
 # --------------------------------------------------------------------------- the converter

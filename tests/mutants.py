@@ -177,7 +177,7 @@ def load_once() -> None:
         if frame.f_code is conftest.load.__code__:  # which loads for a test
             frame = frame.f_back
         caller = frame.f_globals["__name__"]
-        if caller == "conftest":
+        if caller == "conftest" and options.model == "embedded":
             return engine
         in_c = caller in ("test_cache", "test_kernels", "test_sampling", "test_tree")
         # The mutants are in Python, but for those of the kernels.
