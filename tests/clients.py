@@ -404,9 +404,9 @@ class AIPerf(Checks):
         """Each of 12 requests has the 24 tokens that were asked for."""
         with tempfile.TemporaryDirectory() as folder:
             told = ["--model", self.model, "--url", self.url, "--output-artifact-dir", folder]
-            told += ["--tokenizer", os.environ["TOKENIZER"], "--endpoint-type", "chat", "--ui"]
-            told += ["none", "--streaming", "--isl", "32", "--osl", "24", "--extra-inputs"]
-            told += ["ignore_eos:true", "--request-count", "12", "--concurrency", "2"]
+            told += ["--tokenizer", os.environ["TOKENIZER"], "--endpoint-type", "chat"]
+            told += ["--streaming", "--ui", "none", "--extra-inputs", "ignore_eos:true"]
+            told += ["--isl", "32", "--osl", "24", "--request-count", "12", "--concurrency", "2"]
             self._run("aiperf", "profile", *told)
             found = json.loads(Path(folder, "profile_export_aiperf.json").read_text("utf-8"))
         assert found["request_count"]["avg"] == 12 and found["usage_completion_tokens"]["min"] == 24
