@@ -13,23 +13,11 @@ from dataclasses import replace
 from itertools import product
 from unittest.mock import MagicMock, Mock
 
+import conftest
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import (
-    GREEDY,
-    ROOT,
-    WAYS,
-    ScriptedDrafter,
-    assert_lossless,
-    before,
-    fresh_state,
-    propose_and_close,
-    run,
-    run_beside_fresh,
-    scripted_engine,
-    together,
-)
+from conftest import WAYS, ScriptedDrafter, assert_lossless, fresh_state, propose_and_close, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
@@ -47,13 +35,13 @@ def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
+@pytest.mark.parametrize("sampling", [conftest.GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
 def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name, sampling):
     """Whatever of its drafts was refused before: each draft is that of a state that saw none."""
     num_drafted = 0
     for prompt in ("repetitive_counting", "code_class", "hard_story"):
         request = Request(prompts[prompt], 20, name, 4, sampling=sampling)
-        _, cycles = run_beside_fresh(demo_engine, request)
+        _, cycles = conftest.run_beside_fresh(demo_engine, request)
         num_drafted += sum(cycle.num_drafted for cycle in cycles)
     assert num_drafted > 12
 
@@ -107,7 +95,7 @@ def test_a_draft_knows_the_repetition_penalty(demo_engine, prompts, model, tempe
     (Draft([5, 6, 7], None, "abc"), "'<=' not supported between"),
 ])  # fmt: skip
 def test_a_drafter_that_fails_never_costs_the_answer(demo_engine, prompts, draft, reason):
-    engine = scripted_engine(demo_engine, None)
+    engine = conftest.scripted_engine(demo_engine, None)
     drafter = engine.pool.drafters["scripted"]
     drafter.propose = lambda *_: draft
     (warning,) = assert_lossless(engine, prompts["easy_json"], 12, "scripted").warnings
@@ -132,7 +120,7 @@ def uniform(limit):
 ])  # fmt: skip
 def test_probs_that_cannot_be_are_a_failure_of_the_drafter(demo_engine, prompts, probs, reason):
     """Token 7 is proposed with a q that it cannot have been drawn from; or, at the end, can."""
-    engine = scripted_engine(demo_engine, lambda _, k: [7] * k, lambda _, k: probs(k))
+    engine = conftest.scripted_engine(demo_engine, lambda _, k: [7] * k, lambda _, k: probs(k))
     prompt, rejection = prompts["easy_json"], core.Sampling(1.0, 1.0, verification="rejection")
     sequence, _ = run(engine, prompt, max_tokens=8, drafter="scripted", sampling=rejection)
     assert len(sequence.output) == 8
@@ -187,10 +175,11 @@ def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
 ):
     """They were for the drafter alone: a file's in its thread, and one of ours here."""
     prompt, mtp = prompts["easy_json"], demo_engine.pool.drafters["mtp"]
+    _, change = SETTINGS[setting]
     for method, way in product(("open", "propose", "observe", "close"), WAYS.values()):
         drafter, active = ScriptedDrafter(lambda tokens, k: tokens[-k:]), []
         fields = {"logprobs": 2, "drafter": "auto"} | way
-        before(drafter, method, lambda *_, on=active: [SETTINGS[setting][1](value) for _ in on])
+        conftest.before(drafter, method, lambda *_, on=active: [change(value) for _ in on])
         drafter = TimedDrafter(drafter, 60.0) if is_timed else drafter
         engine = core.Engine(demo_engine.target, {"scripted": drafter, "mtp": mtp}, "scripted")
         expected, _ = run(engine, prompt, max_tokens=10, **fields)
@@ -359,11 +348,11 @@ def test_a_drafter_of_one_s_own_is_the_one_that_runs(demo_engine, prompts, tmp_p
 
 def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monkeypatch):
     """It has a model and at most 25 lines. Its KV cache goes back by what it drafted."""
-    text = (ROOT / "docs/models.md").read_text("utf-8")
+    text = (conftest.ROOT / "docs/models.md").read_text("utf-8")
     text = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)[1]
     assert len([line for line in text.splitlines() if line]) <= 25
     (tmp_path / "mine.py").write_text(text, "utf-8")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(conftest.ROOT)
     own = drafters.load(f"{tmp_path}/mine.py:Own", context(demo_engine.target))
     engine = core.Engine(demo_engine.target, {"Own": own}, "Own", is_strict=True)
     theirs = demo_engine.pool.drafters["draft_model"]
@@ -437,13 +426,13 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
     engine = core.Engine(models[0], {"draft_model": drafters.load("draft_model", context(*models))})
     request = Request([5, 6, 7, 5, 6], 20, "draft_model")
     warm = core.Sampling(temperature=1.3, verification="rejection")
-    greedy, sampled = together(engine, [request, replace(request, sampling=warm)])
+    greedy, sampled = conftest.together(engine, [request, replace(request, sampling=warm)])
     assert greedy.output == core.plain_decode(engine.target, request.prompt, 20, engine.eos_ids)
     assert greedy.warnings == sampled.warnings == []
     assert sampled.statistics.num_draft_tokens > 10
     if target_rows > draft_rows:  # an id that the draft model cannot read costs that request alone
         pair = [replace(request, prompt=[5, start, 6]) for start in (4150, 7)]
-        sequences = together(engine, pair)
+        sequences = conftest.together(engine, pair)
         assert [s.statistics.num_draft_tokens > 0 for s in sequences] == [False, True]
         assert all(s.warnings == [] for s in sequences)
 

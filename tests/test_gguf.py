@@ -23,11 +23,10 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TARGET, assert_lossless, load, logits_of
+from conftest import TARGET, assert_lossless, load, logits_of, needs_compiler
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import CASES, MANY, Q4_0, Q8_0, TINY, fuzz, is_short_line, original, text, write
 from server import LIMIT_S, at_once, free_port
-from test_kernels import needs_compiler
 from transformers import AutoTokenizer
 
 from demo_models.heads import write_gguf as finish

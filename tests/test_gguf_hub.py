@@ -15,8 +15,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub.constants
 import pytest
 import speculative_decoding as core
+from conftest import needs_compiler
 from gguf_files import Q4_0, Q8_0, TINY, write
-from test_kernels import needs_compiler
 
 from models import catalogue, gguf_hub, loading
 from models.gguf_file import BadFile

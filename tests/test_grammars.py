@@ -13,24 +13,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import conftest
 import llguidance.hf
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import (
-    GREEDY,
-    ROOT,
-    WAYS,
-    ScriptedDrafter,
-    closed,
-    finish,
-    fresh_state,
-    load,
-    propose_and_close,
-    run,
-    scripted_engine,
-    together,
-)
+from conftest import ROOT, WAYS, finish, load, run, scripted_engine, together
 from hypothesis import HealthCheck, configuration, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -68,7 +56,7 @@ def words_of(target):
     return llguidance.hf.from_tokenizer(target.tokenizer, target.vocab_size, eos_ids)
 
 
-def decode(target, prompt, max_tokens, constraint, sampling=GREEDY, seed=0):
+def decode(target, prompt, max_tokens, constraint, sampling=conftest.GREEDY, seed=0):
     """Constrained plain decoding: the tokens, up to an end of text or where nothing may follow."""
     kind, value = constraint
     matcher, noise = LLMatcher(words_of(target), SOURCES[kind](value)), Noise(seed)
@@ -276,7 +264,7 @@ def array(items, least, more):
 def objects(draw, parts):
     known = draw(st.dictionaries(WORDS, parts, max_size=3))
     names = [name for name in known if draw(st.booleans())]
-    return closed(**known) | {"required": names}
+    return conftest.closed(**known) | {"required": names}
 
 
 def larger(parts):
@@ -291,7 +279,7 @@ def referring(part, is_recursive):
     """A schema whose parts are named, and one that goes on in itself."""
     part_of = {"$ref": "#/$defs/part"}
     next_of = {"anyOf": [{"type": "null"}, {"$ref": "#"}]} if is_recursive else part_of
-    return {"$defs": {"part": part}} | closed(part=part_of, next=next_of)
+    return {"$defs": {"part": part}} | conftest.closed(part=part_of, next=next_of)
 
 
 PLAIN_SCHEMAS = st.recursive(LEAVES, larger, max_leaves=5)
@@ -427,11 +415,11 @@ def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, pro
             draft = s.drafting.drafts.get(drafter)
             if draft is None or len(tokens) == len(prompt) or (forced and not goes_behind):
                 continue
-            state = fresh_state(pair, some[drafter], tokens, noise=s.noise)
+            state = conftest.fresh_state(pair, some[drafter], tokens, noise=s.noise)
             if goes_behind:
                 state.forced = forced
             num_forced += len(forced)
-            assert propose_and_close(some[drafter], [state], [limit]) == [draft.tokens]
+            assert conftest.propose_and_close(some[drafter], [state], [limit]) == [draft.tokens]
         pair.close(s)
         assert s.output == decode(pair.target, prompt, COUNT, (JSON, PERSON)) and not s.warnings
         assert num_forced > 0 or name == drafter or not goes_behind
@@ -442,7 +430,7 @@ def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, pro
 FORBIDDING = "( A| B)*"  # " C", which all expect, is forbidden
 
 
-class RashDrafter(ScriptedDrafter):
+class RashDrafter(conftest.ScriptedDrafter):
     """Draws from a q of its own, half of which is forbidden."""
 
     def __init__(self, engine):

@@ -9,19 +9,11 @@ import weakref
 from dataclasses import replace
 from random import Random
 
+import conftest
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import (
-    assemble,
-    assert_lossless,
-    in_turn,
-    load,
-    logits_of,
-    needs_compiler,
-    run,
-    together,
-)
+from conftest import assemble, assert_lossless, in_turn, load, logits_of, run, together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -39,7 +31,7 @@ from serving import answers
 from serving.options import Options
 from serving.worker import Worker
 
-pytestmark = needs_compiler
+pytestmark = conftest.needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
 
 

@@ -16,23 +16,13 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import conftest
 import gguf
 import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import (
-    FAMILIES,
-    ROOT,
-    assert_lossless,
-    fresh_state,
-    load,
-    logits_of,
-    needs_compiler,
-    only_modules,
-    run,
-    together,
-)
+from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler, run
 from families import save_small
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
@@ -152,10 +142,10 @@ def test_a_nan_and_an_infinity_stay_in_their_row_and_subnormal_numbers_do_no_har
 ODD = "deepseek_v3", "llama4_text", "granitemoe", "gemma3n_text"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text", *ODD])
+@pytest.mark.parametrize("family", [*conftest.FAMILIES, "qwen3_5_text", *ODD])
 def test_every_family_is_exact_in_modules_too(family, tiny_folder):
     """test_cache.py and test_modules.py compare what modules and blocks in C compute."""
-    with only_modules():
+    with conftest.only_modules():
         target = load(tiny_folder(family)).target
     assert not target.compiled.is_compiled and target.report.is_exact
     assert all(layer._is_compiled for layer in target.cache.recurrent)
@@ -168,7 +158,7 @@ def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_
     prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
     requests = [Request(prompt, 24, "ngram") for prompt in prompts]
     alone = [assert_lossless(engine, prompt, 24, "ngram").output for prompt in prompts]
-    assert [s.output for s in together(engine, requests)] == alone
+    assert [s.output for s in conftest.together(engine, requests)] == alone
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 40), (4, 4, 24), (6, 2, 80)])
@@ -426,7 +416,7 @@ def drafts_of(engine, drafter, texts, limits, sampling, goes_on=None):
     """Drafts for all texts at once, and how many tokens the drafter's cache then holds of each."""
     sequences = [engine.open(Request(text, 8, None)) for text in texts]
     engine.step(sequences)
-    begin = partial(fresh_state, engine, drafter) if drafter.needs_hidden else drafter.open
+    begin = partial(conftest.fresh_state, engine, drafter) if drafter.needs_hidden else drafter.open
     states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
     for state, s in zip(states, sequences, strict=True):
         state.goes_on = goes_on

@@ -9,12 +9,8 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import assert_decided_by, run
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TypicalLogitsWarper,
-)
+from transformers import TypicalLogitsWarper
+from transformers.generation import logits_process
 
 from grammars import REGEX, source_of, vocabulary_of
 from messages import Draft
@@ -46,12 +42,12 @@ def processed(logits, sampling, prompt, generated):
     ids, text = torch.tensor([prompt + generated]), torch.tensor([generated], dtype=torch.long)
     if allowed := sampling.allowed_token_ids:
         others = sorted({*range(logits.shape[-1])} - {*allowed})
-        scores = SuppressTokensLogitsProcessor(others)(ids, scores)
+        scores = logits_process.SuppressTokensLogitsProcessor(others)(ids, scores)
     if sampling.min_tokens:
         counts = len(prompt), sampling.min_tokens, list(sampling.end_ids)
-        scores = MinNewTokensLengthLogitsProcessor(*counts)(ids, scores)
+        scores = logits_process.MinNewTokensLengthLogitsProcessor(*counts)(ids, scores)
     if words := [list(word) for word in sampling.bad_words]:
-        scores = NoBadWordsLogitsProcessor(words)(text, scores)
+        scores = logits_process.NoBadWordsLogitsProcessor(words)(text, scores)
     if sampling.typical_p < 1 and not sampling.is_greedy:
         cut = TypicalLogitsWarper(sampling.typical_p)(ids, scores.double() / sampling.temperature)
         scores = scores.masked_fill(cut == -torch.inf, -torch.inf)

@@ -7,21 +7,11 @@ over what was accepted. test_cache.py compares the logits with a recompute witho
 from functools import cache
 from random import Random
 
+import conftest
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import (
-    HYBRIDS,
-    ScriptedDrafter,
-    assemble,
-    assert_lossless,
-    in_turn,
-    load,
-    make_exact,
-    open_rows,
-    read,
-    run,
-)
+from conftest import ScriptedDrafter, assert_lossless, load, open_rows, read, run
 from exactness import assert_same_bits
 from test_eagle3 import new_head
 
@@ -45,7 +35,7 @@ def target(tiny_folder):
         for layer in model.cache.recurrent:
             layer._is_compiled = not family.endswith(PYTHON)
         speed_up(model)
-        assert make_exact(model), model.report
+        assert conftest.make_exact(model), model.report
         return model
 
     return load_target
@@ -95,7 +85,7 @@ def test_what_was_taken_back_leaves_no_trace(model, row, monkeypatch, draft):
         assert torch.equal(read(model, row, [token])[0], expected.flatten())
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", conftest.HYBRIDS)
 def test_a_token_has_the_same_bits_however_it_is_computed(model):
     assert_same_bits(model, 8, Random(4))
 
@@ -195,7 +185,7 @@ def test_speculation_writes_the_text_of_plain_decoding(model):
         return [*text[len(state) : len(state) + right], *[9] * limit][:limit]
 
     engine = core.Engine(model, {"scripted": ScriptedDrafter(script)}, "scripted", prefill_chunk=64)
-    for s in in_turn(engine, [Request(p, 30, "scripted", 5) for p in prompts], at_once=3):
+    for s in conftest.in_turn(engine, [Request(p, 30, "scripted", 5) for p in prompts], at_once=3):
         assert s.output == alone[prompts.index(s.request.prompt)].output and not s.warnings
         assert 0 < s.statistics.num_accepted_draft_tokens < s.statistics.num_draft_tokens
 
@@ -218,7 +208,7 @@ def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_p
 def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):
     options = {k: str(tiny_folder(v)) if v == "lfm2" else v for k, v in options.items()}
     with pytest.raises(ValueError, match=message):
-        assemble(Options(model=str(tiny_folder(family)), **options))
+        conftest.assemble(Options(model=str(tiny_folder(family)), **options))
 
 
 def test_closed_texts_give_their_memory_back(target):
