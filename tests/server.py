@@ -244,24 +244,15 @@ class Gate:
 import time
 from pathlib import Path
 from drafters import Draft, Drafter
-
 def wait(name):
     while not Path(__file__).with_name(name).exists():
         time.sleep(0.01)
-
 wait("load")
-
 class Gate(Drafter):
-    def open(self, prompt, sampling, noise):
-        return None
-
     def propose(self, state, max_tokens):
         Path(__file__).with_name("held").touch()
         wait("draft")
         return Draft([])
-
-    def observe(self, state, verdict):
-        pass
 """
 
     def __init__(self, folder, model):

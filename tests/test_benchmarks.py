@@ -78,18 +78,14 @@ def test_the_benchmark_against_generate_finds_equal_outputs(measure):
 OWN = """
 import torch
 from drafters import Draft, Drafter
-
 class Liar(Drafter):
     name = "liar"
-
     def open(self, prompt, sampling, noise):
         return list(prompt), noise
-
     def propose(self, state, max_tokens):
         prompt, noise = state
         tokens = [prompt[int(noise.uniform(i, 99) * len(prompt))] for i in range(max_tokens)]
         return Draft(tokens, torch.full((max_tokens, 4096), 1 / 4096))  # not what it drew from
-
     def observe(self, state, verdict):
         pass
 """

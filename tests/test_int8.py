@@ -15,7 +15,6 @@ import speculative_decoding as core
 import torch
 from conftest import assemble, assert_lossless, in_turn, load, logits_of, run, together
 from test_eagle3 import new_head, target_folder  # noqa: F401
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks import quality
@@ -63,7 +62,7 @@ def test_families_are_served_in_int8(tiny_folder, family):
 def test_it_is_another_model_near_the_first_one_and_health_says_so(tiny_folder, reference):
     engine = load(folder := tiny_folder("llama"), quantize="int8")
     target = engine.target
-    assert not any(type(part) is nn.Linear for part in target.model.modules())
+    assert not any(type(part) is torch.nn.Linear for part in target.model.modules())
     decoder = target.compiled.decoder
     matrices = [*panels_of(decoder), decoder.embedding, decoder.output]
     assert {matrix.form for matrix in matrices} == {"Q8"}

@@ -365,10 +365,8 @@ CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 Path({ran!r}).touch()
-
 class MineConfig(LlamaConfig):
     model_type = "m"
-
 class Mine(LlamaForCausalLM):
     config_class = MineConfig
 """
