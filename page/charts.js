@@ -25,26 +25,23 @@ export function placed(made, share, width = null) {
 
 /** A bar between two shares of its row, in the colour of `kind`. */
 export const bar = (kind, from, to) => placed(element(`span.bar.${kind}`), from, to - from);
-/** A row: a name, bars, and what is at their right. */
 export const row = (kind, name, bars, right = "") => element(`div.row${kind}`,
   element("span.name", name), element("span.bars", ...bars), element("span", right));
 /** Numbers from `low` to `high` where they stand in a row, as a scale. */
 export const scale = (low, high) => ticks(low, high).map((tick) => placed(
   element("span.tick", String(tick).replace("-", "−").replace("0.", ".")), (tick - low) / (high - low || 1)));
-/** A figure with its name and its formula. */
 export const entry = (name, value, more = "") => element("div", element("dt", name),
   element("dd.figure", { "data-figure": name }, value), element("dd.note", more));
 
 /** Draw rows into the box of this id, with their words for who does not see them. */
 export function drawRows(id, words, ...rows) {
-  for (const [name, value] of [["role", "img"], ["aria-label", words]]) byId(id).setAttribute(name, value);
+  Object.assign(byId(id), { role: "img", ariaLabel: words });
   byId(id).replaceChildren(...rows);
 }
 
 /** Draw the figures of a session, and all charts of it; nothing of one that has not come to a cycle. */
 export function drawStatistics({ cycles, request, answer }) {
-  const isEmpty = !cycles.length && !answer;
-  byId("charts").hidden = isEmpty;
+  byId("charts").hidden = !cycles.length && !answer;
   write("statistics-number", texts.says.statistics);
   if (!cycles.length) return answer && drawTold(answer);
   const { at, ms, totalMs, ...figures } = figuresOf(cycles);
@@ -100,9 +97,9 @@ function drawAccepted({ perCycle, accepted, drafted }) {
     kept.style.height = `${(100 * cycle.accepted) / (cycle.drafted || 1)}%`;
     return all;
   });
-  const x = element("p.x", element("span", "cycle 1"), element("span", last > 1 ? `cycle ${last}` : ""));
-  const y = element("p.y", element("span", counted(most, "token")), element("span", "0"));
   write("accepted-says", words);
-  const bins = element("p.bins", ...columns);
-  drawRows("chart-accepted", `A column for each of ${last} cycles. ${words}`, y, bins, x);
+  drawRows("chart-accepted", `A column for each of ${last} cycles. ${words}`,
+    element("p.y", element("span", counted(most, "token")), element("span", "0")),
+    element("p.bins", ...columns),
+    element("p.x", element("span", "cycle 1"), element("span", last > 1 ? `cycle ${last}` : "")));
 }

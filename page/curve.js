@@ -41,7 +41,6 @@ export function balanceOf(curve, { alpha, k, c, batch = 1, factor = () => 1 }) {
   return { draft, verify, passes, tokens, speedup: tokens / passes };
 }
 
-/** The same for each k. */
 const byK = (curve, at) => Array.from({ length: LARGEST_K + 1 }, (_, k) => balanceOf(curve, { ...at, k }));
 
 /** The acceptance from which k drafts pay; null where even a drafter that is always right would not. */
@@ -51,8 +50,7 @@ export function breakEven(curve, at) {
   let [low, high] = [0, 1];
   for (let i = 0; i < 40; i += 1) {
     const middle = (low + high) / 2;
-    if (pays(middle)) high = middle;
-    else low = middle;
+    [low, high] = pays(middle) ? [low, middle] : [middle, high];
   }
   return high;
 }
@@ -105,21 +103,21 @@ export function axes(box, { xs, most, xTicks, xWords, yWords, label, moves, isFl
   if (!isFlat) text(right, bottom + 34, xWords, "end");
   text(4, 13 + LINE, yWords, "start");
   box.replaceChildren(svg);
-  return { x, y, add, text, note, line, path, area, dot, left, top, right, bottom };
+  return { x, y, add, text, note, line, path, area, dot, left, top, right };
 }
 
 /**
  * Time of a pass against the positions in it. `handles` are [{rows, words}]; `guesses`, in times
  * of one position, stand at six, and hide the curve until `isShown`.
  */
-export function drawTimes(box, curve, { handles = [], guesses = [], isShown = true, moves,
-  factor = () => 1, end = MOST_POSITIONS }) {
+export function drawTimes(box, curve, { handles, guesses = [], isShown = true, moves, factor = () => 1,
+  end = MOST_POSITIONS }) {
   const one = passMs(curve, 1) * factor(1);
   const at = (rows) => passMs(curve, rows) * factor(rows);
   const all = Array.from({ length: end }, (_, i) => [i + 1, at(i + 1)]);
   const most = 1.1 * Math.max(at(end), (guesses.length ? 6.4 : 3) * one);
-  const words = handles.map(({ rows, words: what }) => `${what}: ${times(at(rows) / one)}`).join(", ");
-  const label = `Milliseconds of a pass against the positions in it, 1 to ${end}. ${words}`;
+  const told = handles.map(({ rows, words }) => `${words}: ${times(at(rows) / one)}`);
+  const label = `Milliseconds of a pass against the positions in it, 1 to ${end}. ${told.join(", ")}`;
   const plot = axes(box, { xs: [0, end], most, xTicks: [1, ...[1, 2, 4, 6, 8].map((n) => (n * end) / 8)],
     yWords: "ms of one pass", xWords: "positions in the pass", label, moves });
   const last = Math.min(end, most / one); // what as many passes over one would take
@@ -132,10 +130,10 @@ export function drawTimes(box, curve, { handles = [], guesses = [], isShown = tr
   }
   plot.dot(1, one, "pass", 4);
   if (!isShown) return guesses.forEach((guess) => plot.dot(6, guess * one, "guess", 7));
-  handles.forEach(({ rows, words: what }, i) => {
+  handles.forEach(({ rows }, i) => {
     plot.line(rows, 0, rows, at(rows), "leader");
     plot.dot(rows, at(rows), "pass.handle", 7);
-    plot.note(i, `${what}: ${times(at(rows) / one)}`);
+    plot.note(i, told[i]);
   });
 }
 

@@ -74,7 +74,6 @@ export class RequestForm {
     if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
     return body;
   }
-  /** The settings that it has, in words. */
   get settings() { return settingsWords(this.#filled); }
   /** Mark the field that an error is about, if it is one of these; null marks none. */
   mark(param) {
@@ -87,7 +86,6 @@ export class RequestForm {
   }
 }
 
-/** The number that a field has, or an error that is about this field. */
 function numberIn(name, text) {
   const number = text.replace(",", ".");
   const wrong = !NUMBER.test(number) ? `“${number}” is not a number.`

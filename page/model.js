@@ -6,18 +6,16 @@ import { byId, element, write } from "./elements.js";
 import texts from "./texts.json" with { type: "json" };
 import { bytes, counted, milliseconds, short } from "./words.js";
 
-/** Draw both, from /health. */
 export function drawModel({ model, target, model_card: card, drafters, ...health }) {
   if (!target) return drawElsewhere(model, health.engine, drafters);
   const parameters = `${(target.parameters / 1e6).toFixed(1)} M`;
   write("model-number", `${model}, ${parameters} parameters, ${counted(drafters.length, "drafter")}`);
-  const vocabulary = `vocabulary ${target.vocabulary}, context ${target.context}`;
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
     + "by the rule of rejection only the distribution is the same";
   const { pass_ms: pass, draft_step_ms: steps } = health.controller?.costs_by_batch?.["1"] ?? {};
   byId("model-card").replaceChildren(
     entry("model", model, card ? `${card.origin}, ${card.licence}` : ""),
-    entry("parameters", parameters, vocabulary),
+    entry("parameters", parameters, `vocabulary ${target.vocabulary}, context ${target.context}`),
     entry("layers", target.layers),
     entry("weights", bytes(target.weight_bytes), `${target.dtype} in memory, all read in every `
       + "pass; the file may be smaller"),

@@ -2,7 +2,7 @@
 // of a word stands above it, a token's reason beside its column, and where there is no room at the window's
 // edge. It lets the mouse through, and closes with Escape.
 
-import { byId, element } from "./elements.js";
+import { byId, explained } from "./elements.js";
 import texts from "./texts.json" with { type: "json" };
 import { MARKS } from "./words.js";
 
@@ -16,13 +16,10 @@ let anchor = null; // what the popup is about
 export const explain = (node, words) => reasons.set(node, words);
 
 /** A thing's mark and name in its colour, which the popup explains. */
-export const keyOf = (kind, words = kind) => (
-  element(`button.key.${kind}`, { type: "button", "data-word": kind }, `${MARKS[kind]} ${words}`)
-);
+export const keyOf = (kind, words = kind) => explained(kind, `${MARKS[kind]} ${words}`, `key.${kind}`);
 
 export function hidePopup() { anchor?.removeAttribute("aria-describedby"); anchor = null; box.hidden = true; }
 
-/** What an event is about, if anything. */
 const aboutOf = ({ target }) => target.closest?.("[data-word], [data-index]") ?? null;
 
 function show(event) {

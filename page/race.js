@@ -13,32 +13,11 @@ import { counted, milliseconds, times, visible } from "./words.js";
 const [REPLAY_MS, SHORT_MS] = [7000, 2000]; // what the slower lane takes on the screen; too short to see
 const NAMES = ["speculative", "plain"];
 
-/** One way's text, as far as a clock has come. */
-class Lane {
-  #name;
-  #cycles = []; // {at: its end, in ms since the prefill's, elements: of its tokens, isPass}
-  constructor(name) { this.#name = name; }
-  get endMs() { return this.#cycles.at(-1)?.at ?? 0; }
-  get numTokens() { return this.#cycles.flatMap(({ elements }) => elements).length; }
-  add({ step, tokens, text, ms }) {
-    const took = step ? spentMs(ms) : 0; // the clock starts behind the prompt
-    const elements = tokensOf({ tokens, text });
-    this.#cycles.push({ at: this.endMs + took, elements, isPass: step > 0 });
-  }
-  /** Show what had come by then; the clock may go back. */
-  show(ms) {
-    const [counts, box] = byId(`lane-${this.#name}`).querySelectorAll(".counts, .text");
-    const shown = this.#cycles.filter(({ at }) => at <= ms);
-    const tokens = shown.flatMap(({ elements }) => elements);
-    const passes = shown.filter(({ isPass }) => isPass).length;
-    if (box.children.length !== tokens.length) box.replaceChildren(...tokens);
-    counts.textContent = `${counted(tokens.length, "token")} · ${counted(passes, "pass", "passes")}`;
-    box.scrollTop = box.scrollHeight;
-  }
-}
+const endOf = (lane) => lane.at(-1)?.at ?? 0;
+const elementsIn = (cycles) => cycles.flatMap(({ elements }) => elements);
 
 export class Race {
-  #lanes = {};
+  #lanes = {}; // by name, a cycle each: {at: its end, in ms since the prefill's, elements: of its tokens}
   #clock = 0; // ms, the server's,
   #slower = 1; // which runs so many times slower here
   #before = 0; // when it was looked at last
@@ -57,18 +36,20 @@ export class Race {
     this.#about = about;
     cancelAnimationFrame(this.#frame);
     [this.#clock, this.#slower, this.#frame, this.#finished] = [0, 1, 0, null];
-    for (const name of NAMES) (this.#lanes[name] = new Lane(name)).show(0);
+    this.#lanes = { speculative: [], plain: [] };
+    this.#show();
     byId("chart-race").hidden = byId("race-again").hidden = true;
     write("race-pace", "");
   }
-  add(name, event) {
-    this.#lanes[name].add(event);
+  add(name, { step, tokens, text, ms }) {
+    const lane = this.#lanes[name];
+    const at = endOf(lane) + (step ? spentMs(ms) : 0); // the clock starts behind the prompt
+    lane.push({ at, elements: tokensOf({ tokens, text }) });
     if (name === "plain") this.#move();
     write("race-pace", name === "plain" ? "on the run’s clock" : "Decoding with drafts comes first: "
-      + `${counted(this.#lanes[name].numTokens, "token")} so far. Both lanes start with plain decoding.`);
+      + `${counted(elementsIn(lane).length, "token")} so far. Both lanes start with plain decoding.`);
   }
   say(...words) { byId("race-says").replaceChildren(...words); }
-  /** No more will come of it. */
   breakOff() {
     cancelAnimationFrame(this.#frame);
     this.say("The race did not come to its end.");
@@ -80,7 +61,7 @@ export class Race {
     if (mayMove() && this.#endMs < SHORT_MS) this.#replay();
     else this.#move();
   }
-  get #endMs() { return Math.max(...NAMES.map((name) => this.#lanes[name].endMs)); }
+  get #endMs() { return Math.max(...Object.values(this.#lanes).map(endOf)); }
   #tell(compare, textOf) {
     byId("race-again").hidden = !mayMove();
     if (compare.costs.alpha === null) {
@@ -104,20 +85,30 @@ export class Race {
     write("race-pace", `replayed ${this.#slower.toFixed(this.#slower < 10 ? 1 : 0)} times slower`);
     this.#move();
   }
-  /** Let the clock run, if it does not. */
   #move() { if (!this.#frame) this.#tick(this.#before = performance.now()); }
   /** Bring the clock and the lanes to where they are now: at most to where both are known. */
   #tick(now) {
     const { speculative, plain } = this.#lanes;
-    const isWhole = this.#finished || plain.numTokens >= speculative.numTokens;
-    const end = Math.max(plain.endMs, isWhole ? speculative.endMs : 0);
+    const isWhole = this.#finished || elementsIn(plain).length >= elementsIn(speculative).length;
+    const end = isWhole ? this.#endMs : endOf(plain);
     const passed = Math.max(0, now - this.#before) / this.#slower;
     this.#clock = mayMove() ? Math.min(end, this.#clock + passed) : end;
     [this.#before, this.#frame] = [now, 0];
-    for (const name of NAMES) this.#lanes[name].show(this.#clock);
+    this.#show();
     write("race-clock", milliseconds(this.#clock));
     if (this.#clock < end) this.#frame = requestAnimationFrame((then) => this.#tick(then));
     else this.#finished?.();
+  }
+  /** Show what had come by the clock, which may have gone back. */
+  #show() {
+    for (const [name, lane] of Object.entries(this.#lanes)) {
+      const [counts, box] = byId(`lane-${name}`).querySelectorAll(".counts, .text");
+      const shown = lane.filter(({ at }) => at <= this.#clock);
+      const [tokens, passes] = [elementsIn(shown), Math.max(0, shown.length - 1)]; // the prefill is none
+      if (box.children.length !== tokens.length) box.replaceChildren(...tokens);
+      counts.textContent = `${counted(tokens.length, "token")} · ${counted(passes, "pass", "passes")}`;
+      box.scrollTop = box.scrollHeight;
+    }
   }
 }
 

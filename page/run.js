@@ -19,7 +19,6 @@ export class Run {
   }
   /** Show one more cycle, when it is there; whoever ran freely goes step by step from here on. */
   step() { this.#allow(this.#allowed === Infinity ? 1 : this.#allowed + 1); }
-  /** Show everything from here on. */
   release() { this.#allow(Infinity); }
   /** Hang up, which frees the server, and show nothing more, even if all was read. */
   stop() { this.#abort.abort(); [this.#waiting, this.#end] = [[], { state: "stopped" }]; this.release(); }

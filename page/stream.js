@@ -28,7 +28,6 @@ export const recording = read(new URLSearchParams(location.search).get("model"))
 let recorded = null; // what it is, once it is there
 recording.then((all) => { recorded = all; }, () => {}); // whoever needs it is told why there is none
 
-/** The recording of this name, or the page's own. */
 async function read(name) {
   const path = /^[a-z0-9_.-]+$/.test(name ?? "") ? `recordings/${name}.json` : page.recording;
   const response = await reached(fetch(path), `The recording ${path} cannot be reached.`);
@@ -38,10 +37,7 @@ async function read(name) {
 
 /** The JSON at a route; `good` are the statuses that have it. Raises ServerError. */
 export async function getJson(path, key = "", good = [200]) {
-  if (isRecorded) {
-    const recorded = await recording;
-    return path === "prompts" ? { prompts: recorded.prompts } : recorded[path];
-  }
+  if (isRecorded) return path === "prompts" ? recording : (await recording)[path]; // which has `prompts`, too
   const response = await reached(fetch(`../${path}`, { headers: headersWith(key) }), GONE);
   if (!good.includes(response.status)) throw await refusal(response);
   return response.json();
@@ -66,18 +62,14 @@ export async function* generate(request, key, signal) {
   throw new ServerError(CUT, { isGone: true });
 }
 
-/** The recorded run of such a request. */
-export const recordedRun = ({ prompt: text, drafter, temperature = 0, verification,
-  json_schema: schema }) => (
+export const recordedRun = ({ drafter, temperature = 0, verification, ...asked }) => (
   recorded.runs.find(({ prompt, request }) => (
-    recorded.prompts[prompt] === text && request.drafter === (drafter || request.drafter)
-    && request.temperature === temperature && !schema
+    recorded.prompts[prompt] === asked.prompt && request.drafter === (drafter || request.drafter)
+    && request.temperature === temperature && !asked.json_schema
     && (!temperature || request.verification === (verification || "coupled")))));
 
 /** Whether this page has no answer to such a request; where a server judges, nobody knows before. */
 export const isUnrecorded = (request) => isRecorded && recorded !== null && !recordedRun(request);
-/** That it has none, as an error. */
-export const unrecorded = () => new ServerError(recordedWords(recorded));
 
 /** The events of its recorded run where pictures may move: slowed, but for a race in their own time. */
 async function* replay(request, signal) {
@@ -93,16 +85,17 @@ async function* replay(request, signal) {
   }
 }
 
-/** What was recorded, and how to ask for something else. */
-function recordedWords({ model, recorded_at: day, prompts, runs }) {
+/** That there is no such run, as an error that says what was recorded, and how to ask for something else. */
+export function unrecorded() {
+  const { model, recorded_at: day, prompts, runs } = recorded;
   const greedy = runs.filter(({ request }) => !request.temperature);
   const sampled = runs.find(({ request }) => request.temperature);
   const drafters = new Set(greedy.map(({ request }) => request.drafter));
   const { drafter, temperature } = sampled?.request ?? {};
   const more = sampled ? `, and “${sampled.prompt}” with ${drafter} at temperature ${temperature}` : "";
-  return `This page has no server. On ${day} runs of ${model} were recorded: the prompts `
+  return new ServerError(`This page has no server. On ${day} runs of ${model} were recorded: the prompts `
     + `“${Object.keys(prompts).join("”, “")}” with ${[...drafters].join(", ")}, greedy${more}. `
-    + "To ask for anything else: python 08_speculative_decoding.py --port 5000";
+    + "To ask for anything else: python 08_speculative_decoding.py --port 5000");
 }
 
 /** What a recorded run has otherwise than it was asked for, as warnings. */
@@ -118,12 +111,10 @@ function differences(asked, own) {
 const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 
 /** What the network gives; where it fails, and nobody has hung up, `words` as an error. */
-async function reached(promise, words, signal = null) {
-  try {
-    return await promise;
-  } catch (error) {
+function reached(promise, words, signal = null) {
+  return promise.catch((error) => {
     throw signal?.aborted ? error : new ServerError(words, { isGone: true });
-  }
+  });
 }
 
 /** The data of each server-sent event; comments such as ": ping" are skipped. */

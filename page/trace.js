@@ -28,7 +28,6 @@ export function readCycle(event, previous) {
 
 const readCycles = (events) => events.reduce((all, event) => [...all, readCycle(event, all.at(-1))], []);
 
-/** A recorded run: its cycles, plain decoding's, and the answer. */
 export function readRun({ prompt, request, events }) {
   const plain = events.flatMap(({ plain: event }) => (
     event ? { ...event, texts: { [event.tokens[0].id]: event.text } } : []));
@@ -36,7 +35,6 @@ export function readRun({ prompt, request, events }) {
   return { prompt, request, cycles, plain: readCycles(plain), answer: events.at(-1) };
 }
 
-/** All tokens that cycles have written. */
 export const tokensIn = (cycles) => cycles.flatMap(({ tokens }) => tokens);
 /** What a cycle took, or a part of it that is known. */
 export const spentMs = ({ draft = 0, verify = 0, other = 0 } = {}) => draft + verify + other;
@@ -60,7 +58,6 @@ export function tellingCycle(cycles) {
   return best && numAccepted(best) ? best : cycles.at(-1);
 }
 
-/** By which rule a token was chosen: rejection, greedy or coupled. */
 export function ruleOf({ u, score, total }) {
   if (u !== undefined) return "rejection";
   return total === undefined || total === score ? "greedy" : "coupled";

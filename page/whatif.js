@@ -27,8 +27,7 @@ export class WhatIf {
       element("div.halves", ...FIGURES.map((id) => element("figure", { id: idOf(id) }))),
       element("p.says", { id: "whatif-says" }), element("p.note", { id: "whatif-source" }),
       element("p.note", { id: "measured" }));
-    new ResizeObserver(() => this.draw()).observe(byId("whatif"));
-    this.draw();
+    new ResizeObserver(() => this.draw()).observe(byId("whatif")); // and so for the first time
   }
   #touch(isTouched) {
     this.#isTouched = isTouched;
@@ -108,8 +107,7 @@ const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_p
 export function fromRace({ compare, metrics: { speculative_decoding: told } }, recordedOn = "") {
   const { costs: { alpha, c }, measured_speedup: speedup, disturbed } = compare;
   if (alpha === null || c === null || speedup === null) return [];
-  const [name, tokens] = [told.drafter, told.tokens_per_pass];
-  const k = draftedPerCycle(told);
+  const [name, k, tokens] = [told.drafter, draftedPerCycle(told), told.tokens_per_pass];
   const source = recordedOn ? `recorded on “${recordedOn}”` : "the last race";
   return [{ name, alpha, k, c, speedup, tokens, disturbed, source, rank: recordedOn ? 1 : 2 }];
 }

@@ -25,8 +25,6 @@ const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SEEN_WELL = 7; // drafted tokens, where nobody asks for more
 const SLOW_MS = 700; // of a phase that is shown slowly
-const NOT_RECORDED = ["num_speculative_tokens", "temperature", "top_p", "verification", "max_tokens", "seed",
-  "json_schema", "chat"];
 const LOADING = "The model is being loaded.";
 
 const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
@@ -98,9 +96,7 @@ const shown = {
     if (health?.engine) return session.text.write(event.text);
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
-    for (const { id, text: name } of [cycle.tokens, ...cycle.distributions].flat()) {
-      session.names.set(id, name);
-    }
+    for (const one of [cycle.tokens, ...cycle.distributions].flat()) session.names.set(one.id, one.text);
     session.text.add(cycle);
     return session.request.compare && race.add("speculative", cycle);
   },
@@ -174,7 +170,6 @@ function showCycle(step, place = null, isAsked = false, isTelling = false) {
   writeLink();
 }
 
-/** Show the two distributions at a place of the cycle. */
 function showPlace(place, isAsked = false) {
   now.place = place;
   picture.mark(place);
@@ -182,7 +177,6 @@ function showPlace(place, isAsked = false) {
   if (isAsked) for (const id of ["cycle", "verdict"]) if (byId(id)) reveal(byId(id));
 }
 
-/** Show the cycle that is looked at once more, phase by phase. */
 function playSlowly(phase = 0) {
   const phases = now.at < 0 ? [] : phasesOf(now.cycles[now.at]);
   if (!phases.length || !mayMove()) return;
@@ -245,7 +239,6 @@ function setMode(wanted) {
   if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
 }
 
-/** Show the conversation, or the text of the prompt. */
 function showTalk(isTalk) {
   [byId("text").hidden, byId("talk").hidden] = [isTalk, !isTalk];
   for (const id of ["show-text", "show-chat"]) byId(id).ariaPressed = isTalk === (id === "show-chat");
@@ -269,7 +262,6 @@ function followLink() {
   if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" });
 }
 
-/** Run what these fields ask for, and go to the cycle `at`. */
 function runAgain({ at, ...fields }) {
   if (mode !== "idle") return;
   const before = form.settings;
@@ -314,9 +306,8 @@ byId("request").addEventListener("input", ({ target }) => {
 });
 byId("request").addEventListener("change", ({ target }) => {
   if (!isRecorded || !target.matches("#demo-prompt, #drafter")) return;
-  const names = ["prompt", "drafter", "temperature", "verification"];
-  const [prompt, drafter, temperature, verification] = names.map((name) => byId(name).value);
-  const asked = { prompt, drafter, temperature: Number(temperature), verification };
+  const [prompt, drafter, verification] = ["prompt", "drafter", "verification"].map((id) => byId(id).value);
+  const asked = { prompt, drafter, verification, temperature: Number(byId("temperature").value) };
   if (isUnrecorded(asked)) form.fill({ temperature: 0, drafter }); // another one may not be recorded
   if (!run) return begin("running"); // it is there already
   run.ended = () => begin("running");
@@ -341,11 +332,9 @@ async function askHealth() {
   const warnings = [health.status !== "ok" && `the server is ${health.status}`, ...health.warnings ?? []];
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
+  const k = Math.min(health.num_speculative_tokens, SEEN_WELL);
   if (isRecorded) health = offerRecorded(await recording);
-  else {
-    const { num_speculative_tokens: k } = health;
-    form.offer(health, [...drafters, "none"], { ...health, num_speculative_tokens: Math.min(k, SEEN_WELL) });
-  }
+  else form.offer(health, [...drafters, "none"], { ...health, num_speculative_tokens: k });
   byId("views").hidden = !health.chat_template || isRecorded;
   if (!health.engine) learnCurve(); // another engine has none
   drawModel(health);
@@ -357,11 +346,10 @@ async function learnCurve() {
   tellSettings();
   const curve = await getJson("curve", form.key).catch(() => null);
   whatIf.learn(health, curve);
-  if (isRecorded) {
-    const isFirst = ({ prompt, request }) => prompt === "first" && !request.temperature;
-    const points = ({ events }) => fromRace(events.at(-1), "first");
-    whatIf.add((await recording).runs.filter(isFirst).flatMap(points));
-  } else if (curve) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
+  if (!isRecorded) return curve && dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
+  const { runs } = await recording;
+  const raced = runs.filter(({ prompt, request }) => prompt === "first" && !request.temperature);
+  return whatIf.add(raced.flatMap(({ events }) => fromRace(events.at(-1), "first")));
 }
 
 /** Offer what was recorded, where no server of ours sends the page; gives /health as it is for that. */
@@ -371,15 +359,15 @@ function offerRecorded({ runs, model, recorded_at: day, machine }) {
   const drafters = [...new Set(requests.map(({ drafter }) => drafter))];
   form.offer(health, drafters, first);
   const sampled = runs.filter(({ request }) => request.temperature);
-  for (const { request: { drafter: value, verification } } of sampled) {
-    byId("drafter").append(element("option", { value }, `sampled, ${verification}`));
-  }
+  byId("drafter").append(...sampled.map(({ request: { drafter: value, verification } }) => (
+    element("option", { value }, `sampled, ${verification}`))));
   byId("drafter").addEventListener("change", ({ target: { selectedIndex } }) => {
     const run = sampled[selectedIndex - drafters.length];
     const { temperature, verification } = run?.request ?? first;
     form.fill({ temperature, verification, demo: run?.prompt }); // a prompt that was sampled
   });
-  for (const id of NOT_RECORDED) byId(id).closest("label, span").hidden = true;
+  for (const field of document.querySelectorAll(".settings > :is(label, span)")) field.hidden = true;
+  Object.assign(byId("demo-prompt").options[0], { disabled: true, text: "your own text: not recorded" });
   byId("recorded-settings").hidden = false;
   byId("prompt").readOnly = true;
   write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
@@ -392,8 +380,6 @@ async function load() {
     if (!await askHealth()) return;
     if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
-    const own = { disabled: true, text: "your own text: not recorded" };
-    if (isRecorded) Object.assign(byId("demo-prompt").options[0], own);
     if (isOpening) followLink(); // later the address tells of a run that was made here
     if (isOpening && isRecorded && mode === "idle") begin("running"); // there is something to look at
     isOpening = false;

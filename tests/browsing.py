@@ -138,14 +138,12 @@ class Visitor:
             (self.select_option if is_choice else self.fill)(f"#{name}", str(value))
 
     def run(self, button="#run", **fields):
-        """Fill the form in, press, and wait for the end."""
         self.act((fields, button, DONE))
 
     def mock(self, body, status=200, **answer):
         """/generate answers so from now on."""
         self.refusals += [f"status of {status}"]
-        answer |= {"body": body, "status": status}
-        self.route("**/generate", lambda route: route.fulfill(**answer))
+        self.route("**/generate", lambda route: route.fulfill(body=body, status=status, **answer))
 
     def unfold(self, is_open=True):
         """Open, or close, whatever can be folded in the workbench."""
@@ -176,15 +174,13 @@ class Visitor:
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, for the tests of a module."""
     program = shutil.which("chromium")
     if program is None:
         assert "NEEDS_AXE" not in os.environ, "chromium is not installed"
         pytest.skip("chromium is not installed")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+        with playwright.chromium.launch(executable_path=program, args=["--no-sandbox"]) as browser:
+            yield browser
 
 
 @pytest.fixture

@@ -31,13 +31,8 @@ TOKENS, COUNT, CYCLE = "#text .tokens .token", "#cycle-count", "#cycle-number"
 LANES = ("#lane-speculative .text", "#lane-plain .text")
 
 server = module_server("--fixed-k")  # what is drafted and kept does not depend on the clock
-
-
-@pytest.fixture(scope="module")
-def chatting(chat_folder):
-    """Of one with a chat template, a K of its own and a controller."""
-    with serving("--model", str(chat_folder("llama")), "--num-speculative-tokens", "3") as server:
-        yield server
+# With a chat template, a K of its own and a controller.
+chatting = module_server("--drafter", "auto", "--num-speculative-tokens", "3", chat="llama")
 
 
 @pytest.fixture
@@ -94,7 +89,6 @@ COMPARED = {
     "costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}, "spread": [0.6, 1.4],
     "measured_speedup": 0.9, "predicted_speedup": 1.1}  # fmt: skip
 TAKEN = {"#whatif-alpha-value": ".62", "#whatif-c-value": "4.20"}
-NO_RACE = "^Nothing was drafted, so this was no race[^×]*$"
 
 
 def shares(*wanted):
@@ -248,12 +242,6 @@ VIEWS = {
         ("click", "#picture button.slot >> nth=1", {
             "#notes": ATTACK, "#controller-says": ATTACK, "img": 0, "body script": 0,
             "body": is_not_hacked})),
-    "what drafts nothing is no race": (
-        (FEW | {"drafter": "none"}, "#race", DONE | {
-            "#race-says": re.compile(NO_RACE), "#chart-race:visible": 0}),),
-    "by rejection two texts are not compared": (
-        (SAMPLED | {"max_tokens": 12, "verification": "rejection"}, "#race", DONE | {
-            "#race-says": "not compared"}),),
     "the model has no chat, a link is judged": (
         ("#prompt=x&temperature=hot", "", {
             "#error": "“hot” is not a number", "#views:visible": 0, "#chat-field:visible": 0}),),
@@ -459,9 +447,7 @@ window.fetch = (url, options) => String(url).endsWith("generate")
 window.push = (text) => window.to.enqueue(new TextEncoder().encode(text));"""
 
 
-def test_both_lanes_of_a_race_move_while_it_runs_and_it_and_a_cycle_are_replayed_slowly(
-    open_page, server
-):
+def test_both_lanes_move_while_a_race_runs_and_it_and_a_cycle_replay_slowly(open_page, server):
     """Speculative decoding is held back until plain decoding runs; no bars stand before the end."""
     page = open_page(server, {}, reduced_motion="no-preference")
     page.add_init_script(STREAMED)
@@ -580,9 +566,7 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(open_page, tmp_path
     page.act(("look", "", gone), ("click", "#run", {"#error": "The server cannot be reached"}))
 
 
-def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_are(
-    open_page, failing_drafter
-):
+def test_a_failing_drafter_one_token_or_no_drafter_is_shown_as_it_is(open_page, failing_drafter):
     asked = {"prompt": "x", "max_tokens": 6}
     with serving(*failing_drafter, "--fixed-k") as server:
         page = open_page(server)
@@ -597,14 +581,13 @@ def test_a_drafter_that_fails_one_token_and_no_drafter_at_all_are_shown_as_they_
         page.route("**/health", lambda route: route.fulfill(json=health))
         page.reload()
         page.see(READY | {"#drafters": "No drafter is loaded", "#drafter option": 1})
-        told = {"#race-says": "so this was no race", "#controller-says": "Nobody"}
+        no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
+        told = {"#race-says": no_race, "#chart-race:visible": 0, "#controller-says": "Nobody"}
         page.act((asked, "#race", DONE | told))
         page.close()  # it asks how the server is once more, which ends here
 
 
-def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and_not_drawn(
-    open_page,
-):
+def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_not_drawn(open_page):
     """Of a recorded vLLM, which gives one of its answers whatever is asked; keys stay in memory."""
     with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
         replay.is_lenient = True
@@ -648,9 +631,7 @@ SEEN = {  # what each button changes
 
 
 @SIZES
-def test_all_is_in_sight_nothing_overflows_at_any_k_and_axe_finds_nothing_wrong(
-    open_page, server, size
-):
+def test_all_is_in_sight_nothing_overflows_at_any_k_and_axe_finds_nothing(open_page, server, size):
     """A popup covers neither what it explains nor the lines below, and lets the mouse through."""
     page = open_page(server, viewport=size)
     page.fill_in(**SAMPLED | {"max_tokens": 24})
