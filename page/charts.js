@@ -67,8 +67,8 @@ export function drawStatistics({ cycles, request, answer }) {
     return row("", `${MARKS[kind] ?? "\u00a0"} ${kind}`, [bar(kind, 0, share)],
       `${milliseconds(ms[name])}, ${Math.round(100 * share)} %`);
   });
-  drawRows("chart-time", parts.map((part) => part.textContent).join("; "), ...parts,
-    row(".scale", "ms", scale(0, totalMs || 1)));
+  const said = parts.map(({ firstChild, lastChild }) => `${firstChild.textContent} ${lastChild.textContent}`);
+  drawRows("chart-time", said.join("; "), ...parts, row(".scale", "ms", scale(0, totalMs || 1)));
   write("controller-says", figures.controller ? `${figures.controller}. ${texts.says.controller}`
     : texts.says[request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : "fixed"]);
 }

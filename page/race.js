@@ -95,12 +95,12 @@ export class Race {
     this.#clock = mayMove() ? Math.min(end, this.#clock + passed) : end;
     [this.#before, this.#frame] = [now, 0];
     this.#show();
-    write("race-clock", milliseconds(this.#clock));
     if (this.#clock < end) this.#frame = requestAnimationFrame((then) => this.#tick(then));
     else this.#finished?.();
   }
   /** Show what had come by the clock, which may have gone back. */
   #show() {
+    write("race-clock", milliseconds(this.#clock));
     for (const [name, lane] of Object.entries(this.#lanes)) {
       const [counts, box] = byId(`lane-${name}`).querySelectorAll(".counts, .text");
       const shown = lane.filter(({ at }) => at <= this.#clock);
