@@ -30,6 +30,7 @@ const [EXPERTS, TAKEN] = [8, 2]; // of a mixture, and how many of them each toke
 export const QUESTION = { alpha: 0.8, k: 5 };
 // Tokens that are drawn with noise or by rejection; there the first three are steps of one draw.
 const DRAWS = [0, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
+const LAST = DRAWS.length - 2; // draws with noise end with the recorded one
 const GROW_MS = 250; // a step of K that moves by itself
 const [BATCH, SLOW, GAIN] = [8, 0.9, 1.02]; // users; the time of a slow guess; a gain at the least
 
@@ -301,18 +302,18 @@ export const CHAPTERS = {
       drawGain(scene, data, at);
       const [best, { tokens, passes, speedup }] = [bestK(curve, at), balanceOf(curve, at)];
       const { ways, why } = texts.chapters.loses;
-      return `${ways[way]}: ${short(tokens)} tokens for ${short(passes)} plain passes, ${times(speedup)}. `
-        + `${best ? `K = ${best}` : "Not to draft"} is best. ${why[way]}`;
+      return `${ways[way]}: ${short(tokens)} tokens in the time of ${short(passes)} plain passes, `
+        + `${times(speedup)}. Best: ${best ? `K = ${best}` : "no drafts"}. ${why[way]}`;
     },
   },
   sampling: {
     isComputed: true,
     kinds: ["p", "q", "drafting", "accepted", "recovered"],
     movers: () => [["added", "noise added, in %", [0, 100, 1], 0],
-      ["draws", "draws", [0, DRAWS.length - 2, 1], 0, ["the recorded one", ...DRAWS.slice(2)]]],
+      ["draws", "draws", [0, LAST, 1], LAST, [...DRAWS.slice(2), "the recorded one"]]],
     start: () => ["added", 100, 40],
     answered: () => ({ added: 100 }),
-    play: () => ["draws", 0, DRAWS.length - 2, 450],
+    play: () => ["draws", 0, LAST, 450],
     right: ({ drawn }) => (!drawn || drawn.text === drawn.plain ? 1 : 2),
     run: (data) => data.drawn && { ...data.request("new", data.drafter, 0.8), at: data.drawn.step },
     draw(scene, { drawn }, { at: { added, draws: stop }, chosen }) {
@@ -320,8 +321,9 @@ export const CHAPTERS = {
       scene.strip("", drawn.tokens);
       const without = drawn.text === drawn.plain ? "without: equal" : "without";
       scene.twins([["with drafts", drawn.text], [without, drawn.plain]], chosen !== null);
-      const count = DRAWS[stop + 1];
-      const { all, same } = drawnWithNoise(drawn.entries, count, added / 100);
+      const seed = stop < LAST ? DRAWS[stop + 2] : 0; // 0 is the run's
+      const count = seed || (chosen === null ? 0 : DRAWS.at(-1));
+      const { all, same } = drawnWithNoise(drawn.entries, count, seed, added / 100);
       const [own, guess] = [top(all, "target"), top(all, "draft")];
       const isSame = own.id === guess.id;
       const kinds = new Map([[guess.id, "drafting"], [own.id, isSame ? "accepted" : "recovered"]]);
@@ -329,9 +331,9 @@ export const CHAPTERS = {
       const heads = ["chance of each token", "log chance + noise: the largest wins (ring)"];
       drawBars(scene, 0.62, chanceRows(shown, kinds),
         element("p.spread.note", ...heads.map((words) => element("span", words))));
-      if (count > 1) {
-        return `${count} draws. Black lines: how often the target took each token. In ${short(same)} of all `
-          + "draws it took the drafter’s.";
+      if (seed) {
+        return `${counted(count, "draw")}. Black lines: how often the target took each token. In `
+          + `${short(same)} of all draws it took the drafter’s.`;
       }
       if (added < 100) return "The noise (the line) moves the log of each chance.";
       return `Largest: ● ${quoted(own)} for the target, ◆ ${quoted(guess)} for the drafter: `
@@ -379,18 +381,18 @@ export const CHAPTERS = {
     draw(scene, data, { at: { way, share }, chosen }) {
       const racers = data.racers(way);
       const ms = (share / 100) * Math.max(...racers.map(({ endMs }) => endMs));
-      const [plain] = racers;
-      const first = chosen === null ? plain : data.rivals(way).reduce((a, b) => (b.endMs < a.endMs ? b : a));
+      const [plain, ...others] = racers;
+      const first = chosen === null ? plain : others.reduce((a, b) => (b.endMs < a.endMs ? b : a), plain);
       scene.strip("", first.at(ms));
       scene.nothing();
       drawRace(scene, 0.75, racers.map((lane, i) => ({ ...lane, waits: i > 0 && chosen === null })), ms);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
       const bet = chosen === null ? "" : ` Your bet: ${racers[chosen].name}.`;
-      if (!bet) return "Plain decoding takes so long. The others wait for your answer.";
+      if (!bet) return `Plain decoding takes ${milliseconds(plain.endMs)}. The others wait for your answer.`;
       if (share < 100) return `All write the same text, each with its own passes.${bet}`;
       const late = racers.filter(({ endMs }) => endMs > plain.endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
-      return `Of the drafters ${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in `
+      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in `
         + `${passes}.${loses}${bet}`;
     },
   },

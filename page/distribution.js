@@ -44,10 +44,10 @@ export const likeliest = (entries, must = [], most = SHOWN) => [...entries]
   .filter(({ id }, i) => i < most - 2 || must.includes(id)).slice(0, most);
 
 /**
- * Draw so often with the same noise for both; 0 is the run's own draw. Gives the entries and the others, each
- * with the last noise and the `share` that it has won by p, and how often both landed on one token.
+ * Draw so often with the same noise for both. Gives the entries and the others, each with the noise of a seed
+ * and the `share` that it has won by p, and how often both landed on one token.
  */
-export function drawnWithNoise(entries, count, added) {
+export function drawnWithNoise(entries, count, seed, added) {
   const all = withOthers(entries);
   const draws = Array.from({ length: count }, (_, i) => {
     const scores = withNoise(all, i + 1);
@@ -55,7 +55,7 @@ export function drawnWithNoise(entries, count, added) {
   });
   const shareOf = (test) => (count ? draws.filter(test).length / count : null);
   const withShare = (entry) => ({ ...entry, share: shareOf(([own]) => own === entry.id) });
-  return { all: withNoise(all, count, added).map(withShare), same: shareOf(([own, guess]) => own === guess) };
+  return { all: withNoise(all, seed, added).map(withShare), same: shareOf(([own, guess]) => own === guess) };
 }
 
 /** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */

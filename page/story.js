@@ -189,6 +189,7 @@ export class Story {
   #states = {}; // by chapter, {at: the movers' values, chosen}
   #id = null; // of the chapter that is shown
   #timer = 0;
+  #end = () => {}; // of what moves by itself
   #source; // of all numbers
   /** Tell a recording; its own curve is used until `measured` gives this server's. */
   constructor(recording) {
@@ -244,6 +245,7 @@ export class Story {
     const says = element("p.answer-says", { role: "status" });
     const buttons = element("div.buttons", { role: "group", "aria-label": "Your answer" });
     const choose = (at) => {
+      this.#stop();
       const [right, state] = [this.#rightOf(id), this.#state(id)];
       [...buttons.children].forEach((one, i) => {
         one.setAttribute("aria-pressed", i === at);
@@ -285,6 +287,7 @@ export class Story {
   #enter(id, pressed = null) {
     const chapter = CHAPTERS[id];
     if (this.#id === id && !pressed) return; // what it plays goes on
+    this.#stop();
     this.#id = byId("scene").dataset.at = id;
     for (const article of document.querySelectorAll("[data-chapter]")) {
       article.toggleAttribute("data-shown", article.dataset.chapter === id);
@@ -295,13 +298,13 @@ export class Story {
     const [name, ...how] = plays?.(this.#data, this.#state(id).at) ?? [];
     if (name && pressed) at[name] = how.shift();
     this.#drawMovers(chapter);
-    this.#stop();
     if (name) this.#play(name, ...how);
     else this.#draw(pressed === "button");
   }
   #drawMovers(chapter) {
     const { at, chosen } = this.#state(this.#id);
     const choose = (changes, place) => {
+      this.#stop();
       Object.assign(at, changes);
       this.#enter(this.#id, "button");
       const buttons = byId("scene-movers").querySelectorAll("button");
@@ -328,12 +331,18 @@ export class Story {
     const groups = buttons.length ? [element("div.buttons", group, ...buttons)] : [];
     byId("scene-movers").replaceChildren(...groups, ...sliders);
   }
-  #stop() { clearInterval(this.#timer); }
+  /** Let what moves by itself be at its end. */
+  #stop() {
+    clearInterval(this.#timer);
+    this.#end();
+    this.#end = () => {};
+  }
   /** Let a mover go to `last` by itself, from where it is. */
   #play(name, last, ms) {
     const { at } = this.#state(this.#id);
     if (!mayMove()) at[name] = last;
     if (at[name] < last) {
+      this.#end = () => { at[name] = last; };
       this.#timer = setInterval(() => {
         at[name] += 1;
         if (at[name] >= last) this.#stop();

@@ -209,7 +209,7 @@ def same_of(p, q):
 
 def is_kept_as_told(says):
     """By rejection and with the same noise, as often as draws from the rows' chances."""
-    found = re.search(r"At this place (\S+) of all .* noise, (\S+) would", says.inner_text())
+    found = re.search(r"At this place (\S+) of all .* would keep (\S+)\.", says.inner_text())
     told = [*map(float, found.groups())]
     rows = says.page.locator("#scene-plot .row:not(.scale)").all_text_contents()
     p, q = np.array([re.findall(r"\.\d\d", row)[-3:-1] for row in rows], float).T
@@ -268,8 +268,8 @@ CHAPTERS = {
         ((5, 3), "#scene-plot .half:first-child svg", {"#move-k": value(3)}),
         ((3, 15), "#scene-plot .half:last-child svg", {"#move-k": value(7)})),  # 64 at most
     "sampling": ({".twin:visible": 0}, 1, ["comes from the seed"],
-        ("focus", "#move-draws", {SAYS: is_drawn_with_noise, "#scene-plot .rows": as_p_says}),
-        (0, "#move-draws", {
+        (10, "#move-draws", {SAYS: is_drawn_with_noise, "#scene-plot .rows": as_p_says}),
+        (11, "#move-draws", {
             ".twin": 2, "#scene-pass": (SAMPLED["text"][-40:], "with drafts", "without"),
             "#scene-plot .row.drafting": 1, "#scene-plot .row.recovered": 1, SAYS: "rejected"}),
         (0, "#move-added", {"#scene-plot .mark.wins": 2, SAYS: "moves the log"})),
@@ -334,6 +334,9 @@ def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_story):
     page.act(("click", "[data-chapter=guess] .answer-button >> nth=2", {
         "#scene-pass .verdict.on": WHOLE + 1,
         SAYS: f"{WHOLE + 1} tokens for one pass"}))  # fmt: skip
+    page.act(("reach", "loses", {}))
+    page.locator("[data-chapter=loses] .answer-button").first.click()
+    page.act(("click", "[data-way=batch]", {"#move-k": value(5)}))  # while K moved up to 5
 
 
 # --------------------------------------------------------------------- the recording's workbench
