@@ -92,7 +92,7 @@ function drawGain(scene, data, at, isShown = true) {
   const parts = factor && `${short(TAKEN * factor(rows), 1)} of ${EXPERTS} experts`;
   const chances = batch > 1 ? [] : list(rows, (i) => (isShown ? alpha ** i : null));
   scene.strip("", []);
-  scene.positions(rows, data.here, { parts, chances });
+  scene.positions(rows, data.here, { parts, chances, perUser: batch > 1 && k + 1 });
   scene.plot((box) => {
     const halves = [element("div.half"), element("div.half")];
     box.replaceChildren(...halves);

@@ -169,7 +169,7 @@ function drawGain(box, curve, at, { isShown = true, points = [], moves }) {
   if (hasRoom && last.draft > most / 12) name(last.passes - last.draft / 2, 5, "time of guessing");
   if (!isShown) return;
   const isClear = Math.abs(last.tokens - last.verify / 4) > most / 12; // of the name of the pass
-  if (hasRoom && isClear) name(last.tokens, last.tokens > last.passes ? -9 : 18, "tokens it gives");
+  if (hasRoom && isClear) name(last.tokens, -9, "tokens it gives");
   plot.note(0, gives);
   plot.note(1, `${times(now.speedup)} as fast`);
 }

@@ -32,10 +32,11 @@ export class Scene {
   }
   /**
    * A pass over so many positions: `read` are the tokens there, `says` what the target says at each, and
-   * `chances` how likely that is to be kept.
+   * `chances` how likely that is to be kept. Of many users each has `perUser` positions: a token and guesses.
    */
-  positions(count, { weights }, { read = [], says = [], parts, chances = [] } = {}) {
-    const above = chances.length ? "; above: the chance that each one’s token is kept" : "";
+  positions(count, { weights }, { read = [], says = [], parts, chances = [], perUser } = {}) {
+    const above = chances.length ? "; above: the chance that each one’s token is kept"
+      : perUser ? ": each user’s token, then its guesses" : "";
     const past = isNarrow() ? "" : ` stream past ${counted(count, "position")}${above}`;
     const words = (parts || `${bytes(weights)} of weights`) + past;
     const slots = Array.from({ length: count + 1 }, (_, i) => slotOf("div.slot", {},
@@ -43,7 +44,9 @@ export class Scene {
       i < count && element("span.chip", visible(read[i] ?? "…")),
       i ? element("span.chip.own.plain", visible(says[i - 1] ?? "…")) : element("span.label", SAYS)));
     const cells = Array.from({ length: count }, (_, i) => {
-      const cell = element("li.position", i in chances && (chances[i] === null ? "?" : short(chances[i])));
+      const kind = perUser && i % perUser ? "drafting" : "plain";
+      const share = i in chances && (chances[i] === null ? "?" : short(chances[i]));
+      const cell = element(`li.position.${kind}`, share);
       cell.style.setProperty("--share", `${100 * (chances[i] ?? 0)}%`);
       return cell;
     });

@@ -264,7 +264,8 @@ CHAPTERS = {
                       for c, batch in ((COST, 1), (COST, 8), (0.9, 1))],
         *(("click", f"#scene-movers >> text={words}", {SAYS: words}) for words in (
             "1 user", "a surprising text", "a slow guesser", "a mixture of experts")),
-        ("click", "[data-way=batch]", {SAYS: "8 users"}),  # whose pass has 8 × (K + 1) positions
+        ("click", "[data-way=batch]", {  # whose pass has 8 × (K + 1) positions
+            SAYS: "8 users", "#scene-pass .position.plain": 8, ".position.drafting": 40}),
         ((5, 3), "#scene-plot .half:first-child svg", {"#move-k": value(3)}),
         ((3, 15), "#scene-plot .half:last-child svg", {"#move-k": value(7)})),  # 64 at most
     "sampling": ({".twin:visible": 0}, 1, ["comes from the seed"],
