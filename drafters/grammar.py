@@ -35,6 +35,7 @@ class GrammarDrafter(GuessingDrafter):
         return GrammarState()
 
     def guess(self, state: GrammarState, max_tokens: int) -> list[int]:
+        """What the grammar forces next."""
         return state.matcher.forced(max_tokens) if state.matcher else []
 
     def evidence(self, state: GrammarState) -> int:

@@ -48,6 +48,7 @@ class NgramDrafter(GuessingDrafter):
         return index
 
     def guess(self, state: "NgramIndex", max_tokens: int) -> list[int]:
+        """What followed the latest match, behind what a grammar forces."""
         return [*state.forced, *state.continuation(max_tokens - len(state.forced))]
 
     def evidence(self, state: "NgramIndex") -> int:

@@ -171,6 +171,7 @@ class SuffixDrafter(GuessingDrafter):
         return state
 
     def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
+        """What followed the longest match, in this text or in past outputs, while it is likely."""
         indexes, text = [state.index], state.index.tokens
         if state.forced:
             text, max_tokens = [*text[-DEPTH:], *state.forced], max_tokens - len(state.forced)

@@ -91,6 +91,7 @@ class TreeBuilder:
         return sum(chance >= least for chance in self._chances.values()) < self._limit
 
     def draft(self) -> Draft:
+        """The tree."""
         return likeliest(self._chances, self._limit, self._confidence)
 
 

@@ -26,11 +26,6 @@ from serving.parsing import model_id
 from serving.service import Service
 from serving.worker import Worker
 
-from .advice import show_plan
-from .app import connect
-
-__all__ = ["load_app", "serve", "show_plan"]
-
 
 def load_app(
     options: Options, load_engine: Callable[[Options], Engine], create_app: Callable[[Any], Flask]
@@ -41,6 +36,8 @@ def load_app(
     other thread does.
     """
     if options.engine:
+        from .app import connect
+
         return create_app(connect(options))
 
     def load(worker: Worker) -> tuple[Engine, Flask]:
@@ -73,3 +70,10 @@ def serve(
     count = torch.get_num_threads()
     machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"
     return export.write(flags.export, load_named, machine)
+
+
+def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
+    """Print how another engine would serve these models; returns the exit status."""
+    from . import advice
+
+    return advice.show_plan(engine, options, flags)

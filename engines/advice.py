@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -258,7 +257,7 @@ def prompts_for(engine: Engine, options: Options, flags: Namespace) -> dict[str,
     return prompts
 
 
-def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
+def show_plan(engine: Engine, options: Options, flags: Namespace) -> int:
     """Print how another engine would serve these models. Returns 0, the exit status.
 
     Raises ValueError where it cannot be done.

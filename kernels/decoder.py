@@ -114,9 +114,11 @@ class Block:
         panels, and the originals are freed.
         """
         self.kind, self.dtype, self._references = kind, parts.down.weight.dtype, []
+        names = "input_norm", "out_norm", "mlp_norm", "down_norm"
         norms = (norm_struct(norm and norm_of(norm), self._references) for norm in parts.norms)
-        self.struct = BlockStruct(  # the norms are its first fields
-            *norms, rope=-1, activation=ACTIVATIONS[type(parts.activation).__name__],
+        self.struct = BlockStruct(
+            **dict(zip(names, norms, strict=True)),
+            rope=-1, activation=ACTIVATIONS[type(parts.activation).__name__],
             is_gated=parts.is_gated, residual_scale=scale,
         )  # fmt: skip
         self.net: DeltaNet | None = None
@@ -283,6 +285,7 @@ class Decoder:
 
     @cached_property
     def num_bytes(self) -> int:
+        """The bytes of all matrices."""
         return sum(panels.num_bytes for panels in self.panels)
 
     def follow(self, cache: KeyCache) -> None:

@@ -92,6 +92,7 @@ EMBEDDED = {  # models of this repository by name
 
 
 def cache_folder() -> Path:
+    """The folder of fetched models."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "speculative-decoding"
 

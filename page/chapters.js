@@ -248,7 +248,7 @@ export const CHAPTERS = {
       ["before the pass", "after the pass", "after the cut", "after the next pass"]]],
     right: () => 2,
     start: () => ["phase", 1, PHASE_MS],
-    play: () => ["phase", 2, 2, PHASE_MS],
+    answered: () => ({ phase: 2 }),
     draw(scene, { cut, behind, told: { cycles, prompt } }, { at: { phase }, isPlayed }) {
       scene.strip(prompt, tokensIn(cycles.slice(0, cut.step + (phase > 1))));
       const [n, end] = [cut.proposals.length, phasesOf(cut).length];

@@ -53,9 +53,8 @@ export function drawnWithNoise(entries, count, seed, added) {
     const scores = withNoise(all, i + 1);
     return [top(scores, "target").id, top(scores, "draft").id];
   });
-  const shareOf = (test) => (count ? draws.filter(test).length / count : null);
-  const withShare = (entry) => ({ ...entry, share: shareOf(([own]) => own === entry.id) });
-  return { all: withNoise(all, seed, added).map(withShare), same: shareOf(([own, guess]) => own === guess) };
+  return { all: withShares(withNoise(all, seed, added), draws.map(([own]) => own)),
+    same: draws.filter(([own, guess]) => own === guess).length / count };
 }
 
 /** Draw so often by rejection: the entries and the others, each with its `share`, and the last draw. */
@@ -72,15 +71,17 @@ export function drawnByRejection(entries, count) {
     const isKept = u * guess.q < guess.p;
     return { guess, u, isKept, token: isKept ? guess : pick((entry) => Math.max(0, entry.p - entry.q)) };
   });
-  const shareOf = (entry) => (count ? draws.filter(({ token }) => token === entry).length / count : null);
-  return { all: all.map((entry) => ({ ...entry, share: shareOf(entry) })), ...draws.at(-1) };
+  return { all: withShares(all, count ? draws.map(({ token }) => token.id) : []), ...draws.at(-1) };
 }
+
+/** The entries with the `share` of each in the ids that were drawn; null where none were. */
+const withShares = (entries, ids) => entries.map((entry) => (
+  { ...entry, share: ids.length ? ids.filter((id) => id === entry.id).length / ids.length : null }));
 
 /** The entries, and all others as one. */
 function withOthers(entries) {
   const [p, q] = ["p", "q"].map((name) => Math.max(0, 1 - sum(entries.map((entry) => entry[name]))));
-  const known = entries.map(({ target, draft, ...entry }) => entry);
-  return [...known, { id: null, text: "others", p, q }];
+  return [...entries.map(({ target, draft, ...entry }) => entry), { id: null, text: "others", p, q }];
 }
 
 /** How often a guess is accepted, by rejection and with the same noise for both; others are one token. */

@@ -295,7 +295,7 @@ export class Story {
     for (const key of byId("scene-legend").children) key.hidden = !chapter.kinds.includes(key.dataset.word);
     const { at, chosen } = this.#state(id);
     const plays = pressed ? chapter.play : chosen === null ? chapter.start : null;
-    const [name, ...how] = plays?.(this.#data, this.#state(id).at) ?? [];
+    const [name, ...how] = plays?.(this.#data, at) ?? [];
     if (name && pressed) at[name] = how.shift();
     this.#drawMovers(chapter);
     if (name) this.#play(name, ...how);

@@ -186,6 +186,7 @@ class Shape:
 
     @property
     def num_choices(self) -> int:
+        """How many texts the request wants."""
         return self.num_prompts * self.per_prompt
 
     def whole(self, body: Json) -> Json:

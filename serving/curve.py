@@ -147,6 +147,7 @@ def register_curve(app: Flask, worker: Any) -> None:
 
     @app.get("/curve")
     def get_curve() -> Json:
+        """The curve, and from where on drafts pay."""
         if worker.measurement is None:
             raise RequestError("no cost curve is measured here", status=404)
         return worker.measurement.as_dict()

@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from flask import Flask, Response
-from prometheus_client import Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from messages import Engine
 
@@ -136,24 +136,31 @@ def figures_of(engine: Engine) -> Figures:
     return Figures(values, total.accepted_at)
 
 
-def _families(figures: Figures, meter: Meter) -> Iterator[Metric]:
-    """Every metric, as prometheus-client has them."""
-    meaning = "requests that ended"
-    ended = CounterMetricFamily("request_success", meaning, labels=["finished_reason"])
-    for reason, count in sorted(meter.finished.items()):
-        ended.add_metric([reason], count)
-    yield ended
-    for family, meanings in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-        for name, meaning in meanings.items():
-            if (value := figures.values.get(name)) is not None:
-                yield family(name, meaning, value)
-    meaning = "drafted tokens accepted, by position in the draft"
-    accepted = CounterMetricFamily(PER_POSITION, meaning, labels=["position"])
-    for position, count in enumerate(figures.accepted_at):
-        accepted.add_metric([str(position)], count)
-    yield accepted
-    for histogram in meter.histograms.values():
-        yield from histogram.collect()
+class _Collector(Collector):
+    """Gives figures to prometheus-client."""
+
+    def __init__(self, figures: Figures, meter: Meter) -> None:
+        self._figures, self._meter = figures, meter
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric."""
+        figures, meter = self._figures, self._meter
+        meaning = "requests that ended"
+        ended = CounterMetricFamily("request_success", meaning, labels=["finished_reason"])
+        for reason, count in sorted(meter.finished.items()):
+            ended.add_metric([reason], count)
+        yield ended
+        for family, meanings in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, meaning in meanings.items():
+                if (value := figures.values.get(name)) is not None:
+                    yield family(name, meaning, value)
+        meaning = "drafted tokens accepted, by position in the draft"
+        accepted = CounterMetricFamily(PER_POSITION, meaning, labels=["position"])
+        for position, count in enumerate(figures.accepted_at):
+            accepted.add_metric([str(position)], count)
+        yield accepted
+        for histogram in meter.histograms.values():
+            yield from histogram.collect()
 
 
 def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> None:
@@ -162,12 +169,14 @@ def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> No
 
     @app.get("/metrics")
     def get_metrics() -> Response:
+        """The counters, as a scraper reads them."""
         figures = read()
         values = dict(worker.meter.values) | figures.values
         values["num_requests_running"] = worker.num_running
         values["num_requests_waiting"] = worker.num_waiting
-        families = _families(figures._replace(values=values), worker.meter)
-        page = generate_latest(SimpleNamespace(collect=lambda: families)).decode()
+        registry = CollectorRegistry()
+        registry.register(_Collector(figures._replace(values=values), worker.meter))
+        page = generate_latest(registry).decode()
         page += re.sub("(?m)^(# (?:HELP|TYPE) )?(?=[a-z])", r"\1vllm:", page)
         known = Counter({name: value for name, value in values.items() if value is not None})
         for name, (kind, value_of) in _LLAMA_CPP.items():

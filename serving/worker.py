@@ -148,6 +148,7 @@ class Job:
                     self._changed.notify()
 
     def note_first(self) -> None:
+        """Note the time of the first token."""
         if self.first_token is None:
             self.first_token = time.monotonic()
 
@@ -249,6 +250,7 @@ def read(jobs: list[Job]) -> Iterator[tuple[int, list[Json]]]:
 
 
 def cancel(jobs: Iterable[Job]) -> None:
+    """Cancel what has not ended yet."""
     for job in jobs:
         job.cancel()
 

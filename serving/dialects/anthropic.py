@@ -52,6 +52,7 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post(_PATH)
     def messages() -> Response | Json:
+        """Answer a conversation."""
         fields, sent = read_body(), dict[str, str]()
         with errors_name(sent):
             if fields.get("max_tokens") is None:

@@ -25,6 +25,8 @@ from .shapes import InParts, Logprobs, OpenAIShape, by_id, refuse_streamed_score
 
 
 def register_routes(app: Flask, service: Service) -> None:
+    """Add the route for the service's model."""
+
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
         return respond(service, read_body(), Chat)

@@ -24,8 +24,11 @@ _MOST_PROMPTS = 128
 
 
 def register_routes(app: Flask, service: Service) -> None:
+    """Add the route for the service's model."""
+
     @app.post("/v1/completions")
     def completions() -> Response | Json:
+        """Continue a prompt, or each of a list."""
         fields = read_body()
         echo = fields.pop("echo", None) or False
         if not isinstance(echo, bool):

@@ -56,6 +56,7 @@ _GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
 
 
 def register_routes(app: Flask, service: Service) -> None:
+    """Add the routes for the service's model."""
     app.extensions["error_forms"] |= dict.fromkeys(_OURS, error_form)
 
     @app.post("/completion", endpoint="completion")

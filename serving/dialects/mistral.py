@@ -13,6 +13,8 @@ from .completions import Completion, fill_in
 
 
 def register_routes(app: Flask, service: Service) -> None:
+    """Add the route for the service's model."""
+
     @app.post("/v1/fim/completions")
     def fim() -> Response | Json:
         fields, sent = read_body(), {"seed": "random_seed"}

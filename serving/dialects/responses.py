@@ -49,8 +49,11 @@ _KINDS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text
 
 
 def register_routes(app: Flask, service: Service) -> None:
+    """Add the route for the service's model."""
+
     @app.post("/v1/responses")
     def responses() -> Response | Json:
+        """Answer a conversation."""
         fields, sent = read_body(), dict[str, str]()
         told = _TOLD | {field: fields[field] for field in _TOLD if fields.get(field) is not None}
         with errors_name(sent):

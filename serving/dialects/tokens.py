@@ -25,6 +25,8 @@ _FLAGS = "add_special", "parse_special", "with_pieces", "add_special_tokens", "r
 
 
 def register_routes(app: Flask, service: Service) -> None:
+    """Add the routes for the service's tokenizer."""
+
     @app.post("/tokenize")
     def to_tokens() -> Json:
         fields = read_body(takes_place=False)
