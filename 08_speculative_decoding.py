@@ -21,7 +21,7 @@ also knows rejection sampling, the classical rule. It keeps the distribution, bu
 The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
 What they use follows: KV cache and truncation · cached model · probabilities · rejection · sequence
 · engine · loading · Flask app · command line. drafters/ guess, control/ chooses the drafter and how
-much it drafts, serving/ has what only a server needs, and kernels/ compute the same results faster.
+much it drafts, serving/ puts engines together and speaks HTTP, and kernels/ make passes faster.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import models.shortage  # isort: skip  # noqa: F401  (before torch, which takes seconds)
+import models.shortage  # isort: skip  # noqa: F401  (so that torch fails in one line)
 import torch
 from flask import Flask, Response
 from torch import Tensor
@@ -56,7 +56,7 @@ def verify(draft: Draft, choice_after: Callable[[int], int]) -> tuple[list[Judge
 
     Only the target's choices are emitted. A choice is made only after all tokens before it matched,
     so it is made as in plain decoding: after the same text, by the same noise and the same logits.
-    (A token's logits have the same bits in a pass of one row and of many: docs/exactness.md.)
+    (Where a token's logits have the same bits in a pass of one row and of many: docs/exactness.md.)
 
     Example: choices 4, 9, … and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered; [0].
     """
@@ -89,9 +89,9 @@ def speculate(
     target: "CachedModel", drafter: drafters.Drafter, prompt: list[int], max_tokens: int,
     eos_ids: set[int], sampling: Sampling = messages.GREEDY, seed: int = 0, num_drafted: int = 5,
 ) -> list[int]:  # fmt: skip
-    """Decode with a drafter: the text of `plain_decode`, in fewer passes of the target.
+    """Decode with a drafter, by the coupled rule: the text of `plain_decode`, in fewer passes.
 
-    This is the whole method for one request. `Engine` does it for many at once, with statistics.
+    This is the whole method for one request. `Engine` serves many at once, and knows rejection.
     """
     sampling = sampling.behind(prompt)  # penalties count what is generated
     noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
@@ -267,7 +267,7 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
     if u < p / q. The first rejected token is replaced by one drawn from norm(max(0, p - q)). If
     none was rejected, a bonus token is drawn from the last row. The chance of a token x is then
     q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
-    No rule accepts more often: the chance is Σ min(p, q). But the text depends on the drafts.
+    No rule for one token accepts more: the chance is Σ min(p, q). But the text depends on drafts.
     """
     judged = []
     for i, token in enumerate(draft.tokens):
@@ -358,8 +358,10 @@ class Engine:
         self.now = statistics.clock(target.model.device)
 
     def open(self, request: messages.Request) -> Sequence:
-        """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""
+        """Admit a request; caps max_tokens. ValueError: bad prompt, unknown drafter, no free row."""
         admitted, warnings = request.admitted(self.target.max_length, self.target.vocab_size)
+        if admitted.drafter not in (None, *self.pool.choices):
+            raise ValueError(f"unknown drafter {admitted.drafter!r}")
         s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
         s.warnings += warnings
         self.pool.open(s.drafting)
@@ -506,7 +508,7 @@ def create_app(service: Any) -> Flask:
     from serving import dialects
     from serving.service import read_body
 
-    app = service.new_app()  # the page, and GET /metrics
+    app = service.new_app()  # the page, GET /metrics and /curve
     dialects.register_routes(app, service)
 
     @app.post("/generate")

@@ -212,7 +212,7 @@ def explain(event: Json) -> str:
             lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
     cut = f"cache {verified} -> {after} tokens" if after < verified else f"nothing, {after} stay"
     if (states := event.get("recurrent")) and after < verified:
-        again = f", {states['stepped']} tokens replayed" if states["stepped"] else ""
+        again = f", and replay {states['stepped']} of the tokens" if states["stepped"] else ""
         lines.append(f"  states    of {states['layers']} layers go back, like the cache{again}")
     return "\n".join([*lines, f"  truncate  {cut}; pending next: {texts[tokens[-1]['id']]!r}"])
 

@@ -403,7 +403,7 @@ class Cycle:
 
     @property
     def num_stepped(self) -> int:
-        """Accepted tokens that recurrent layers replay from the saved state, after a rejection."""
+        """Tokens, the pending and accepted ones, that recurrent layers replay after a rejection."""
         begin = self.held - len(self.draft.tokens) - 1
         return self.cached - begin if self.number and self.cached < self.held else 0
 

@@ -24,7 +24,7 @@ equal scores the lower id comes first. Each cut keeps the first tokens of this o
 
 A draw is a race. Each token takes the time e / weight, and the fastest token is chosen:
 
-    choice = argmin over tokens of e / weight        e = −log(1 − v), v uniform in [0, 1)
+    choice = argmin over tokens of e / weight        e = −log(1 − v), v uniform in (0, 1)
 
 The choice is distributed as the weights. (This is the Gumbel-max trick: log weight − log e is
 largest for this token.) v is a hash of (seed, position, token), so a position has one noise, no

@@ -206,7 +206,7 @@ class Account:
     apart: beyond a plain cycle no more is read until it is paid by gains, and by the allowance.
     """
 
-    plain: deque[float]  # ms of plain cycles; of more requests the root of their number more
+    plain: deque[float]  # ms of plain cycles, divided by the root of the batch
     balance: float = _STAKE
     is_resting: bool = False
     unpaid: float = 0.0  # for text that models have read

@@ -3,11 +3,12 @@
     open(prompt) → [target prefill] → observe(empty draft) → (propose → verify → observe)* → close
 
 A drafter holds shared weights and is read-only after construction; what belongs to one request
-lives in the state that `open` returns. The smallest useful drafter is `propose` alone: see "Your
-own drafter" in README.md.
+lives in the state that `open` returns. The smallest drafter has `propose` alone; the one in
+README.md also keeps a state.
 
 A drafter that proposed observes at once what became of its draft. A drafter that was not asked
-observes before it is asked next: one verdict, with drafted = 0, has all tokens since.
+observes before it is asked next: one verdict, with drafted = 0, has all tokens since. A text's
+last cycle is observed only by a drafter that `keeps_outputs`.
 
 A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
@@ -60,7 +61,7 @@ class Context:
 
     `sample(logits [V], text, sampling, noise)` is how a model drafter chooses: the token drawn
     after the transforms of `sampling` (`text`: the tokens before it, drafts included), and the q
-    [V] that it was drawn from where the request is verified by rejection, else None.
+    [V] that it was drawn from, or None (see Sampling.needs_q).
     """
 
     target: Model
@@ -98,8 +99,8 @@ class ModelState:
 class Chain:
     """A model's draft in the making.
 
-    It may stop early. Under the rule of rejection it must not stop because of a sampled token: the
-    random numbers after a rejection are used again, so stopping on them biases the text.
+    It may stop early, but not under the rule of rejection: the random numbers after a rejection are
+    used again, so a later K that was chosen by what was drawn would bias the text.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:

@@ -3,7 +3,7 @@
     text        The cat │ sat           its KV cache holds "The cat", as the target's does
     forward 1             sat → on      feeds what is not cached yet, and draws d1
     forward 2              on → a       feeds d1, and draws d2: the draft is "on a"
-    verdict     on ✓ a ✗ the            its cache is truncated to "The cat sat on"
+    verdict     on ✓ a ✗ the            its cache keeps "The cat sat on": "a" was never fed
 
 One rule keeps its cache in step with the target's: after a verdict, truncate to what is both cached
 and committed; before the next draft, feed every committed token that is not cached. The rule covers

@@ -100,9 +100,10 @@ class DrafterPool:
         self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
         self.special = {name for name, drafter in drafters.items() if drafter.needs}
         free = [name for name, drafter in drafters.items() if hasattr(drafter, "guess")]
-        models = [name for name in every if name not in free]
+        models = [name for name in drafters if name not in free]
         if can_branch and len(drafters) > 1:
-            self.choices[TREE] = (*models[:1], *free)
+            model = default if default in models else first_choice(models)
+            self.choices[TREE] = (*filter(None, [model]), *free)
         elif default == TREE:
             raise ValueError(
                 "--drafter tree needs two drafters, and forwards in C of a model without recurrent "

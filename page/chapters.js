@@ -13,7 +13,7 @@
 //   isComputed whether the picture is worked out, from what was recorded
 //   draw       the picture of a state {at: values by name, chosen: the answer or null}; gives a sentence
 
-import { bar, row, scale } from "./charts.js";
+import { bar, drawRows, row, scale } from "./charts.js";
 import { balanceOf, bestK, breakEven, drawCosts, drawTimes, LARGEST_K, MOST_POSITIONS,
   passMs } from "./curve.js";
 import { chanceRows, drawnByRejection, drawnWithNoise, likeliest, top } from "./distribution.js";
@@ -102,7 +102,7 @@ function drawGain(scene, data, at, isShown = true) {
 
 /** Rows of bars as the figure, with their words; `above` stands above them. */
 const drawBars = (scene, share, [words, ...rows], ...above) => scene.plot((box) => (
-  box.replaceChildren(...above, element("div.rows", { role: "img", "aria-label": words }, ...rows))), share);
+  box.replaceChildren(...above, drawRows(element("div.rows"), words, ...rows))), share);
 
 /**
  * Draw what each of `lanes`, [{name, tokens, words}], has written: a bar for each token by its fate, of a

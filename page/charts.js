@@ -33,10 +33,10 @@ export const scale = (low, high) => ticks(low, high).map((tick) => placed(
 export const entry = (name, value, more = "") => element("div", element("dt", name),
   element("dd.figure", { "data-figure": name }, value), element("dd.note", more));
 
-/** Draw rows into the box of this id, with their words for who does not see them. */
-export function drawRows(id, words, ...rows) {
-  Object.assign(byId(id), { role: "img", ariaLabel: words });
-  byId(id).replaceChildren(...rows);
+/** Draw rows into a box, with their words for who does not see them. */
+export function drawRows(box, words, ...rows) {
+  box.replaceChildren(...rows);
+  return Object.assign(box, { role: "img", ariaLabel: words });
 }
 
 /** Draw the figures of a session, and all charts of it; nothing of one that has not come to a cycle. */
@@ -58,7 +58,7 @@ export function drawStatistics({ cycles, request, answer }) {
   const shares = at.map(({ drafted, reached, accepted }) => (
     [reached ? accepted / reached : null, accepted / drafted]));
   const words = shares.map(([reached, all], i) => `d${i + 1} ${short(reached)} / ${short(all)}`);
-  drawRows("chart-positions", words.join(", ") || "No drafts.", ...shares.map(([reached, all], i) => (
+  drawRows(byId("chart-positions"), words.join(", ") || "No drafts.", ...shares.map(([reached, all], i) => (
     row("", `d${i + 1}`, [bar("accepted.whole", 0, all), bar("accepted", 0, reached ?? 0)],
       `${short(reached)} / ${short(all)}`))), row(".scale", "share", scale(0, 1)));
   const kinds = { draft: "drafting", verify: "pass", other: "other" };
@@ -68,7 +68,7 @@ export function drawStatistics({ cycles, request, answer }) {
       `${milliseconds(ms[name])}, ${Math.round(100 * share)} %`);
   });
   const said = parts.map(({ firstChild, lastChild }) => `${firstChild.textContent} ${lastChild.textContent}`);
-  drawRows("chart-time", said.join("; "), ...parts, row(".scale", "ms", scale(0, totalMs || 1)));
+  drawRows(byId("chart-time"), said.join("; "), ...parts, row(".scale", "ms", scale(0, totalMs || 1)));
   write("controller-says", figures.controller ? `${figures.controller}. ${texts.says.controller}`
     : texts.says[request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : "fixed"]);
 }
@@ -98,7 +98,7 @@ function drawAccepted({ perCycle, accepted, drafted }) {
     return all;
   });
   write("accepted-says", words);
-  drawRows("chart-accepted", `A column for each of ${last} cycles. ${words}`,
+  drawRows(byId("chart-accepted"), `A column for each of ${last} cycles. ${words}`,
     element("p.y", element("span", counted(most, "token")), element("span", "0")),
     element("p.bins", ...columns),
     element("p.x", element("span", "cycle 1"), element("span", last > 1 ? `cycle ${last}` : "")));

@@ -230,8 +230,8 @@ export class Distribution {
     const noisy = this.#about.hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats";
     this.#keys.replaceChildren(keyOf("p", "p, the target"), hasQ ? keyOf("q", "q, the drafter") : "",
       hasResidual ? keyOf("recovered", "max(0, p − q)") : "", isNoisy ? ` right: ${noisy}` : "");
-    const kinds = new Map([[drafted?.id, "drafting"], [same, ours]]);
-    drawRows("chances", ...chanceRows(likeliest(entries, [same, drafted?.id, guess]), kinds, hasResidual));
+    const [kinds, shown] = [[[drafted?.id, "drafting"], [same, ours]], [same, drafted?.id, guess]];
+    drawRows(byId("chances"), ...chanceRows(likeliest(entries, shown), new Map(kinds), hasResidual));
   }
 }
 

@@ -72,7 +72,7 @@ export class Race {
     const [most, words] = [Math.max(...spent) || 1, spent.map((ms) => `${ms.toFixed(2)} ms per token`)];
     const bars = ["ours", "plain"].map((kind, i) => [bar(kind, 0, spent[i] / most)]);
     const rows = NAMES.map((name, i) => row("", name, bars[i], words[i]));
-    drawRows("chart-race", `Speculative: ${words[0]}, plain: ${words[1]}`, ...rows,
+    drawRows(byId("chart-race"), `Speculative: ${words[0]}, plain: ${words[1]}`, ...rows,
       row(".scale", "ms", scale(0, most)));
     byId("chart-race").hidden = false;
     return this.say("Medians of three runs; the lanes show one. ", ...speedWords(compare),

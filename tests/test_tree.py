@@ -126,6 +126,15 @@ def test_several_drafters_make_one_tree(several, prompts, way):
     assert branched > 5
 
 
+@pytest.mark.parametrize(
+    ("named", "model"), [(None, "mtp"), ("ngram", "mtp"), ("draft_model",) * 2]
+)
+def test_a_tree_has_the_named_model_or_the_first_choice(several, named, model):
+    drafters = {name: several.pool.drafters[name] for name in ("draft_model", "ngram", "mtp")}
+    engine = core.Engine(several.target, drafters, named)
+    assert engine.pool.choices["tree"] == (model, "ngram")
+
+
 def test_a_tree_of_several_keeps_the_text_under_the_controller(prompts):
     """Passes and steps take what they are said to take: no busy machine decides who drafts."""
     engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
