@@ -46,7 +46,7 @@ from text import TextStream
 
 
 # -------------------------------------------------------------------------------- the method
-def verify(draft: Draft, choice_after: Callable[[int], int]) -> tuple[list[Judgement], list[int]]:
+def verify(draft: Draft, choice_after: Callable[[int], Any]) -> tuple[list[Judgement], list[int]]:
     """Walk along the draft for as long as it holds the token that the target chooses itself.
 
     choice_after(i) is the target's choice after drafted token i; choice_after(-1), after the
@@ -63,6 +63,8 @@ def verify(draft: Draft, choice_after: Callable[[int], int]) -> tuple[list[Judge
     judged, accepted, at = list[Judgement](), list[int](), -1
     while True:
         chosen, children = choice_after(at), draft.children(at)
+        if chosen is None:  # nothing may follow what was accepted, which may end the text
+            return judged, accepted
         matching = [i for i in children if draft.tokens[i] == chosen]
         if not matching:
             break
@@ -76,13 +78,13 @@ def verify(draft: Draft, choice_after: Callable[[int], int]) -> tuple[list[Judge
 
 def choices(
     draft: Draft, scores: Tensor, sampling: Sampling, noise: Noise, num_tokens: int
-) -> Callable[[int], int]:
+) -> Callable[[int], int | None]:
     """What `verify` asks for: the target's choice after drafted token i, by row i + 1 of scores.
 
     scores [n + 1, V] are `penalise`d logits. The choice will stand at the position num_tokens +
     (tokens on the path to i). Noise depends on seed and position alone: no draft changes a choice.
     """
-    return lambda i: choose(scores, sampling, noise, num_tokens + draft.depth(i), row=i + 1)
+    return lambda i: choose(scores, sampling, noise, num_tokens + draft.depth(i), i + 1, i >= 0)
 
 
 def speculate(
@@ -114,7 +116,8 @@ def speculate(
             scores = penalise(output.logits[0], sampling, tokens, draft)
             judged, accepted = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
             emitted = [judgement.id for judgement in judged if judgement.kind != "rejected"]
-            # 4. Truncate: the cache forgets what was rejected. The last token is pending.
+            accepted = accepted[: len(emitted) - 1]  # the last token is pending
+            # 4. Truncate: the cache forgets what was rejected.
             target.cache.keep(row, len(draft.tokens), accepted)
             for token in emitted:
                 tokens.append(token)
@@ -125,8 +128,7 @@ def speculate(
             read = [*range(first), *(first + i for i in accepted)]
             states = [output.hidden[layer][0][read] for layer in layers]
             hidden = torch.cat(states, -1) if states else None
-            verdict = messages.Verdict(len(draft.tokens), len(accepted), emitted, hidden)
-            drafter.observe(state, verdict)
+            drafter.observe(state, messages.Verdict(count - 1, len(accepted), emitted, hidden))
         return tokens[len(prompt) :]
     finally:
         drafter.close(state)
@@ -269,8 +271,8 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
     q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
     No rule for one token accepts more: the chance is Σ min(p, q). But the text depends on drafts.
     """
-    judged = []
-    for i, token in enumerate(draft.tokens):
+    judged, ends = [], [i for i in range(1, len(p)) if not p[i].any()]  # where nothing may follow
+    for i, token in enumerate(draft.tokens[: min(ends, default=None)]):
         q = draft.q(i, like=p[i])
         u = noise.uniform(position + i, noise.ACCEPT)
         kind = "accepted" if u * float(q[token]) < float(p[i, token]) else "rejected"
@@ -280,16 +282,15 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
             token = draw(residual(p[i], q), u)
             judged.append(Judgement(token, "recovered", float(p[i, token]), float(q[token]), u))
             return judged
+    if ends:
+        return judged
     u = noise.uniform(position + len(draft.tokens), noise.DRAW)
     token = draw(p[-1], u)
     return [*judged, Judgement(token, "bonus", float(p[-1, token]), None, u)]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """The positive part of p [V] - q [V], not normalised, because draw() does that.
-
-    Example: p [.5, .5, 0], q [.2, .8, 0] -> [.3, 0, 0].
-    """
+    """The positive part of p [V] - q [V], not normalised, because draw() does that."""
     more = (p - q).clamp_(min=0)
     return more if more.sum() > 0 else p  # p = q: then the rejection was mere rounding
 
@@ -358,10 +359,9 @@ class Engine:
         self.now = statistics.clock(target.model.device)
 
     def open(self, request: messages.Request) -> Sequence:
-        """Admit a request; caps max_tokens. ValueError: bad prompt, unknown drafter, no free row."""
-        admitted, warnings = request.admitted(self.target.max_length, self.target.vocab_size)
-        if admitted.drafter not in (None, *self.pool.choices):
-            raise ValueError(f"unknown drafter {admitted.drafter!r}")
+        """Admit a request; caps max_tokens. ValueError: bad prompt or drafter, or no free row."""
+        sizes = self.target.max_length, self.target.vocab_size
+        admitted, warnings = request.admitted(*sizes, self.pool.choices)
         s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
         s.warnings += warnings
         self.pool.open(s.drafting)

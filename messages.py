@@ -3,7 +3,7 @@
 Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -140,12 +140,16 @@ class Request:
         first, *others = (replace(self, seed=seed) for seed in seeds)
         return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
-    def admitted(self, context: int, vocab_size: int) -> tuple["Request", list[str]]:
-        """The request as it can be served, and warnings. Raises ValueError for a bad prompt.
+    def admitted(
+        self, context: int, vocab_size: int, drafters: Collection[str]
+    ) -> tuple["Request", list[str]]:
+        """The request as it can be served, and warnings.
 
         Fewer tokens where the context of so many has no room for more; no drafter where none may
-        be drafted.
+        be drafted. Raises ValueError for a bad prompt, or a drafter that is none of these.
         """
+        if self.drafter not in (None, *drafters):
+            raise ValueError(f"unknown drafter {self.drafter!r}")
         check_prompt(self.prompt, context, vocab_size, self.max_tokens)
         room, warnings = context - len(self.prompt), list[str]()
         if room < self.max_tokens:
@@ -373,11 +377,11 @@ class Cycle:
         # the target's own; what stays of it is in `tokens`.
         self.emitted = [judgement for judgement in self.judged if judgement.kind != "rejected"]
         self.tokens = self.emitted[: self.num_kept]
-        self.is_whole = self.num_kept == len(self.emitted)
+        self.is_whole = self.num_kept == len(self.emitted) and self.tokens[-1].kind != "accepted"
         self.num_drafted = len(self.path) if self.is_whole else self.num_kept
         beside = len(self.draft.tokens) - len(self.path)  # in other branches than the text's
         self.num_beside = beside if self.is_whole else 0
-        self.num_accepted = min(len(self.emitted) - 1, self.num_kept)
+        self.num_accepted = self.kinds.count("accepted")
 
     @property
     def proposals(self) -> list[int]:

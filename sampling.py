@@ -319,12 +319,25 @@ def _minus_log(v: np.ndarray) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------- draw
-def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int, row: int = 0) -> int:
+def choose(
+    scores: Tensor, sampling: Sampling, noise: Noise, position: int, row: int = 0,
+    is_behind_draft: bool = False,
+) -> int | None:  # fmt: skip
     """Choose the token after a text of `position` tokens, by a row of penalised scores [n, V].
 
     Scores [V] are their only row. Greedy takes the first of the largest scores. Raises ValueError
-    if the scores are no numbers.
+    if the scores are no numbers, and NothingLeft if all are -inf; but behind a drafted token, which
+    may end the text, returns None then.
     """
+    try:
+        return _choose(scores, sampling, noise, position, row)
+    except NothingLeft:
+        if is_behind_draft:
+            return None
+        raise
+
+
+def _choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int, row: int) -> int:
     if kernels.can_choose() and (scores.is_cpu or not sampling.is_greedy):
         seed = 0 if sampling.is_greedy else noise.seed  # greedy choices have no noise
         try:

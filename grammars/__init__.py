@@ -72,6 +72,7 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
     elif kind == CHOICE:
         source = grammar_from("regex", _any_of(sorted({*value})))
     else:
+        value = _CODE.sub(_written, value) if kind == LARK and "::=" in value else value
         source = grammar_from("regex" if kind == REGEX else "grammar", value)
     if not reasoning:
         return source
@@ -79,6 +80,17 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
     rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tokens])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
+
+
+_CODE = re.compile(r"\\\\|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")  # GBNF's, and a backslash
+
+
+def _written(code: re.Match[str]) -> str:
+    """A code of GBNF's as a character, since llguidance drops a code's first zeros."""
+    if not (number := int(code[1] or code[2] or "0", 16)):
+        return code[0]
+    # Some of ASCII has a meaning there.
+    return f"\\x{number:02x}" if number < 128 else chr(min(number, 0x110000))
 
 
 def _any_of(texts: list[str], begin: int = 0) -> str:
@@ -114,6 +126,8 @@ class Vocabulary:
         self._probe = Probe(str(Path(__file__).with_name("probe.py")), *words)
         self._probe.start()
         self.tokenizer = LLTokenizer(*words)
+        added = tokenizer.added_tokens_encoder.items()
+        self.special = [text for text, i in added if self.tokenizer.is_special_token(i)]
         self._compiled: dict[str, Grammar] = {}  # by source, the last one used last
         self._lock, places = threading.Lock(), threading.BoundedSemaphore(_MOST_WAITING)
         self._turns = Turns("new grammars", 0, 0, places)

@@ -3,7 +3,7 @@
 
 import { byId, element, write } from "./elements.js";
 import { ServerError } from "./stream.js";
-import texts from "./texts.json" with { type: "json" };
+import { nameOfPrompt } from "./words.js";
 
 const ELSEWHERE = ["temperature", "top_p", "max_tokens", "seed"]; // what another engine takes, too
 const NUMBERS = ["num_speculative_tokens", ...ELSEWHERE];
@@ -28,7 +28,7 @@ export class RequestForm {
     this.#prompts = prompts;
     const names = Object.keys(prompts);
     const options = names.map((name) => (
-      element("option", { value: name }, texts.prompts[name] ?? name.replaceAll("_", " "))));
+      element("option", { value: name }, nameOfPrompt(name))));
     this.#demo.replaceChildren(this.#demo.options[0], ...options);
     if (this.#prompt.value || document.activeElement === this.#prompt) return; // somebody was faster
     const isChat = names[0]?.startsWith("chat"); // a chat model's are those of that kind

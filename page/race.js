@@ -8,7 +8,7 @@ import { byId, explained, mayMove, onPress, write } from "./elements.js";
 import { isRecorded } from "./stream.js";
 import { tokensOf } from "./tokens.js";
 import { spentMs } from "./trace.js";
-import { counted, milliseconds, times, visible } from "./words.js";
+import { counted, milliseconds, short, times, visible } from "./words.js";
 
 const [REPLAY_MS, SHORT_MS] = [7000, 2000]; // what the slower lane takes on the screen; too short to see
 const NAMES = ["speculative", "plain"];
@@ -29,13 +29,12 @@ export class Race {
   /** A request begins, raced or not: what was raced of another one goes. */
   begin(about, isRace) {
     if (!isRace && about === this.#about) return;
+    cancelAnimationFrame(this.#frame);
+    [this.#clock, this.#slower, this.#frame, this.#finished, this.#about] = [0, 1, 0, null, about];
     byId("track").hidden = !isRace;
     this.say(isRace ? `The request ${isRecorded ? "was" : "is"} decoded both ways, three times each …`
       : this.#first);
     if (!isRace) return;
-    this.#about = about;
-    cancelAnimationFrame(this.#frame);
-    [this.#clock, this.#slower, this.#frame, this.#finished] = [0, 1, 0, null];
     this.#lanes = { speculative: [], plain: [] };
     this.#show();
     byId("chart-race").hidden = byId("race-again").hidden = true;
@@ -123,7 +122,7 @@ function speedWords({ measured_speedup: measured, predicted_speedup: predicted, 
     + `Measured speed-up ${times(measured)}${compare.disturbed ? ` (${doubt})` : ""}`;
   const costs = { alpha: "α", c: "c", t_verify: "t_verify" };
   const each = Object.entries(costs).flatMap(([name, sign], i) => (
-    [i ? ", " : "", explained(name.replace("_", ""), sign), ` ${compare.costs[name]?.toFixed(2)}`]));
+    [i ? ", " : "", explained(name.replace("_", ""), sign), ` ${short(compare.costs[name])}`]));
   return predicted === null ? [`${words}.`] : [`${words}, predicted ${times(predicted)} (`, ...each, ")."];
 }
 

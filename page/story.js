@@ -188,6 +188,7 @@ export class Story {
   #data;
   #states = {}; // by chapter, {at: the movers' values, chosen}
   #id = null; // of the chapter that is shown
+  #seen = null; // tells which chapter is read
   #timer = 0;
   #end = () => {}; // of what moves by itself
   #source; // of all numbers
@@ -195,17 +196,20 @@ export class Story {
   constructor(recording) {
     this.#recording = recording;
     this.#take();
-    const seen = new IntersectionObserver((entries) => {
+    document.querySelectorAll("[data-chapter]").forEach((article) => this.#ask(article));
+    this.#watch();
+    this.#enter("start");
+    addEventListener("resize", () => { this.#watch(); this.#draw(); });
+    for (const type of ["pointerdown", "pointermove"]) byId("scene-plot").addEventListener(type, this.#drag);
+  }
+  /** Enter each chapter that comes to where it is read, which is lower where the picture is above. */
+  #watch() {
+    this.#seen?.disconnect();
+    this.#seen = new IntersectionObserver((entries) => {
       const entered = entries.findLast(({ isIntersecting }) => isIntersecting);
       if (entered) this.#enter(entered.target.dataset.chapter);
     }, { rootMargin: isNarrow() ? LOW : MIDDLE });
-    for (const article of document.querySelectorAll("[data-chapter]")) {
-      this.#ask(article);
-      seen.observe(article);
-    }
-    this.#enter("start");
-    addEventListener("resize", () => this.#draw());
-    for (const type of ["pointerdown", "pointermove"]) byId("scene-plot").addEventListener(type, this.#drag);
+    document.querySelectorAll("[data-chapter]").forEach((article) => this.#seen.observe(article));
   }
   /** A figure’s handle follows the pointer that is held down; its slider is moved. */
   #drag = ({ buttons, target, clientX }) => {

@@ -80,32 +80,16 @@ async function* replay(request, signal) {
     const ms = spentMs((event.plain ?? event).ms) * (request.compare ? 1 : SLOWER);
     if (mayMove()) await new Promise((resolve) => setTimeout(resolve, ms));
     signal?.throwIfAborted();
-    if (compare) event.warnings = [...event.warnings, ...differences(request, run.request)];
     yield compare && request.compare ? { ...event, compare } : event;
   }
 }
 
 /** That there is no such run, as an error that says what was recorded, and how to ask for something else. */
 export function unrecorded() {
-  const { model, recorded_at: day, prompts, runs } = recorded;
-  const greedy = runs.filter(({ request }) => !request.temperature);
-  const sampled = runs.find(({ request }) => request.temperature);
-  const drafters = new Set(greedy.map(({ request }) => request.drafter));
-  const { drafter, temperature } = sampled?.request ?? {};
-  const more = sampled ? `, and “${sampled.prompt}” with ${drafter} at temperature ${temperature}` : "";
-  return new ServerError(`This page has no server. On ${day} runs of ${model} were recorded: the prompts `
-    + `“${Object.keys(prompts).join("”, “")}” with ${[...drafters].join(", ")}, greedy${more}. `
-    + "To ask for anything else: python 08_speculative_decoding.py --port 5000");
-}
-
-/** What a recorded run has otherwise than it was asked for, as warnings. */
-function differences(asked, own) {
-  const has = { chat: false, top_p: 1, ...own };
-  const names = ["num_speculative_tokens", "max_tokens", "chat"];
-  if (own.temperature) names.push("seed", "top_p");
-  const others = names.filter((name) => (asked[name] ?? has[name]) !== has[name]);
-  const words = others.map((name) => `${name} ${has[name]}`).join(", ");
-  return others.length ? [`This page has no server, and the run was recorded with ${words}.`] : [];
+  const { model, recorded_at: day, runs } = recorded;
+  const names = new Set(runs.map(({ request }) => request.drafter));
+  return new ServerError(`This page has no server. Its menus offer what ${model} has done on ${day}, `
+    + `with ${[...names].join(", ")}. For anything else: python 08_speculative_decoding.py --port 5000`);
 }
 
 const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});

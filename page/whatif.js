@@ -3,7 +3,7 @@
 
 import { balanceOf, bestK, breakEven, drawCosts, LARGEST_K } from "./curve.js";
 import { byId, element, slider, write } from "./elements.js";
-import { short, times } from "./words.js";
+import { nameOfPrompt, short, times } from "./words.js";
 
 const SLIDERS = {
   alpha: ["α, how often a guess is right once all before it were", 0.7, [0, 1, 0.01]],
@@ -44,8 +44,8 @@ export class WhatIf {
     const costs = health.controller?.costs_by_batch?.["1"];
     if (Object.keys(curve?.pass_ms ?? {}).length > 1) {
       this.#curve = curve;
-      const [one, six] = [costs?.pass_ms, costs?.pass_ms + 5 * costs?.token_ms];
-      const believed = one ? `The controller believes that six positions take ${times(six / one)}.` : "";
+      const six = costs?.token_ms && times(1 + (5 * costs.token_ms) / costs.pass_ms); // if it was seen
+      const believed = six ? `The controller believes that six positions take ${six}.` : "";
       this.#source = `The curve was measured in idle time on ${curve.measured_at.slice(0, 10)}. ${believed}`;
     } else if (costs?.pass_ms) {
       this.#curve = { pass_ms: { 1: costs.pass_ms, 2: costs.pass_ms + costs.token_ms } };
@@ -61,7 +61,7 @@ export class WhatIf {
     const point = this.#points.get(this.#chosen) ?? best;
     for (const name of point && !this.#isTouched ? ["alpha", "k", "c"] : []) {
       const input = byId(idOf(name));
-      input.max = Math.max(input.max, point[name]);
+      input.max = Math.max(SLIDERS[name][2][1], point[name]);
       input.value = point[name];
     }
     const press = { type: "button", click: () => this.#touch(false) };
@@ -108,7 +108,7 @@ export function fromRace({ compare, metrics: { speculative_decoding: told } }, r
   const { costs: { alpha, c }, measured_speedup: speedup, disturbed } = compare;
   if (alpha === null || c === null || speedup === null) return [];
   const [name, k, tokens] = [told.drafter, draftedPerCycle(told), told.tokens_per_pass];
-  const source = recordedOn ? `recorded on “${recordedOn}”` : "the last race";
+  const source = recordedOn ? `recorded on “${nameOfPrompt(recordedOn)}”` : "the last race";
   return [{ name, alpha, k, c, speedup, tokens, disturbed, source, rank: recordedOn ? 1 : 2 }];
 }
 

@@ -57,6 +57,7 @@ export function originOf({ kind }, { step }) {
   return step ? "the target’s own token; nothing was drafted" : "the target’s first token, after the prefill";
 }
 
+export const nameOfPrompt = (name) => texts.prompts[name] ?? name.replaceAll("_", " ");
 /** What a run gave, in figures that add up: the prefill gives the first token. */
 export const pace = ({ tokens, passes, tokensPerPass }) => (
   `${counted(tokens, "token")}, ${tokens - 1} of them in ${counted(passes, "pass", "passes")}: `

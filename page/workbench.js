@@ -25,7 +25,7 @@ const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SEEN_WELL = 7; // drafted tokens, where nobody asks for more
 const SLOW_MS = 700; // of a phase that is shown slowly
-const LOADING = "The model is being loaded.";
+const [LOADING, SILENT] = ["The model is being loaded.", "The server does not answer."];
 
 const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
 const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
@@ -55,16 +55,18 @@ function begin(wanted, messages = null, answer = null, ended = () => {}) {
   try {
     session.request = form.request(wanted === "racing", messages);
     if (isUnrecorded(session.request)) throw unrecorded(); // what is shown stays
+    if (isRecorded) Object.assign(session.request, recordedRun(session.request).request);
   } catch (error) { showError(error); return false; }
   const { request } = session;
   if (answer) [answer.session, session.text] = [session, answer.text];
-  else text.clear(request.prompt + (request.chat || (isRecorded && health.chat_template) ? "\n" : ""));
+  else text.clear(request.prompt + (request.chat ? "\n" : ""));
   showTalk(Boolean(answer));
   look(session);
   race.begin(`${askedFor(request)}: ${request.prompt}`, request.compare);
   const seen = byId(request.compare ? "racing" : "cycle");
   if (session.isAsked && isNarrow()) seen.scrollIntoView(); // below the text, which sticks to the top
   else if (session.isAsked) [byId("reading"), seen].forEach(reveal);
+  if (byId("server").textContent === SILENT) askHealth().catch(showError); // it may be back
   setMode(wanted);
   run = { session, ended, follows: true };
   run.stream = new Run(request, form.key, shown, wanted === "stepping");
@@ -76,6 +78,8 @@ function look(session) {
   [now, drawnAt] = [session, 0];
   Object.assign(byId("cycle-number"), { disabled: true, max: 0, value: 0 });
   for (const id of ["cycle-count", "cycle-settings", "whole-text", "notes"]) write(id, "");
+  clearTimeout(slowly);
+  enable("slow", false);
   if (!health?.engine) write("cycle-says", texts.says.cycle);
   byId("cycle").style.minHeight = `${byId("cycle").offsetHeight}px`; // until a cycle is there again
   picture.clear();
@@ -84,7 +88,6 @@ function look(session) {
 }
 
 const nameOf = (session, id) => session.names.get(id) ?? `#${id}`;
-
 const shown = {
   take(event) {
     const { session } = run;
@@ -107,15 +110,16 @@ const shown = {
   },
   ended({ state, error }) {
     const [{ session, ended }, isFinished] = [run, state === "finished"];
-    drawPictures(isFinished && mode !== "stepping");
-    run = null;
+    const isEnd = isFinished && mode !== "stepping";
     setMode("idle");
+    if (state === "failed") showError(error); // which takes room of the text
+    drawPictures(isEnd);
+    run = null;
     if (isFinished) showAnswer(session);
     else say(state === "stopped" ? "Stopped." : "Failed.");
     if (session.request.compare && !isFinished) race.breakOff();
     session.asAnswer?.finish(session);
-    if (state === "failed") showError(error);
-    else if (!isRecorded) askHealth().catch(showError); // a recording stays as it was
+    if (state !== "failed" && !isRecorded) askHealth().catch(showError); // a recording stays as it was
     if (session.isAsked) writeLink();
     ended(isFinished ? session : null);
   },
@@ -129,10 +133,8 @@ function showAnswer(session) {
   const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
   const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
   byId("notes").replaceChildren(...[...answer.warnings, ...more].map((words) => element("li", words)));
-  if (isRecorded) {
-    const { events, prompt } = recordedRun(request);
-    whatIf.add(fromRace(events.at(-1), prompt));
-  }
+  const recordedAs = isRecorded && recordedRun(request);
+  if (recordedAs) whatIf.add(fromRace(recordedAs.events.at(-1), recordedAs.prompt));
   if (!request.compare) return;
   race.finish(answer, (id) => nameOf(session, id));
   whatIf.add(fromRace(answer));
@@ -165,6 +167,7 @@ function showCycle(step, place = null, isAsked = false, isTelling = false) {
   showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1), isAsked);
   byId("cycle").style.minHeight = "";
   enable("back", step > 0);
+  enable("slow", mayMove());
   if (!isAsked) return;
   if (run) run.follows = step === last;
   writeLink();
@@ -178,8 +181,7 @@ function showPlace(place, isAsked = false) {
 }
 
 function playSlowly(phase = 0) {
-  const phases = now.at < 0 ? [] : phasesOf(now.cycles[now.at]);
-  if (!phases.length || !mayMove()) return;
+  const phases = phasesOf(now.cycles[now.at]);
   clearTimeout(slowly);
   picture.show(phase, true);
   write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
@@ -191,7 +193,6 @@ function playSlowly(phase = 0) {
 }
 
 const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
-
 /** Go one cycle on. Behind the last one ask for a new one, or begin a new run, which no arrow key does. */
 function onward(isKey = false) {
   if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
@@ -213,7 +214,7 @@ function showError(error) {
   byId("error").replaceChildren(...(error ? [element("p.error", form.words(error))] : []));
   form.mark(error?.param ?? null);
   if (error?.status === 401) form.askForKey();
-  if (error?.isGone) write("server", "The server does not answer.");
+  if (error?.isGone) write("server", SILENT);
 }
 
 /** Say what the run had where the form has something else by now; What if? follows the form. */
@@ -265,9 +266,12 @@ function followLink() {
 function runAgain({ at, ...fields }) {
   if (mode !== "idle") return;
   const before = form.settings;
+  byId("workbench").scrollIntoView();
   form.fill({ verification: "", seed: "", json_schema: "", ...fields });
   byId("more").open ||= form.settings !== before; // one should see what is not as usual
-  byId("workbench").scrollIntoView();
+  const param = ["drafter", "verification"].find((name) => fields[name] && byId(name).value !== fields[name]);
+  if (param) byId(param).selectedIndex = 0;
+  if (param) return showError({ message: `“${fields[param]}” is not offered here.`, param });
   begin("running", null, null, (session) => (
     session && at && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
 }
@@ -381,10 +385,14 @@ async function load() {
     if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
     if (isOpening) followLink(); // later the address tells of a run that was made here
-    if (isOpening && isRecorded && mode === "idle") begin("running"); // there is something to look at
+    const isFree = mode === "idle" && !byId("error").hasChildNodes();
+    if (isOpening && isRecorded && isFree) begin("running"); // there is something to look at
     isOpening = false;
     if (mode === "idle") setMode("idle");
-  } catch (error) { showError(error); }
+  } catch (error) {
+    if (!health) ["server", "status"].forEach((id) => write(id, "Nothing is loaded."));
+    showError(error);
+  }
 }
 
 byId("key").addEventListener("change", load);

@@ -10,7 +10,8 @@ A request has at most one of them.
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 from grammars import CHOICE, JSON, LARK, OPEN, POSSIBLE, REGEX, Grammar, source_of, vocabulary_of
@@ -116,10 +117,39 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
 # Of a rule of Lark's. What the first two count is not taken back with a draft's tokens, and nobody
 # reads temperatures.
 _ATTRIBUTES = re.compile(r"\w\s*\[[^\]]*\b(max_tokens|stop|temperature)\s*=")
+_OF_RULES = re.compile(r"%json\s*(.+)")  # what of Lark's rules is a schema
+_NOTES = {"description", "title", "$comment"}
 
 
-def _check_value(kind: str, value: Any, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for what llguidance takes, and does something else with."""
+def _texts(schema: Any) -> Iterator[str]:
+    """The texts in a schema that may constrain: all but notes for people."""
+    if isinstance(schema, str):
+        yield schema
+    elif isinstance(schema, dict):
+        for key, part in schema.items():
+            if not (key in _NOTES and isinstance(part, str)):
+                yield key
+                yield from _texts(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _texts(part)
+
+
+def _literal_texts(kind: str, value: Any) -> Iterator[str]:
+    """The texts in a constraint where a special token's would be taken for the token."""
+    if kind == LARK and "::=" not in value:  # rules of Lark's may name a token, but for schemas
+        for part in _OF_RULES.findall(value):
+            with suppress(ValueError):
+                yield from _texts(json.JSONDecoder().raw_decode(part)[0])
+    else:
+        yield from _texts(value)
+
+
+def _check_value(kind: str, value: Any, special: Collection[str]) -> None:
+    """Raises ValueError for what llguidance takes, and does something else with.
+
+    `special` are the texts of tokens that no text has.
+    """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     most = _MOST_OF_RULES if kind == LARK else _MOST_CHARACTERS
     if len(text) > most:
@@ -128,9 +158,9 @@ def _check_value(kind: str, value: Any, tokenizer: Tokenizer) -> None:
         raise ValueError("ends with a backslash that escapes nothing")
     if kind == LARK and (attribute := _ATTRIBUTES.search(text)):
         raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
-    plain = text.replace("\\", "")
-    for token in tokenizer.all_special_tokens if kind != LARK else ():
-        if token in plain:  # its text would be taken for the token
+    plain = "\n".join(_literal_texts(kind, value)).replace("\\", "")
+    for token in special:
+        if token in plain:
             raise ValueError(f"holds {token}, which is a token of its own")
     if isinstance(value, dict):
         _check_schema(value)
@@ -157,11 +187,12 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     name, kind, value = constraint
     target = engine.target
     try:
-        _check_value(kind, value, target.tokenizer)
+        words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
+        vocabulary = vocabulary_of(*words)
+        _check_value(kind, value, vocabulary.special)
         reasoning = reasoning_of(target.tokenizer, prompt)
         has_tokens = "</think>" in target.tokenizer.added_tokens_encoder
         source = source_of(kind, value, reasoning, has_tokens)
-        words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
-        return vocabulary_of(*words).compiled(source)
+        return vocabulary.compiled(source)
     except (ValueError, RecursionError) as error:
         raise wrong(name, f"cannot be used: {one_line(error, longest=200)}") from error

@@ -299,6 +299,7 @@ BAD = [  # route, fields, what the message begins with
     (MESSAGES, {"tools": [{"name": "a b"}]}, "tools[0].name must"),
     (MESSAGES, {"tools": [{"name": "a", "input_schema": 5}]}, "tools[0].input_schema must"),
     (MESSAGES, {"tool_choice": "any"}, "tool_choice.type must"),
+    (MESSAGES, {"tool_choice": {"type": ["any"]}}, "tool_choice.type must"),
     (MESSAGES, {"stop_sequences": [5]}, "stop_sequences must"),
     (MESSAGES, {"output_config": {"format": {"type": "xml"}}}, "output_config.format must"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": 5}}},

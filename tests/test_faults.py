@@ -66,7 +66,7 @@ def test_a_drafter_s_fault_never_changes_a_token(server, fault, way):
     assert len(body["warnings"]) == 1 and fault in body["warnings"][0]
     assert is_sound(server)
     after = server.health()["warnings"]
-    assert any(f"times {fault} failed" in warning for warning in after) and after != before
+    assert any(f"failures of {fault}: " in warning for warning in after) and after != before
 
 
 @pytest.mark.parametrize("guessed", [5, ["the"]], ids=str)
@@ -102,6 +102,13 @@ def test_a_target_s_fault_fails_its_own_request_alone(server, plain_ids, path):
     assert server.generate(**FIELDS)[1]["token_ids"] == plain_ids  # these may have failed in a row
     assert is_sound(server) and any("tried again" in w for w in server.health()["warnings"])
     assert b"engine_faults_total 0" not in server.call("GET", "/metrics")[2]
+
+
+def test_clients_mistakes_say_nothing_of_the_engine(server):
+    """Here a text of which no token is left, which only its pass tells."""
+    wrong = FIELDS | {"allowed_token_ids": [0], "ignore_eos": True}
+    assert [server.generate(**wrong)[0] for _ in range(4)] == [400] * 4
+    assert server.is_ready()
 
 
 def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(server, plain_ids):

@@ -28,7 +28,7 @@ GENERATE, COMPLETIONS, CHAT = ROUTES
 SCHEMA = closed(unit={"enum": ["C", "F"]}, days={"type": "integer", "minimum": 1, "maximum": 9})
 REGULAR, CHOICES = "(red|green), [0-9]{2}", ["red", "green", "blue"]
 LARK = 'start: ("red" | "green") ", " /[0-9]{2}/'
-GBNF = 'root ::= ("red" | "green") ", " [0-9] [0-9]'
+GBNF = r'root ::= ("red" | "\u0067\U00000072een") "\u002c " [0-9] [\u0030-\u0039]'
 
 
 def wrapped(schema):
@@ -167,9 +167,17 @@ def test_what_cannot_be_a_format_is_a_400_that_names_the_field(client, case, rou
 def test_the_text_of_a_special_token_is_no_format(client, demo_engine):
     """llguidance would force the token, and then refuse it."""
     token = demo_engine.target.tokenizer.all_special_tokens[0]
-    for fields in ({"choice": [token]}, {"json_schema": {"const": f"a {token}"}}, {"regex": token}):
+    schema = closed(a={"const": f"a {token}"})
+    rules = f'root ::= "{token}"', f"start: %json {json.dumps(schema)}"
+    wrong = {"choice": [token]}, {"json_schema": schema}, {"regex": token}
+    for fields in (*wrong, *({"grammar": text} for text in rules)):
         status, body = asked(client, GENERATE, **fields)
         assert status == 400 and is_error(body, *fields) and token in body["error"]["message"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    status, body = asked(client, CHAT, tools=tools)
+    assert status == 400 and is_error(body, "tools") and token in body["error"]["message"]
+    said = closed(a={"const": "a", "description": f"never {token}"})  # for people
+    assert asked(client, GENERATE, json_schema=said)[1]["text"] == '{"a":"a"}'
 
 
 def test_no_format_and_any_text_are_free_text_and_a_schema_that_allows_all_is_any_json(client):

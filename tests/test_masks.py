@@ -3,17 +3,18 @@
 Typical sampling is transformers' as well. Stop strings end a text wherever a token ends.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import assert_decided_by, run
+from conftest import assert_decided_by, run, scripted_engine
 from transformers import TypicalLogitsWarper
 from transformers.generation import logits_process
 
 from grammars import REGEX, source_of, vocabulary_of
-from messages import Draft
+from messages import Draft, Request
 from sampling import Noise, penalise
 from text import TextStream
 
@@ -129,6 +130,47 @@ def test_masks_that_leave_nothing_end_a_request_in_one_sentence(demo_engine, pro
             fields = {"sampling": core.Sampling(**only, **way), "drafter": "ngram"}
             with pytest.raises(core.messages.RequestError, match="together allow no token"):
                 run(demo_engine, prompts["repetitive_colours"], **fields)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("end", ["grammar", "stop", "stop_token_ids", "nothing"])
+def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
+    demo_engine, prompts, way, end
+):
+    """Plain decoding never asks what follows there. Where the text goes on, it asks and fails."""
+    target, prompt, fields = demo_engine.target, prompts["repetitive_colours"], {}
+    masks = {"allowed_token_ids": (COMMA, RED), "bad_words": ((COMMA, COMMA), (COMMA, RED))}
+    if end == "grammar":  # behind it only the model's end might come
+        words = vocabulary_of(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
+        fields["grammar"] = words.compiled(source_of(REGEX, " (red|green), pink"))
+        masks = {"bad_words": tuple((token,) for token in target.eos_ids)}
+    elif end != "nothing":
+        fields[end] = (",",) if end == "stop" else {COMMA}
+    fields |= {"max_tokens": 30, "sampling": core.Sampling(**masks, **WAYS[way])}
+    oracle = scripted_engine(demo_engine, lambda text, limit: known[len(text) :][:limit])
+    num_accepted = 0
+    for seed in range(5):
+        s = demo_engine.open(Request(prompt, seed=seed, **fields))
+        while not s.finish_reason:
+            demo_engine.step([s])
+        demo_engine.close(s)
+        assert (s.finish_reason == "error") == (end == "nothing")
+        known = s.tokens
+        ours = oracle.open(Request(prompt, drafter="scripted", seed=seed, **fields))
+        while not ours.finish_reason:
+            oracle.step([ours])
+        oracle.close(ours)
+        assert ours.finish_reason == s.finish_reason
+        assert ours.output == s.output or way == "rejection"
+        num_accepted += ours.statistics.num_accepted_draft_tokens
+        if end in ("stop_token_ids", "nothing") and way != "rejection":
+            ends = {COMMA} if end == "stop_token_ids" else set()
+            method = prompt, 30, ends, fields["sampling"], seed
+            drafter = oracle.pool.drafters["scripted"]
+            with nullcontext() if ends else pytest.raises(core.messages.RequestError):
+                assert core.speculate(target, drafter, *method) == s.output
+    assert num_accepted > 4
+    assert target.cache.lengths == [0] * target.cache.num_rows
 
 
 class Letters:

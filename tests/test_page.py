@@ -453,7 +453,7 @@ def test_both_lanes_move_while_a_race_runs_and_it_and_a_cycle_replay_slowly(open
     page.add_init_script(STREAMED)
     page.clock.install(time=0)
     page.reload()
-    page.act(("look", "", READY), ("click", "#race", {}))
+    page.act(("look", "", READY | {"#slow[aria-disabled=true]": 1}), ("click", "#race", {}))
     page.clock.pause_at(100_000)
 
     def lanes(*pushed, waits_ms=(100, 100)):
@@ -482,6 +482,13 @@ def test_both_lanes_move_while_a_race_runs_and_it_and_a_cycle_replay_slowly(open
     page.clock.run_for(700)
     page.see({"#cycle-says": "The drafter guesses"})
     page.act(("click", "#race", {"#race-clock": exactly("0.0 ms")}))  # another race begins at 0
+    page.evaluate(
+        "(text) => window.push(text)", lines(*fast, *slow, answer_of(fast, compare=COMPARED))
+    )
+    until(lambda: page.clock.run_for(1) or "slower" in page.text_content("#race-pace"))
+    page.act(({"drafter": "none"}, "#run", {"#race-says": "Press Race"}))  # amid the replay
+    page.clock.run_for(8000)
+    page.see({"#race-says": "Press Race", "#track:visible": 0})
 
 
 def test_where_the_controller_may_draft_more_the_page_asks_for_what_is_seen_well(open_page):
@@ -561,10 +568,14 @@ def test_a_server_that_loads_and_one_that_goes_away_are_told(open_page, tmp_path
             ("click", "#stop", {".turn .note": "it does not count as a turn"}))  # fmt: skip
         gate.open()
         server.wait_until_idle()
+        health = server.health()
         gate.shut()
         page.act(("click", "#run", {TOKENS: 1}))
     gone = {"#error": "broke off", "#server": "The server does not answer.", TOKENS: 1}
     page.act(("look", "", gone), ("click", "#run", {"#error": "The server cannot be reached"}))
+    page.route("**/health", lambda route: route.fulfill(json=health))  # it is back
+    page.mock(lines(FIRST, answer_of([FIRST])))
+    page.act(("click", "#run", DONE | {"#server": "runs here"}))
 
 
 def test_a_failing_drafter_one_token_or_no_drafter_is_shown_as_it_is(open_page, failing_drafter):
@@ -575,7 +586,7 @@ def test_a_failing_drafter_one_token_or_no_drafter_is_shown_as_it_is(open_page, 
             ran(asked | {"drafter": "fails"}),
             ("look", "", {
                 "#notes": "drafter fails failed (on purpose)", f"{TOKENS}.plain": 6,
-                "#server": "times fails failed", "#drafters": "A drafter of your own."}),
+                "#server": "failures of fails: 1;", "#drafters": "A drafter of your own."}),
             ("Home", CYCLE, {"#cycle-says": "the prompt (1 token)"}))  # fmt: skip
         health = server.health() | {"drafters": [], "drafter": "none"}
         page = open_page(server, {})
@@ -643,7 +654,7 @@ def test_all_is_in_sight_nothing_overflows_at_any_k_and_axe_finds_nothing(open_p
         assert page.flaws(*changed) == [], button
     page.see({"#workbench details:not([open])": 4})  # the settings, numbers, What if?, the model
     page.unfold()
-    for k in (1, 16):
+    for k in (1, 7, 16):
         page.run(num_speculative_tokens=k)
         for token in page.locator(TOKENS).all()[:9]:
             token.click()

@@ -382,7 +382,8 @@ def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
     page.act(
         *(ask(first | other, {"#error": (*REFUSAL, told["recorded_at"])}) for other in OTHERS),
         ask(first | {"num_speculative_tokens": 7}, {
-            "#notes": "recorded with num_speculative_tokens 5."}))  # fmt: skip
+            "#cycle-settings": "other settings than the form has now: ngram, K = 5"}),
+        ask(first | {"drafter": "foo"}, {"#error": "“foo” is not offered here"}))  # fmt: skip
 
 
 KEPT = DONE | {"#cycle-says": "tells most"}
@@ -493,6 +494,17 @@ def test_the_text_the_cycle_and_the_race_fill_a_desktop_s_window(open_story):
     assert page.flaws("#request", "#text", "#cycle", "#racing", "#race-says", "#model") == []
     for part in ("#racing", "#model"):
         assert sum(page.locator(part).bounding_box()[side] for side in ("y", "height")) > 800
+
+
+def test_a_tablet_that_is_turned_shows_the_chapter_that_is_read_in_slots_of_one_width(open_story):
+    page = open_story(viewport={"width": 1024, "height": 1366})
+    page.set_viewport_size({"width": 768, "height": 1024})
+    page.act(*[("reach", chapter, {}) for chapter in CHAPTERS], ("reach", "reject", {}))
+    slots = page.locator("#scene-pass .slot").all()
+    assert len({round(slot.bounding_box()["width"]) for slot in slots}) == 1 and len(slots) == 7
+    page.set_viewport_size({"width": 844, "height": 390})
+    page.act(("reach", "rejection", {}), ("max", "#move-draws", {}))
+    page.see({"#scene-plot": lambda plot: plot.evaluate("p => p.scrollHeight <= p.clientHeight")})
 
 
 def test_what_a_finger_presses_is_44_px_high_or_has_as_much_room(open_story):

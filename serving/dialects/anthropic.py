@@ -93,7 +93,7 @@ def _translate(fields: Json, sent: dict[str, str]) -> None:
         fields["continue_final_message"] = True  # as this protocol has it
     to_chat.read_tools(fields, sent, ("custom", None), "input_schema")
     if (choice := fields.pop("tool_choice", None)) is not None:
-        kind = choice.get("type") if isinstance(choice, dict) else None
+        kind = str(choice.get("type")) if isinstance(choice, dict) else ""
         if kind != "tool" and kind not in _CHOICES:
             raise wrong("tool_choice.type", "must be auto, any, tool or none")
         to_chat.read_choice(fields, choice if kind == "tool" else _CHOICES[kind])
