@@ -46,12 +46,14 @@ from text import TextStream
 
 
 # -------------------------------------------------------------------------------- the method
-def verify(draft: Draft, choice_after: Callable[[int], Any]) -> tuple[list[Judgement], list[int]]:
+def verify(
+    draft: Draft, choice_after: Callable[[int], int | None]
+) -> tuple[list[Judgement], list[int]]:
     """Walk along the draft for as long as it holds the token that the target chooses itself.
 
-    choice_after(i) is the target's choice after drafted token i; choice_after(-1), after the
-    pending token. Token i of a chain has one child, token i + 1. A draft may also be a tree, in
-    which a token has several. Returns what became of the tokens, and the accepted ones' indexes.
+    choice_after(i) is the target's choice after drafted token i, or None where no token may follow;
+    choice_after(-1), after the pending token. Token i of a chain has one child, token i + 1. In a
+    tree a token has several. Returns what became of the tokens, and the accepted ones' indexes.
     Tokens behind a rejected one are not judged.
 
     Only the target's choices are emitted. A choice is made only after all tokens before it matched,
@@ -63,7 +65,7 @@ def verify(draft: Draft, choice_after: Callable[[int], Any]) -> tuple[list[Judge
     judged, accepted, at = list[Judgement](), list[int](), -1
     while True:
         chosen, children = choice_after(at), draft.children(at)
-        if chosen is None:  # nothing may follow what was accepted, which may end the text
+        if chosen is None:  # the text may end here; if not, the next pass fails
             return judged, accepted
         matching = [i for i in children if draft.tokens[i] == chosen]
         if not matching:
@@ -265,9 +267,9 @@ def sample(
 def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) -> list[Judgement]:
     """Rejection sampling, the classical rule: the output is distributed exactly as p.
 
-    p [n + 1, V] is the target's distribution after pending, d1, …, dn. A drafted token is accepted
-    if u < p / q. The first rejected token is replaced by one drawn from norm(max(0, p - q)). If
-    none was rejected, a bonus token is drawn from the last row. The chance of a token x is then
+    p [n + 1, V] is the target's distribution after pending, d1, …, dn; 0 where no token may follow.
+    A drafted token is accepted if u < p / q. The first rejected one is replaced by one drawn from
+    norm(max(0, p - q)). If none was, a bonus is drawn from the last row. The chance of x is then
     q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
     No rule for one token accepts more: the chance is Σ min(p, q). But the text depends on drafts.
     """
@@ -360,8 +362,7 @@ class Engine:
 
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. ValueError: bad prompt or drafter, or no free row."""
-        sizes = self.target.max_length, self.target.vocab_size
-        admitted, warnings = request.admitted(*sizes, self.pool.choices)
+        admitted, warnings = request.admitted(self.target, self.pool.choices)
         s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
         s.warnings += warnings
         self.pool.open(s.drafting)

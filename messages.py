@@ -140,14 +140,13 @@ class Request:
         first, *others = (replace(self, seed=seed) for seed in seeds)
         return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
-    def admitted(
-        self, context: int, vocab_size: int, drafters: Collection[str]
-    ) -> tuple["Request", list[str]]:
+    def admitted(self, target: "Model", drafters: Collection[str]) -> tuple["Request", list[str]]:
         """The request as it can be served, and warnings.
 
-        Fewer tokens where the context of so many has no room for more; no drafter where none may
-        be drafted. Raises ValueError for a bad prompt, or a drafter that is none of these.
+        Fewer tokens where the context has no room for more; no drafter where none may be drafted.
+        Raises ValueError for a bad prompt, or a drafter that is none of these.
         """
+        context, vocab_size = target.max_length, target.vocab_size
         if self.drafter not in (None, *drafters):
             raise ValueError(f"unknown drafter {self.drafter!r}")
         check_prompt(self.prompt, context, vocab_size, self.max_tokens)
@@ -377,6 +376,7 @@ class Cycle:
         # the target's own; what stays of it is in `tokens`.
         self.emitted = [judgement for judgement in self.judged if judgement.kind != "rejected"]
         self.tokens = self.emitted[: self.num_kept]
+        # Else the text was cut, or nothing may follow.
         self.is_whole = self.num_kept == len(self.emitted) and self.tokens[-1].kind != "accepted"
         self.num_drafted = len(self.path) if self.is_whole else self.num_kept
         beside = len(self.draft.tokens) - len(self.path)  # in other branches than the text's

@@ -436,7 +436,10 @@ def _leaders(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Weights and ids of the `count` best survivors, best first, and the sum of all weights."""
     if kernels.can_choose():
-        return kernels.leaders(scores, transforms, count)
+        try:
+            return kernels.leaders(scores, transforms, count)
+        except ValueError:
+            raise _no_draw(float(scores.max())) from None
     weights, ids = survivors(scores, *transforms)
     first = np.argsort(-scores.numpy(force=True)[ids], kind="stable")[:count]
     return weights[first], ids[first], total(weights)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from messages import Doubts, Draft, Model, Sampling, Verdict
-from sampling import Noise, confidence
+from sampling import Noise, NothingLeft, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
@@ -99,8 +99,8 @@ class ModelState:
 class Chain:
     """A model's draft in the making.
 
-    It may stop early, but not under the rule of rejection: the random numbers after a rejection are
-    used again, so a later K that was chosen by what was drawn would bias the text.
+    It may stop early, but under the rule of rejection never because it doubts what was drawn: later
+    drafts would depend on that, and the random numbers after a rejection are used again.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
@@ -124,8 +124,15 @@ class Chain:
         return not self._confidence or goes_on is None or goes_on(self._confidence)
 
     def extend(self, logits: Tensor, sample: Sample) -> int:
-        """Draw the next token by the drafter's logits [V]; see Context for `sample`."""
-        token, q = sample(logits, self.text, self._state.sampling, self._state.noise)
+        """Draw the next token by the drafter's logits [V]; see Context for `sample`.
+
+        Where nothing may follow, the text may end there, and so the draft ends.
+        """
+        try:
+            token, q = sample(logits, self.text, self._state.sampling, self._state.noise)
+        except NothingLeft:
+            self._limit = len(self.tokens)
+            return 0  # for nobody
         if q is not None:
             self._probs.append(q)
         if self._state.goes_on is not None:

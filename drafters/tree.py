@@ -22,7 +22,7 @@ Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 240
 from torch import Tensor
 
 from messages import Draft, Verdict
-from sampling import ranked
+from sampling import NothingLeft, ranked
 
 from .base import ModelState, Sample
 
@@ -61,6 +61,7 @@ class TreeBuilder:
         self._branch: Path = ()
         self._chances: dict[Path, float] = {}
         self._confidence: dict[Path, float] = {}
+        self._has_ended = False
 
     @property
     def _chance(self) -> float:
@@ -70,7 +71,11 @@ class TreeBuilder:
     def extend(self, logits: Tensor, _: Sample) -> int:
         """Add what the model's logits [V] say; returns the token that the branch goes on with."""
         state, text = self._state, [*self._state.text, *self._branch]
-        return self.grow(ranked(logits, text, state.sampling, state.noise, _BESIDE + 1))
+        try:
+            return self.grow(ranked(logits, text, state.sampling, state.noise, _BESIDE + 1))
+        except NothingLeft:  # the text may end here
+            self._has_ended = True
+            return 0  # for nobody
 
     def grow(self, candidates: list[tuple[int, float]]) -> int:
         """Add what may follow the branch: tokens with their probabilities, the next one first.
@@ -88,7 +93,8 @@ class TreeBuilder:
     def is_open(self) -> bool:
         """Whether a longer branch would change the draft."""
         least = self._chance
-        return sum(chance >= least for chance in self._chances.values()) < self._limit
+        count = sum(chance >= least for chance in self._chances.values())
+        return count < self._limit and not self._has_ended
 
     def draft(self) -> Draft:
         """The tree."""

@@ -72,7 +72,8 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
     elif kind == CHOICE:
         source = grammar_from("regex", _any_of(sorted({*value})))
     else:
-        value = _CODE.sub(_written, value) if kind == LARK and "::=" in value else value
+        if kind == LARK and is_gbnf(value):  # llguidance drops a code's first zeros
+            value = in_characters(value, is_source=True)
         source = grammar_from("regex" if kind == REGEX else "grammar", value)
     if not reasoning:
         return source
@@ -82,15 +83,32 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
 
 
-_CODE = re.compile(r"\\\\|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")  # GBNF's, and a backslash
+def is_gbnf(rules: str) -> bool:
+    """Whether rules are GBNF, and not Lark's."""
+    from llguidance.gbnf_to_lark import is_lark_syntax
+
+    return not is_lark_syntax(rules)
 
 
-def _written(code: re.Match[str]) -> str:
-    """A code of GBNF's as a character, since llguidance drops a code's first zeros."""
-    if not (number := int(code[1] or code[2] or "0", 16)):
-        return code[0]
-    # Some of ASCII has a meaning there.
-    return f"\\x{number:02x}" if number < 128 else chr(min(number, 0x110000))
+_DIGIT = "[0-9a-fA-F]"
+_CODE = re.compile(rf"\\\\|\\x({_DIGIT}{{2}})|\\u({_DIGIT}{{4}})|\\U({_DIGIT}{{8}})")
+
+
+def in_characters(rules: str, is_source: bool = False) -> str:
+    """GBNF with characters in the place of their codes. Raises ValueError for a code of none.
+
+    In a source ASCII stays in codes, as some of it has a meaning there.
+    """
+
+    def character(code: re.Match[str]) -> str:
+        if code[0] == "\\\\":
+            return code[0]
+        number = int(code[1] or code[2] or code[3], 16)
+        if not 0 < number < 0x110000 or 0xD800 <= number < 0xE000:
+            raise ValueError(f"{code[0]} is no character")
+        return f"\\x{number:02x}" if is_source and number < 128 else chr(number)
+
+    return _CODE.sub(character, rules)
 
 
 def _any_of(texts: list[str], begin: int = 0) -> str:

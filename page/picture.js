@@ -80,7 +80,7 @@ export class Picture {
   /** Draw one of `cycles`, as it is at its end. */
   draw(cycle, cycles) {
     this.#parts = [];
-    const read = cycle.fed.length ? ` over ${counted(cycle.fed.length + 1, "position")}` : ""; // if it fits
+    const read = cycle.fed.length ? ` over ${counted(cycle.fed.length + 1, "position")}` : "";
     const draft = stage(this.#slots(cycle), `${MARKS.pass} one pass${read}`, this.#least);
     this.#from(cycle.proposals.length + 1, "lit", draft.lastChild);
     this.#box.replaceChildren(draft, this.#cache(cycle, tokensIn(cycles)),

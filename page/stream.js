@@ -63,7 +63,7 @@ export async function* generate(request, key, signal) {
 }
 
 export const recordedRun = ({ drafter, temperature = 0, verification, ...asked }) => (
-  recorded.runs.find(({ prompt, request }) => (
+  recorded?.runs.find(({ prompt, request }) => (
     recorded.prompts[prompt] === asked.prompt && request.drafter === (drafter || request.drafter)
     && request.temperature === temperature && !asked.json_schema
     && (!temperature || request.verification === (verification || "coupled")))));

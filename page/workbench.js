@@ -55,7 +55,7 @@ function begin(wanted, messages = null, answer = null, ended = () => {}) {
   try {
     session.request = form.request(wanted === "racing", messages);
     if (isUnrecorded(session.request)) throw unrecorded(); // what is shown stays
-    if (isRecorded) Object.assign(session.request, recordedRun(session.request).request);
+    if (isRecorded) Object.assign(session.request, recordedRun(session.request)?.request);
   } catch (error) { showError(error); return false; }
   const { request } = session;
   if (answer) [answer.session, session.text] = [session, answer.text];
@@ -260,10 +260,10 @@ function followLink() {
   if (fold) fold.open = true;
   fold?.scrollIntoView();
   const fields = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" });
+  if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" }, !health?.engine);
 }
 
-function runAgain({ at, ...fields }) {
+function runAgain({ at, ...fields }, isStrict = false) {
   if (mode !== "idle") return;
   const before = form.settings;
   byId("workbench").scrollIntoView();
@@ -271,7 +271,7 @@ function runAgain({ at, ...fields }) {
   byId("more").open ||= form.settings !== before; // one should see what is not as usual
   const param = ["drafter", "verification"].find((name) => fields[name] && byId(name).value !== fields[name]);
   if (param) byId(param).selectedIndex = 0;
-  if (param) return showError({ message: `“${fields[param]}” is not offered here.`, param });
+  if (param && isStrict) return showError({ message: `“${fields[param]}” is not offered here.`, param });
   begin("running", null, null, (session) => (
     session && at && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
 }

@@ -14,7 +14,19 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
-from grammars import CHOICE, JSON, LARK, OPEN, POSSIBLE, REGEX, Grammar, source_of, vocabulary_of
+from grammars import (
+    CHOICE,
+    JSON,
+    LARK,
+    OPEN,
+    POSSIBLE,
+    REGEX,
+    Grammar,
+    in_characters,
+    is_gbnf,
+    source_of,
+    vocabulary_of,
+)
 from messages import Engine, Json, one_line
 from models.prompts import Conversation, Tokenizer, is_text
 
@@ -117,32 +129,34 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
 # Of a rule of Lark's. What the first two count is not taken back with a draft's tokens, and nobody
 # reads temperatures.
 _ATTRIBUTES = re.compile(r"\w\s*\[[^\]]*\b(max_tokens|stop|temperature)\s*=")
-_OF_RULES = re.compile(r"%json\s*(.+)")  # what of Lark's rules is a schema
-_NOTES = {"description", "title", "$comment"}
+_SCHEMA = re.compile(r"%json\s*(?=\{)")  # behind it stands one of Lark's rules
+_NOTES = {"description", "title", "$comment", "default", "examples"}
 
 
-def _texts(schema: Any) -> Iterator[str]:
-    """The texts in a schema that may constrain: all but notes for people."""
+def _texts(schema: Any, notes: Collection[str] = _NOTES) -> Iterator[str]:
+    """The texts in a schema that constrain: all but `notes`, which are for people."""
     if isinstance(schema, str):
         yield schema
     elif isinstance(schema, dict):
         for key, part in schema.items():
-            if not (key in _NOTES and isinstance(part, str)):
+            if key not in notes or isinstance(part, dict):  # a dict: a property of that name
                 yield key
-                yield from _texts(part)
+                yield from _texts(part, () if key in ("const", "enum") else notes)
     elif isinstance(schema, list):
         for part in schema:
-            yield from _texts(part)
+            yield from _texts(part, notes)
 
 
 def _literal_texts(kind: str, value: Any) -> Iterator[str]:
     """The texts in a constraint where a special token's would be taken for the token."""
-    if kind == LARK and "::=" not in value:  # rules of Lark's may name a token, but for schemas
-        for part in _OF_RULES.findall(value):
-            with suppress(ValueError):
-                yield from _texts(json.JSONDecoder().raw_decode(part)[0])
-    else:
+    if kind != LARK:
         yield from _texts(value)
+    elif is_gbnf(value):
+        yield in_characters(value)
+    else:  # rules of Lark's may name a token, but not their schemas
+        for part in _SCHEMA.finditer(value):
+            with suppress(ValueError):
+                yield from _texts(json.JSONDecoder().raw_decode(value, part.end())[0])
 
 
 def _check_value(kind: str, value: Any, special: Collection[str]) -> None:
@@ -158,9 +172,9 @@ def _check_value(kind: str, value: Any, special: Collection[str]) -> None:
         raise ValueError("ends with a backslash that escapes nothing")
     if kind == LARK and (attribute := _ATTRIBUTES.search(text)):
         raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
-    plain = "\n".join(_literal_texts(kind, value)).replace("\\", "")
+    plain = [text.replace("\\", "") for text in _literal_texts(kind, value)]
     for token in special:
-        if token in plain:
+        if any(token in text for text in plain):
             raise ValueError(f"holds {token}, which is a token of its own")
     if isinstance(value, dict):
         _check_schema(value)

@@ -528,7 +528,8 @@ class Worker(Admission):
         except Exception as fault:  # the thread must outlive whatever happens to one request
             error = error or fault
         self._running.remove(job)
-        self._failures_in_a_row += getattr(error, "status", 500) >= 500 if error else 0
+        is_client_s = isinstance(error, RequestError) and error.status < 500
+        self._failures_in_a_row += error is not None and not is_client_s
         job.failure, job.left = job.failure or error, time.monotonic()
         self.meter.count(job)  # before its client can ask
         job.end(error)

@@ -143,6 +143,8 @@ WRONG = [  # fields, the one that the answer names, and what it says
     ({"grammar": "start: thing"}, "grammar", "cannot be used"),
     ({"grammar": 7}, "grammar", "must be a grammar"),
     ({"ebnf": "root ::= thing"}, "ebnf", "cannot be used"),
+    *(({"ebnf": rf'root ::= "\{code}"'}, "ebnf", rf"\{code} is no character")
+      for code in ("U00110000", "ud800", "u0000")),
     ({"choice": []}, "choice", "must be a list of texts"),
     ({"choice": ["a", 1]}, "choice", "must be a list of texts"),
     ({"guided_choice": "a"}, "guided_choice", "must be a list of texts"),
@@ -168,15 +170,17 @@ def test_the_text_of_a_special_token_is_no_format(client, demo_engine):
     """llguidance would force the token, and then refuse it."""
     token = demo_engine.target.tokenizer.all_special_tokens[0]
     schema = closed(a={"const": f"a {token}"})
-    rules = f'root ::= "{token}"', f"start: %json {json.dumps(schema)}"
-    wrong = {"choice": [token]}, {"json_schema": schema}, {"regex": token}
+    code, text = f"\\u{ord(token[0]):04x}{token[1:]}", json.dumps(schema, indent=1)
+    rules = f'root ::= "{token}"', f'root ::= "{code}"', f"start: %json {{}} %json {text}"
+    titled = {"json_schema": {"enum": [{"title": token}]}}
+    wrong = {"choice": [token]}, {"json_schema": schema}, {"regex": token}, titled
     for fields in (*wrong, *({"grammar": text} for text in rules)):
         status, body = asked(client, GENERATE, **fields)
         assert status == 400 and is_error(body, *fields) and token in body["error"]["message"]
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     status, body = asked(client, CHAT, tools=tools)
     assert status == 400 and is_error(body, "tools") and token in body["error"]["message"]
-    said = closed(a={"const": "a", "description": f"never {token}"})  # for people
+    said = closed(a={"const": "a", "description": f"never {token}", "default": token})
     assert asked(client, GENERATE, json_schema=said)[1]["text"] == '{"a":"a"}'
 
 

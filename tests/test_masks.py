@@ -148,6 +148,7 @@ def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
         fields[end] = (",",) if end == "stop" else {COMMA}
     fields |= {"max_tokens": 30, "sampling": core.Sampling(**masks, **WAYS[way])}
     oracle = scripted_engine(demo_engine, lambda text, limit: known[len(text) :][:limit])
+    strict = core.Engine(target, demo_engine.pool.drafters, is_strict=True)
     num_accepted = 0
     for seed in range(5):
         s = demo_engine.open(Request(prompt, seed=seed, **fields))
@@ -162,6 +163,9 @@ def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
         oracle.close(ours)
         assert ours.finish_reason == s.finish_reason
         assert ours.output == s.output or way == "rejection"
+        for drafter in ("draft_model", "mtp", "tree") if end != "nothing" else ():
+            own, _ = run(strict, prompt, drafter=drafter, seed=seed, **fields)
+            assert not own.warnings and (own.output == s.output or way == "rejection")
         num_accepted += ours.statistics.num_accepted_draft_tokens
         if end in ("stop_token_ids", "nothing") and way != "rejection":
             ends = {COMMA} if end == "stop_token_ids" else set()

@@ -626,6 +626,7 @@ def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_not
             ({"message": "hi"}, "#send", DONE | {".answer": "hi"}))  # fmt: skip
         sent = [body for _, body, _ in replay.seen if body and "temperature" in body]
         assert len(sent) == 3 and "messages" in sent[-1]
+        page.act(("#prompt=x&drafter=ngram", "", DONE | {"#error p": 0}))  # it is not chosen here
         page.close()
 
 

@@ -557,7 +557,8 @@ def test_a_model_without_a_drafter_has_its_story_too(open_story):
 def test_a_page_without_its_recording_says_so(open_story):
     missing = "There is no recording recordings/nobody.json"
     seen = {"#error": "no recording", "#story": missing}
-    open_story(address="?model=nobody", expected=seen, refusals=["status of 404"])
+    page = open_story(address="?model=nobody", expected=seen, refusals=["status of 404"])
+    page.act(("#prompt=mine", "", seen))
 
 
 def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_story):
