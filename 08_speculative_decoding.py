@@ -99,7 +99,7 @@ def speculate(
     """
     sampling = sampling.behind(prompt)  # penalties count what is generated
     noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
-    state = drafter.open(prompt, sampling, noise)
+    state = drafter.open(list(prompt), sampling, noise)
     if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
         state.row = row
     layers = drafter.hidden_layers if drafter.needs_hidden else ()

@@ -124,7 +124,8 @@ class DrafterPool:
         request, failed = text.request, dict[str, Exception]()
         for name in self.readers(request):
             try:
-                state = self._call(name, "open", request.prompt, request.drafting, text.noise)
+                prompt = list(request.prompt)  # it may be the state, which grows
+                state = self._call(name, "open", prompt, request.drafting, text.noise)
                 if self.drafters[name].needs == "prediction":
                     state.take(request.prediction)
                 text.states[name] = state
@@ -283,11 +284,21 @@ class DrafterPool:
         for text, draft in zip(texts, proposed, strict=True):
             try:
                 check_draft(draft, text.task.limit, text.request.sampling, self._vocab_size)
+                draft = self._copied(draft)
                 sound.append(draft if self.can_grow(text) else longest(draft))
             except Exception as error:
                 self._lose(text, name, "propose_batch", error)
                 sound.append(Draft())
         return sound
+
+    def _copied(self, draft: Draft) -> Draft:
+        """A draft that its drafter cannot change before all of the batch are judged.
+
+        Under the coupled rule probs are only shown, and only if they fit.
+        """
+        fits = getattr(draft.probs, "shape", None) == (len(draft.tokens), self._vocab_size)
+        parents, probs = draft.parents and [*draft.parents], draft.probs if fits else None
+        return replace(draft, tokens=[*draft.tokens], parents=parents, probs=probs)
 
     def guess(self, text: DraftedText, name: str, max_tokens: int) -> Guess | None:
         """What a drafter would propose if it was asked; None from those that cannot tell.
@@ -430,9 +441,10 @@ def check_draft(draft: object, limit: int, sampling: Sampling, vocab_size: int) 
     if sure and not (len(sure) == count and all(0 <= chance <= 1 for chance in sure)):
         raise ValueError("confidence is not one number from 0 to 1 for each token")
     needs_q = draft.probs is not None and not sampling.is_coupled
-    if draft.parents is not None:
-        parents = list(draft.parents)
-        if len(parents) != count or not all(-1 <= p < i for i, p in enumerate(parents)):
+    if (parents := draft.parents) is not None:
+        are_places = isinstance(parents, list) and all(type(place) is int for place in parents)
+        is_tree = are_places and all(-1 <= place < i for i, place in enumerate(parents))
+        if not is_tree or len(parents) != count:
             raise ValueError(f"parents {parents!r:.100} for {count} tokens")
         if needs_q:
             raise ValueError("drawn tokens that branch cannot be judged by rejection")

@@ -39,7 +39,7 @@ JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of gramma
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 16  # grammars that are stored; one may take 100 MB
 _MOST_WAITING = 32  # requests with a new grammar; each may take .2 s
-_MOST_RESTARTS = 8  # of a text's matcher
+_MOST_RESTARTS = 8  # of a text's matcher at one place
 _LONG_TOKEN = 32  # bytes
 # For each byte of llguidance's bits eight numbers to add: 0, or −inf for what is forbidden. Looking
 # them up takes a tenth of the time of unpacking bits and filling in.
@@ -213,14 +213,15 @@ class Matcher:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
         self._tokens: list[int] = []  # of the text
-        self._num_restarts = 0
+        self._num_restarts = 0  # since it last went on
+        self._is_large = False  # its states are many: no draft shall add to them
         self._seen: tuple[Draft, np.ndarray] | None = None  # a draft, and its masks
 
     def mask(self, scores: Tensor, draft: Draft) -> Tensor:
         """Scores [n + 1, V] with −inf for what is forbidden after the pending and drafted tokens.
 
-        Rows behind a forbidden token stay as they are. Raises ValueError where the grammar cannot
-        go on: a state of it may be too large.
+        Rows behind a forbidden token stay as they are; behind what was not explored all is −inf.
+        Raises ValueError where the grammar cannot go on: a state of it may be too large.
         """
         seen, masks = self._seen or (None, None)
         if draft is not seen:
@@ -252,6 +253,9 @@ class Matcher:
             # Behind a whole text nothing is judged, and a rollback would go a token too far.
             if row[draft.tokens[child]] or self._matcher.is_stopped():  # −inf is true
                 continue
+            if self._is_large:  # the text may come there, and goes on with another pass
+                masks[child + 1] = -inf
+                continue
             self._matcher.consume_token(draft.tokens[child])
             try:
                 self._walk(draft, child, kept, masks)
@@ -264,7 +268,7 @@ class Matcher:
 
     def _restart(self, more: list[int]) -> None:
         """Begin again with the text and these tokens: an error of llguidance's matcher stays."""
-        self._num_restarts += 1
+        self._num_restarts, self._is_large = self._num_restarts + 1, True
         if self._num_restarts <= _MOST_RESTARTS:
             self._grammar.build()
             self._matcher = self._grammar.copy()
@@ -280,6 +284,8 @@ class Matcher:
         if self._matcher.is_error():
             self._restart([token])
             self._check()
+        else:
+            self._num_restarts = 0
         self._tokens.append(token)
         return self._matcher.is_stopped()
 
@@ -289,7 +295,7 @@ class Matcher:
         `is_drawn`: it is judged by rejection and was drawn from q. To drop a token because of what
         was drawn would change the distribution, so the first forbidden one stays, to be rejected.
         """
-        if self._num_restarts:  # states are many: no draft shall add to them
+        if self._is_large:
             return Draft()
         try:
             kept, masks = self._explore(draft)

@@ -80,6 +80,8 @@ class KernelForward:
             layer.begin(rows)
         for b, (row, text, wanted) in enumerate(zip(rows, tokens, num_logits, strict=True)):
             slot, length = cache.slot(row), cache.lengths[row]
+            if not text or wanted > len(text):
+                raise ValueError(f"{wanted} logits of {len(text)} tokens")
             if parents and any(parents):
                 fed.tree(slot, length, lines_of(parents[b] or [], len(text)))
             else:

@@ -92,7 +92,8 @@ def test_a_draft_knows_the_repetition_penalty(demo_engine, prompts, model, tempe
     (Draft([5, 6, 7], None, [-1]), "parents [-1] for 3 tokens"),
     (Draft([5, 6, 7], None, [-1, 1, 0]), "parents [-1, 1, 0]"),
     (Draft([5, 6, 7], None, [-2, 0, 1]), "parents [-2, 0, 1]"),
-    (Draft([5, 6, 7], None, "abc"), "'<=' not supported between"),
+    (Draft([5, 6, 7], None, "abc"), "parents 'abc' for 3 tokens"),
+    (Draft([5, 6, 7], None, [-1.0, 0.0, 1.0]), "parents [-1.0, 0.0, 1.0] for 3 tokens"),
 ])  # fmt: skip
 def test_a_drafter_that_fails_never_costs_the_answer(demo_engine, prompts, draft, reason):
     engine = conftest.scripted_engine(demo_engine, None)
@@ -127,6 +128,36 @@ def test_probs_that_cannot_be_are_a_failure_of_the_drafter(demo_engine, prompts,
     assert [reason in warning for warning in sequence.warnings] == [True] * bool(reason)
     for way in WAYS.values():  # nothing that a drafter says of its chances counts here
         assert not assert_lossless(engine, prompt, 8, "scripted", **way).warnings
+        fields = {"drafter": "scripted", "trace": True, "max_tokens": 8, **way}
+        assert not run(engine, prompt, **fields)[0].warnings
+
+
+class Careless(conftest.ScriptedDrafter):
+    """One list is every draft, and is emptied as soon as a verdict is heard; the prompt grows."""
+
+    def open(self, prompt, sampling, noise):
+        return prompt
+
+    def propose(self, state, max_tokens):
+        self.script[:] = [*state[-1:], *state[-3:]][:max_tokens]
+        return Draft(self.script)
+
+    def observe(self, state, verdict):
+        super().observe(state, verdict)
+        self.script.clear()
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_a_careless_drafter_changes_no_text(demo_engine, prompts, num_requests):
+    engine = core.Engine(demo_engine.target, {"careless": Careless([])}, "careless")
+    texts = list(prompts.values())[:num_requests]
+    fields = {"max_tokens": 12, "logprobs": 2, "trace": True}
+    plain = [run(demo_engine, text, **fields)[0] for text in texts]
+    ours = conftest.together(
+        engine, [Request(text, drafter="careless", **fields) for text in texts]
+    )
+    assert [s.output for s in ours] == [s.output for s in plain]
+    assert not any(s.warnings or s.failure for s in ours)
 
 
 @pytest.mark.parametrize("method", ["open", "propose", "observe"])

@@ -533,3 +533,30 @@ def test_a_text_goes_on_where_only_its_draft_grows_too_large(demo_engine, prompt
     s, events = run(engine, prompt[:-1], drafter="scripted", **fields)
     assert s.output == decode(engine.target, prompt[:-1], COUNT, (LARK, EITHER))
     assert len(s.output) > 9 and not s.warnings
+
+
+@pytest.mark.parametrize("who", ["tree", "neighbours"])
+def test_however_many_drafts_grow_too_large_the_text_goes_on(demo_engine, prompt, who):
+    """Branches of one draft, or drafts of others beside it."""
+    signs = [ids[0] for sign in "{[(<=+*|#@~%&^$" if len(ids := ids_of(demo_engine, sign)) == 1]
+    any_sign = " | ".join(json.dumps(demo_engine.target.tokenizer.decode([i])) for i in signs)
+    rules = EITHER.replace("a{1,99}", "[a-z]{1,99}").replace("start:", 'start: "x" body\nbody:')
+    rules = rules.replace("{30,60}", "{150,200}").replace('"{" T', f"({any_sign}) T")
+    engine = scripted_engine(demo_engine, None)
+    count = len(signs) if who == "tree" else 1
+    wide = Draft(signs[:count], None, [-1] * count)
+    engine.pool.drafters["scripted"].propose = lambda *_: wide
+    grammar = grammar_of(engine, LARK, rules)
+    sampling = core.Sampling(logit_bias=tuple((sign, -100.0) for sign in signs))
+    fields = {"grammar": grammar, "sampling": sampling, "num_speculative_tokens": 16}
+    plain, _ = run(engine, prompt[:-1], max_tokens=80, **fields)
+    is_tree = who == "tree"
+    s = engine.open(Request(prompt[:-1], 80, "scripted" if is_tree else None, **fields))
+    for _ in range(0 if is_tree else 12):
+        beside = engine.open(Request(prompt[:-1], 4, "scripted", **fields))
+        while not beside.finish_reason:
+            engine.step([one for one in (s, beside) if not one.finish_reason])
+        engine.close(beside)
+    finish(engine, [s])
+    assert len(signs) > 9 and plain.failure is None
+    assert s.output == plain.output and not s.failure and not s.warnings
