@@ -58,7 +58,7 @@ def verify(
 
     Only the target's choices are emitted. A choice is made only after all tokens before it matched,
     so it is made as in plain decoding: after the same text, by the same noise and the same logits.
-    (Where a token's logits have the same bits in a pass of one row and of many: docs/exactness.md.)
+    (They are the same if a pass of one row and of many gives the same bits: docs/exactness.md.)
 
     Example: choices 4, 9, … and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered; [0].
     """

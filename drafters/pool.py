@@ -95,15 +95,15 @@ class DrafterPool:
         self.prefixes, self.can_branch = prefixes, can_branch
         # What a request may ask for, and the drafters that this means: of several, the one to
         # begin with stands first.
-        first = default if default in drafters else first_choice(drafters)
+        first = first_choice(drafters, default)
         every = dict.fromkeys([first, *drafters] if drafters else ())
         self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
         self.special = {name for name, drafter in drafters.items() if drafter.needs}
         free = [name for name, drafter in drafters.items() if hasattr(drafter, "guess")]
         models = [name for name in drafters if name not in free]
         if can_branch and len(drafters) > 1:
-            model = default if default in models else first_choice(models)
-            self.choices[TREE] = (*filter(None, [model]), *free)
+            model = first_choice(models, default)
+            self.choices[TREE] = (model, *free) if model else tuple(free)
         elif default == TREE:
             raise ValueError(
                 "--drafter tree needs two drafters, and forwards in C of a model without recurrent "
@@ -494,7 +494,7 @@ def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
     return {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
 
 
-def first_choice(names: Collection[str]) -> str:
-    """The drafter to begin with where nobody chooses."""
-    preferred = ("mtp", "eagle3", "dflash", "self_int8", "ngram", *names)
+def first_choice(names: Collection[str], wanted: str | None = None) -> str:
+    """The drafter to begin with: the wanted one, if it is one of these; "" if there is none."""
+    preferred = (wanted, "mtp", "eagle3", "dflash", "self_int8", "ngram", *names)
     return next((name for name in preferred if name in names), "")
