@@ -18,7 +18,7 @@ from .timed import TimedDrafter, line_of
 
 __all__ = [
     "LOG", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool", "FixedK", "Noise",
-    "Plan", "Sampling", "Task", "Verdict", "check_words", "load", "load_all",
+    "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words", "load", "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for.
@@ -37,6 +37,14 @@ NAMES = tuple(_REGISTRY)
 _COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it
 
 
+def check_name(name: str | None) -> None:
+    """Raises ValueError for a name that no drafter has; a file and its class are not looked for."""
+    choices = [*NAMES, AUTO, TREE, PLAIN]
+    if not (name is None or ":" in name or name in choices):
+        choices = ", ".join(choices)
+        raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
+
+
 @restoring_settings()
 def load(name: str, context: Context) -> Drafter:
     """Build the drafter `name`, or the class after the colon of `file.py:Class`.
@@ -46,13 +54,8 @@ def load(name: str, context: Context) -> Drafter:
     Raises ValueError with one line that says what to do: an unknown name, a file or class that is
     not there, a class that is no drafter, or one that does not fit the target.
     """
-    if ":" in name:
-        drafter_class = _class_from_file(name)
-    elif name in _REGISTRY:
-        drafter_class = resolve_name(_REGISTRY[name])
-    else:
-        choices = ", ".join([*NAMES, AUTO, TREE, PLAIN])
-        raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
+    check_name(name)
+    drafter_class = _class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
     try:
         drafter = drafter_class.build(context)
         _check(drafter, context)

@@ -37,6 +37,7 @@ def assemble_engine(
     options: Options, load_model: LoadModel, engine_class: Callable[..., Engine], sample: Sample
 ) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
+    drafters.check_name(options.drafter)  # before anything is loaded
     loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
     target = load_model(options.model, options)
     draft = load_draft(options, load_model)
