@@ -125,19 +125,22 @@ class Client:
     def metrics(self, limit_s: float = _ANSWER_S) -> dict[str, float]:
         """The engine's metrics by name, without prefix; labels are summed but for a position's.
 
+        Of a name with several prefixes the first one counts.
+
         Example: {"spec_decode_num_drafts_total": 2.0, "…_per_pos_total[0]": 2.0}.
         """
-        totals: dict[str, float] = {}
+        totals, prefixes = dict[str, float](), dict[str, str]()
         text = self.ask("/metrics", limit_s=limit_s)
         try:
             families = list(text_string_to_metric_families(text.decode()))
         except (ValueError, LookupError, TypeError, AttributeError):  # whatever its parser raises
             raise broke_off("its answer to /metrics is none of Prometheus") from None
         for sample in (sample for family in families for sample in family.samples):
-            name = sample.name.partition(":")[2]
+            prefix, _, name = sample.name.partition(":")
             if "position" in sample.labels:
                 name += f"[{sample.labels['position']}]"
-            if name and isfinite(sample.value):
+            is_first = prefixes.setdefault(name, prefix) == prefix
+            if name and is_first and isfinite(sample.value):
                 totals[name] = totals.get(name, 0.0) + sample.value
         return totals
 

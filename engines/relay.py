@@ -21,7 +21,7 @@ from typing import Any
 
 from messages import Json, Request
 from serving.options import Options
-from serving.statistics import ratio
+from serving.statistics import Statistics
 from serving.worker import Admission, Job
 
 from .client import Client, broke_off, hang_up
@@ -98,11 +98,10 @@ class Told:
         return SimpleNamespace(decode=str)
 
     @property
-    def statistics(self) -> Any:
-        """What the log asks for."""
-        counts = map(self.speculation.get, ("num_accepted_draft_tokens", "num_draft_tokens"))
-        rate = ratio(*(count if isinstance(count, int) else 0 for count in counts))
-        return SimpleNamespace(passes=None, draft_acceptance_rate=rate)
+    def statistics(self) -> Statistics:
+        """What the log asks for: of drafts the engine tells two counts, of passes none."""
+        names = "num_accepted_draft_tokens", "num_draft_tokens"
+        return Statistics(**{name: self.speculation.get(name) or 0 for name in names})
 
     @property
     def num_tokens(self) -> int:
@@ -277,15 +276,8 @@ class Relay(Admission):
         except Exception as error:  # of the engine's: nobody else must be left waiting
             failure = None if job.cancelled else error
         with self._changed:
-            failure = job.failure or failure
-            if failure and getattr(failure, "status", 500) >= 500:
-                self._failures_in_a_row += 1
-            elif job.first_token is not None:
-                self._failures_in_a_row = 0
             self._running.remove(job)
-            job.failure, job.left = failure, time.monotonic()
-            self.meter.count(job)
-            job.end(failure)
+            self._end(job, job.failure or failure)
             self._admit()
             self._changed.notify_all()
 

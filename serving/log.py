@@ -23,6 +23,7 @@ from flask import Flask, Response, g, request
 
 from messages import LONGEST_LINE, Json, one_line
 
+from .statistics import Statistics
 from .worker import PROGRESS, Job
 
 LOG = logging.getLogger("serving.requests")
@@ -90,7 +91,8 @@ def _in_words(line: Json) -> str:
     """Example: POST /generate: 30 tokens in 9 passes, drafter mtp, 80% accepted, 97 ms."""
     said = []
     if "tokens" in line:
-        said.append(f"{line['tokens']} tokens in {line['passes']} passes")
+        passes = f" in {line['passes']} passes" if line["passes"] else ""  # else it is not known
+        said.append(f"{line['tokens']} tokens{passes}")
         said.append(f"drafter {line['drafter']}" if line["drafter"] else "no drafter")
         if line["acceptance"] is not None:
             said.append(f"{line['acceptance']:.0%} accepted")
@@ -165,8 +167,9 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_
         if s:
             written = [each.sequence.output for each in texts if each.sequence]
             line["tokens"] = sum(map(len, written))
-            line["passes"] = s.statistics.passes
-            line["acceptance"] = s.statistics.draft_acceptance_rate
+            total = sum((each.sequence.statistics for each in texts if each.sequence), Statistics())
+            line["passes"] = total.passes or None  # another engine does not tell
+            line["acceptance"] = total.draft_acceptance_rate
         for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
             line[name] = None if moment is None else _ms(moment - arrived)
         if failure := job.failure:

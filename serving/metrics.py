@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ _COUNTERS = {
     "prompt_tokens": "tokens of prompts of requests that ended",
     "prompt_tokens_cached": "those of them that were known already",
     "generation_tokens": "tokens generated",
-    "target_passes": "target forwards after prefill",
-    "requests": "requests that got a first token, and ended",
+    "target_passes": "target forwards after prefill, each text's own",
+    "requests": "texts that got a first token, and ended; those of comparisons, too",
     "drafter_failures": "times that a drafter failed in a request",
     "engine_faults": "target forwards that failed and were tried again",
     "prefix_cache_queries": "tokens of prompts",
@@ -56,13 +57,20 @@ _WORDS = {"submitted": "arrival", "began": "place", "first_token": "first token"
 _BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0  # seconds
 # In no global registry: several servers may live in one process, each with its histograms.
 _Histogram = partial(Histogram, registry=None, buckets=_BUCKETS)
-_LLAMA_CPP: dict[str, tuple[str, Callable[[Counter[str]], float]]] = {  # from sums by our names
+_Sums = dict[str, float]  # by our names
+
+
+def _each_second(count: float, seconds: float) -> float:
+    return count / seconds if seconds else 0.0
+
+
+_LLAMA_CPP: dict[str, tuple[str, Callable[[_Sums], float]]] = {
     "prompt_tokens_total": ("counter", lambda n: n["prompt_tokens"] - n["prompt_tokens_cached"]),
     "prompt_tokens_cached_total": ("counter", lambda n: n["prompt_tokens_cached"]),
     "prompt_seconds_total": ("counter", lambda n: n["prompt_seconds"]),
     "tokens_predicted_total": ("counter", lambda n: n["generation_tokens"]),
     "tokens_predicted_seconds_total": ("counter", lambda n: n["decode_seconds"]),
-    "n_decode_total": ("counter", lambda n: n["target_passes"] + n["requests"]),
+    "n_decode_total": ("counter", lambda n: n["cycles"]),
     "n_tokens_max": ("counter", lambda n: n["longest_text"]),
     "spec_decode_num_drafts_total": ("counter", lambda n: n["spec_decode_num_drafts"]),
     "spec_decode_num_draft_tokens_total": ("counter", lambda n: n["spec_decode_num_draft_tokens"]),
@@ -71,14 +79,15 @@ _LLAMA_CPP: dict[str, tuple[str, Callable[[Counter[str]], float]]] = {  # from s
     ),
     "prompt_tokens_seconds": (
         "gauge",
-        lambda n: (n["prompt_tokens"] - n["prompt_tokens_cached"]) / (n["prompt_seconds"] or 1),
+        lambda n: _each_second(n["prompt_tokens"] - n["prompt_tokens_cached"], n["prompt_seconds"]),
     ),
     "predicted_tokens_seconds": (
-        "gauge", lambda n: (n["generation_tokens"] - n["requests"]) / (n["decode_seconds"] or 1)
+        "gauge",
+        lambda n: _each_second(n["generation_tokens"] - n["requests"], n["decode_seconds"]),
     ),
     "requests_processing": ("gauge", lambda n: n["num_requests_running"]),
     "requests_deferred": ("gauge", lambda n: n["num_requests_waiting"]),
-    "n_busy_slots_per_decode": ("gauge", lambda n: n["batched"] / (n["cycles"] or 1)),
+    "n_busy_slots_per_decode": ("gauge", lambda n: n["batched"] / max(n["cycles"], 1)),
 }  # fmt: skip
 
 
@@ -86,7 +95,8 @@ class Meter:
     """Counts jobs of a worker that have ended; each is counted once."""
 
     def __init__(self) -> None:
-        self.values, self.finished = Counter[str](), Counter[str]()
+        read = "prompt_tokens", "prompt_tokens_cached", "longest_text"
+        self.values, self.finished = Counter(dict.fromkeys(read, 0)), Counter[str]()
         self.histograms = {
             name: _Histogram(name, f"from a request's {_WORDS[begin]} to its {_WORDS[end]}")
             for name, (begin, end) in _SPANS.items()
@@ -95,16 +105,16 @@ class Meter:
     def count(self, job: Any) -> None:
         """Count a Job. Those that belong to the first of a request have no times of their own."""
         self.finished[job.finish] += 1
-        if job.first_token is None:
-            return
-        length = job.num_prompt_tokens or 0
-        self.values["prompt_tokens"] += length
-        self.values["prompt_tokens_cached"] += job.num_cached or 0
-        longest = max(self.values["longest_text"], length + len(job.sequence.output))
-        self.values["longest_text"] = longest
-        if job.after is None:
-            for name, (begin, end) in _SPANS.items():
-                self.histograms[name].observe(getattr(job, end) - getattr(job, begin))
+        if job.first_token or job.finish in ("stop", "length"):  # its prompt was read
+            length = job.num_prompt_tokens or 0
+            self.values["prompt_tokens"] += length
+            self.values["prompt_tokens_cached"] += job.num_cached or 0
+            longest = max(self.values["longest_text"], length + len(job.sequence.output))
+            self.values["longest_text"] = longest
+        for name, span in _SPANS.items() if job.after is None else ():
+            begin, end = (getattr(job, moment) for moment in span)
+            if begin and end:  # not of one that ended before
+                self.histograms[name].observe(end - begin)
 
 
 class Figures(NamedTuple):
@@ -178,9 +188,9 @@ def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> No
         registry.register(_Collector(figures._replace(values=values), worker.meter))
         page = generate_latest(registry).decode()
         page += re.sub("(?m)^(# (?:HELP|TYPE) )?(?=[a-z])", r"\1vllm:", page)
-        known = Counter({name: value for name, value in values.items() if value is not None})
+        known = {name: value for name, value in values.items() if value is not None}
         for name, (kind, value_of) in _LLAMA_CPP.items():
-            name = f"llamacpp:{name}"
-            page += f"# HELP {name} as in llama.cpp\n# TYPE {name} {kind}\n"
-            page += f"{name} {value_of(known)}\n"
+            with suppress(KeyError):  # another engine does not tell of what it is made
+                value, name = value_of(known), f"llamacpp:{name}"
+                page += f"# HELP {name} as in llama.cpp\n# TYPE {name} {kind}\n{name} {value}\n"
         return Response(page, content_type="text/plain; version=0.0.4", headers=head)

@@ -95,8 +95,10 @@ class Job:
         self.deadline = self.submitted + timeout_s
         self.sequence: TextSequence | None = None  # the engine's, once it runs
         self.events: list[Json] = []  # stored for a trace
-        # Jobs of one request share it: one thread waits for all of them.
         first = after or entry
+        self.first: Job | None = (first.first or first) if first else None  # of its request
+        self.has_failed = False  # of the first: whether a failure of its request was counted
+        # Jobs of one request share it: one thread waits for all of them.
         self._changed = first._changed if first else threading.Condition()
         self._news: list[Json] = []  # events that nobody has taken yet
         self._is_read = True  # by `read`
@@ -336,9 +338,21 @@ class Admission:
             return
         self._has_left = False
         for job in (job for jobs in self._waiting for job in jobs if job.cancelled):
-            job.end()
+            self._end(job)
         left = ([job for job in jobs if not job.ended] for jobs in self._waiting)
         self._waiting = deque(filter(None, left))
+
+    def _end(self, job: Job, error: Exception | None = None) -> None:
+        """End a job, and count it before its client can ask."""
+        job.failure, job.left = job.failure or error, time.monotonic()
+        if error and getattr(error, "status", 500) >= 500:
+            first = job.first or job
+            self._failures_in_a_row += not first.has_failed  # a request may be to blame itself
+            first.has_failed = True
+        elif job.finish in ("stop", "length"):
+            self._failures_in_a_row = 0
+        self.meter.count(job)
+        job.end()
 
     def _give_places(self) -> list[Job]:
         """Let waiting jobs run, oldest first, while there are places. With the lock held.
@@ -395,6 +409,7 @@ class Worker(Admission):
         """
         super().__init__(options)
         self.app: Any = None  # a Flask
+        self.meter.values.update(cycles=0, batched=0)
         self._engine, self._load, self._died = engine, load, False
         self._busy_since: float | None = None
         loaded: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -480,12 +495,9 @@ class Worker(Admission):
                     s.fail(error)
                 else:
                     job.note_first()
-                    self._failures_in_a_row = 0
                     if event:
                         job.put(event)
             if s.finish_reason:
-                if not s.failure:  # without a cycle, if nothing was to be generated
-                    self._failures_in_a_row = 0
                 self._leave(job, s.failure)
 
     def _admit(self) -> list[Job] | None:
@@ -519,7 +531,7 @@ class Worker(Admission):
             job.sequence = self._engine.open(job.request)
         except Exception as error:
             self._running.remove(job)
-            job.end(error)
+            self._end(job, error)
 
     def _leave(self, job: Job, error: Exception | None = None) -> None:
         """Give the job's row and drafter state back; its end goes out last."""
@@ -528,11 +540,7 @@ class Worker(Admission):
         except Exception as fault:  # the thread must outlive whatever happens to one request
             error = error or fault
         self._running.remove(job)
-        is_client_s = isinstance(error, RequestError) and error.status < 500
-        self._failures_in_a_row += error is not None and not is_client_s
-        job.failure, job.left = job.failure or error, time.monotonic()
-        self.meter.count(job)  # before its client can ask
-        job.end(error)
+        self._end(job, error)
         if job.then and not (error or job.cancelled):
             with self._changed:
                 self._wait([job.then], self._waiting.appendleft)

@@ -207,6 +207,15 @@ def test_health_and_metrics_have_the_engines_acceptance_and_null_for_the_rest(as
     assert "\nspec_decode_num_accepted_tokens_per_pos_total{position=" in text
     assert "\ngeneration_tokens_total " in text and "\nvllm:generation_tokens_total " in text
     assert "\nllamacpp:tokens_predicted_total " in text
+    for untold in ("tokens_predicted_seconds_total", "predicted_tokens_seconds", "n_decode_total"):
+        assert f"llamacpp:{untold} " not in text  # nobody has measured it
+
+
+def test_counters_that_an_engine_tells_under_two_prefixes_count_once(ask, replay):
+    once = ask.get("/metrics").data
+    for turn in (turn for turn in replay.told["turns"] if turn["path"] == "/metrics"):
+        turn["pieces"] += [piece.replace("vllm:", "other:") for piece in turn["pieces"]]
+    assert ask.get("/metrics").data == once
 
 
 def test_health_says_when_the_engine_is_gone(ask, replay):

@@ -111,11 +111,13 @@ def test_clients_mistakes_say_nothing_of_the_engine(server):
     assert server.is_ready()
 
 
-def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(server, plain_ids):
+@pytest.mark.parametrize("how", ["raises_at_once", "raises"])  # or behind the prefill
+def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(server, plain_ids, how):
+    """Choices of one request count once: it may be to blame itself."""
     assert server.generate(**FIELDS)[1]["token_ids"] == plain_ids  # no failure comes before these
-    for _ in range(3):
+    for more in ({}, {"n": 4}, {}):
         assert server.is_ready()
-        assert server.generate(**poisoned("raises_at_once"))[0] == 500
+        assert server.generate(**poisoned(how) | more)[0] == 500
     assert server.call("GET", "/health")[0] == 503 and server.health()["status"] == "failing"
     assert server.generate(**FIELDS)[1]["token_ids"] == plain_ids
     assert server.is_ready()

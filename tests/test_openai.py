@@ -317,3 +317,9 @@ def test_metrics_are_what_prometheus_reads(server):
     assert ended["length"] >= 1
     for name in ("request_queue_time_seconds", "e2e_request_latency_seconds"):
         assert [s.value for s in families[f"vllm:{name}"].samples if "_count" in s.name] == [count]
+    decodes, prompts = value("llamacpp:n_decode"), value("prompt_tokens")
+    generate(server, prompt=[*range(300, 500)], max_tokens=0, prompt_logprobs=0)
+    generate(server, prompt="x", n=4, max_tokens=9)
+    until(is_at_rest)
+    assert value("prompt_tokens") >= prompts + 200
+    assert decodes < value("llamacpp:n_decode") <= decodes + 2 + 9 + 3  # of four at once

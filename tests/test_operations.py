@@ -271,6 +271,15 @@ def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
     line = lines_of(server)["own:/v1/completions"]
     assert (line["path"], line["tokens"], line["drafter"]) == ("/v1/completions", 5, None)
     assert line["passes"] == 5 and line["acceptance"] is None
+    fields = {"prompt": COLOURS, "max_tokens": 20, "temperature": 0.7, "n": 3}
+    answer = server.call("POST", "/generate", fields, headers | {"X-Request-Id": "three"})[2]
+    until(lambda: "three" in lines_of(server))
+    line = lines_of(server)["three"]  # of all three
+    told = [each["metrics"]["speculative_decoding"] for each in json.loads(answer)["choices"]]
+    assert line["passes"] == sum(each["target_passes"] + 1 for each in told) > line["tokens"] / 6
+    kept, drafted = (sum(each[f"num_{name}_tokens"] for each in told)
+                     for name in ("accepted_draft", "draft"))  # fmt: skip
+    assert line["acceptance"] == round(kept / drafted, 4) and line["tokens"] == 60
 
 
 def test_the_log_on_a_terminal_is_for_people():

@@ -193,7 +193,9 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
 
 
 def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
-    with serving(*gate.arguments, "--request-timeout", "0.7") as server:
+    """Or without one: the queue is long, and it is counted all the same."""
+    limits = "--request-timeout", "0.7", "--max-running", "2"
+    with serving(*gate.arguments, *limits) as server:
         gate.shut()
         kinds = [(path, stream) for path in PATHS for stream in (False, True)]
         fields = {"prompt": "1, 2, 3,", "max_tokens": 20}
@@ -212,6 +214,8 @@ def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
         assert sorted(line["status"] for line in lines) == [200] * 3 + [504] * 2
         for line in lines:
             assert line["finish"] == line["error"] == "timeout" and line.get("tokens", 0) < 20
+        counted = b'request_success_total{finished_reason="timeout"} 5.0\n'
+        assert counted in server.call("GET", "/metrics")[2]
 
 
 def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder, monkeypatch):
