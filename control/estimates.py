@@ -262,9 +262,12 @@ class Costs:
                 return  # an accident says nothing of drafts, either
             if rows == batch:  # plain passes are many: they tell how fast the machine is
                 self._fast = self._fast + 1 if change < 1 / _DOUBTFUL else 0
-            if self._slow or self._fast >= _CONFIRMED:  # all that is known changes with it
+            if self._slow or self._fast >= _CONFIRMED:
+                # All is learnt anew, by the curve: a factor on what is known, which may be doubtful
+                # itself, would add up to any number on a busy machine.
                 self._slow = self._fast = 0
-                self._slowness, ratio = self._slowness * change, ratio / change
+                self._slowness, ratio, latest = self._slowness * ratio, 1.0, deque(maxlen=_LATEST)
+                self.passes = {batch.bit_length(): {rows: latest}}
         latest.append(ratio)
         for call in calls:
             self._learn_draft(*call)

@@ -386,6 +386,20 @@ def test_a_machine_that_becomes_another_one_is_learned_anew(costs):
         assert costs.a_pass(1, 50) == pytest.approx(pass_ms / 10.2 * 20.0, rel=0.05)
 
 
+def test_on_a_machine_that_is_always_busy_costs_stay_what_they_are(costs):
+    """Each pass takes some time by chance, for hours; then all is quiet."""
+    chance = random.Random(0)
+    for _ in range(20_000):
+        batch = chance.choice([1, 1, 4, 7, 7])
+        rows = batch if chance.random() < 0.3 else batch + chance.randrange(1, 5 * batch)
+        costs.observe_pass(batch, rows, (10 + 0.2 * rows) * chance.lognormvariate(0, 1))
+    assert all(0.5 < costs.a_pass(batch, batch) < 500 for batch in (1, 4, 7))
+    for _ in range(60):
+        costs.observe_pass(1, 1, 10.2)
+    assert costs.a_pass(1, 1) == pytest.approx(10.2)
+    assert costs.a_pass(7, 35) < 40
+
+
 @pytest.mark.parametrize("in_a_row", [1, 12])
 def test_a_kind_of_pass_that_was_slow_at_first_says_nothing_of_the_machine(costs, in_a_row):
     """Something else had the cores. It is learned anew, and plain passes cost what they did."""
