@@ -99,17 +99,26 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     tokenizer._tokenizer = backend = _last[0][1]
     options = {key: facts[key] for key in ("add_bos_token", "add_eos_token")}
     options["chat_template"] = facts.get(_TEMPLATE)
-    for here, there in _NAMED.items():
-        index = facts.get(f"{here}_token_id")
-        options[f"{there}_token"] = None if index is None else backend.id_to_token(index)
+    for here, there in _NAMED.items():  # transformers makes a special token of each
+        index, is_text = facts.get(f"{here}_token_id"), _names_text(facts, here)
+        options[f"{there}_token"] = None if index is None or is_text else backend.id_to_token(index)
     tokenizer.__init__(**options)
-    ends = [*map(facts.get, _TURN_ENDS), *map(int, facts.get("eos_token_ids", ()))]
+    ends = [facts.get("eos_token_id"), *map(facts.get, _TURN_ENDS)]
+    ends += map(int, facts.get("eos_token_ids", ()))
     tokenizer.turn_ends = {*ends, *map(backend.token_to_id, _ENDS)} - {None}
     tokenizer.fim_ids = {key[4:7]: facts[key] for key in facts if key in _FIM}
     if is_new and (reason := _why_wrong(tokenizer, len(facts["tokens"]))):
         _last.clear()
         raise BadFile(f"{file.name}: {reason}")
     return tokenizer
+
+
+def _names_text(facts: dict[str, Any], name: str) -> bool:
+    """Whether a file's bos, say, is an ordinary token, which stays one in texts."""
+    index = facts.get(f"{name}_token_id")
+    if index is None or "token_type" not in facts:
+        return False
+    return facts["token_type"][index] == _NORMAL and facts["tokens"][index] not in _ENDS
 
 
 def _facts_of(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +168,8 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
     for name in ("bos", "eos"):
         if facts[f"add_{name}_token"] and f"{name}_token_id" not in facts:
             return f"its tokenizer adds {name.upper()}, and has no {name}_token_id"
+        if facts[f"add_{name}_token"] and _names_text(facts, name):
+            return f"its tokenizer adds an ordinary token as {name.upper()}"
     if model == "llama" and (lacking := _BYTES - tokens):
         return f"its tokenizer lacks {len(lacking)} of the bytes, first {min(lacking)}"
     # tokenizers merges no character that is not a token itself. llama.cpp does.

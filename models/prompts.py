@@ -119,13 +119,20 @@ def tokenize(
 
 @lru_cache(4)
 def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
-    """A tokenizer's parts without its special and added tokens; None of one in Python."""
+    """A tokenizer's parts without its special tokens; None of one in Python.
+
+    Tokens that were added, and are not special, stand for their text, as for runs of spaces. Those
+    with ids behind the vocabulary are left out: they would get others.
+    """
     if (whole := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
     backend = Backend(whole.model)  # which both share
     for part in ("normalizer", "pre_tokenizer"):
         if value := getattr(whole, part):
             setattr(backend, part, value)
+    added = whole.get_added_tokens_decoder().items()
+    texts = [each for i, each in added if backend.token_to_id(each.content) == i]
+    backend.add_tokens([each for each in texts if not each.special])
     return backend
 
 

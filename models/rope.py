@@ -8,6 +8,9 @@ served chooses, once and for all texts: the factors are those that transformers 
 
 Without `--max-model-len` such a model serves the context that it was first trained on. Up to there
 transformers uses the factors for short texts, so every text is what transformers writes.
+
+llama4's layers without rotations scale queries by a position that they count themselves, from the
+longest text of a batch on. Positions are served for which that scale is 1.
 """
 
 from collections.abc import Iterator
@@ -32,11 +35,21 @@ def rotations(model: nn.Module) -> Iterator[tuple[Any, str | None, dict[str, Any
                 yield module, layer_type, parameters[layer_type] if layer_type else parameters
 
 
+def _counting(model: nn.Module) -> list[Any]:
+    """The attention layers that count positions themselves, to scale queries by them."""
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", 1)
+    ]
+
+
 def contexts(model: nn.Module, longest: int) -> tuple[int, int]:
     """(Positions that use the factors for short texts, positions that a user may ask for).
 
     `longest` is the config's number of positions. Dynamic NTK is made for `factor` times as many.
     """
+    longest = min([longest, *(module.floor_scale - 1 for module in _counting(model))])
     shortest = longest
     for _, _, parameters in rotations(model):
         shortest = min(shortest, parameters.get("original_max_position_embeddings") or shortest)
@@ -47,6 +60,8 @@ def contexts(model: nn.Module, longest: int) -> tuple[int, int]:
 
 def fix_rotations(model: nn.Module, length: int) -> None:
     """Rotate, in whatever company, as transformers does in a text of `length` tokens."""
+    for module in _counting(model):
+        module.attn_temperature_tuning = False  # a scale of 1
     for module, layer_type, parameters in rotations(model):
         kind = parameters["rope_type"]
         prefix = "" if layer_type is None else f"{layer_type}_"

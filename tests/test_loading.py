@@ -20,7 +20,7 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, assemble, load
+from conftest import ROOT, TARGET, assemble, load, logits_of, open_rows
 from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -230,6 +230,20 @@ def test_chunks_are_served_up_to_the_first_one_s_end(folder):
     assert load(path).target.max_length == 64
     with pytest.raises(StartError, match="attends in chunks.* give --max-model-len 64 or"):
         load(path, max_model_len=65)
+
+
+def test_layers_that_count_positions_themselves_do_so_for_no_neighbour(folder):
+    """They count from the longest text on, and scale queries from floor_scale on."""
+    path = folder("llama4_text", floor_scale=40, attention_chunk_size=64, no_rope_layers=[0] * 4)
+    target = load(path).target
+    assert target.max_length == 39
+    with pytest.raises(StartError, match="must be from 2 to 39"):
+        load(path, max_model_len=40)
+    alone = logits_of(target, [5, 6, 7])
+    with open_rows(target, [*range(30)], [5]) as (long, short):
+        draft, after = [*range(8)], [6, 7]
+        beside = target.forward([long, short], [draft, after], [8, 2]).logits[1]
+    assert torch.equal(beside[-1], alone[-1])
 
 
 def test_a_rule_that_leaves_out_what_came_before_is_no_window():
