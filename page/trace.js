@@ -69,8 +69,9 @@ const sum = (all, name) => all.reduce((total, one) => total + one[name], 0);
 /** The figures of a run, by the formulas of serving/statistics.py. */
 export function figuresOf(cycles) {
   const later = cycles.slice(1); // the prefill drafts nothing and counts as no pass
-  const perCycle = later.map((cycle) => ({ drafted: numJudged(cycle), accepted: numAccepted(cycle) }));
-  const [drafted, accepted] = ["drafted", "accepted"].map((name) => sum(perCycle, name));
+  const perCycle = later.map((cycle) => ({ drafted: numJudged(cycle), accepted: numAccepted(cycle),
+    beside: ownToken(cycle) ? cycle.fed.length - cycle.proposals.length : 0 })); // in other branches
+  const [judged, accepted, beside] = ["drafted", "accepted", "beside"].map((name) => sum(perCycle, name));
   const count = (holds) => perCycle.filter(holds).length;
   // By place in the draft; reached is where everything before was accepted.
   const at = Array.from({ length: Math.max(0, ...perCycle.map((cycle) => cycle.drafted)) }, (_, i) => ({
@@ -78,15 +79,14 @@ export function figuresOf(cycles) {
     reached: count((cycle) => cycle.drafted > i && cycle.accepted >= i),
     accepted: count((cycle) => cycle.accepted > i),
   }));
-  const [tokens, passes] = [tokensIn(cycles).length, later.length];
+  const [tokens, passes, spent] = [tokensIn(cycles).length, later.length, later.map(({ ms }) => ms)];
   const told = later.findLast(({ controller }) => controller);
-  const spent = later.map(({ ms }) => ms);
   const [draft, verify, other] = ["draft", "verify", "other"].map((name) => sum(spent, name));
   return {
-    tokens, passes, drafted, accepted, perCycle, at, ms: { draft, verify, other },
+    tokens, passes, drafted: judged + beside, accepted, perCycle, at, ms: { draft, verify, other },
     totalMs: spentMs({ draft, verify, other }), tokensPerPass: ratio(tokens - 1, passes),
-    acceptanceRate: ratio(accepted, drafted), alpha: ratio(accepted, sum(at, "reached")),
-    acceptanceLength: drafted ? 1 + accepted / count((cycle) => cycle.drafted) : null,
+    acceptanceRate: ratio(accepted, judged + beside), alpha: ratio(accepted, sum(at, "reached")),
+    acceptanceLength: judged ? 1 + accepted / count((cycle) => cycle.drafted) : null,
     controller: told ? `Cycle ${told.step}: ${told.controller}` : null, // its last sentence
   };
 }

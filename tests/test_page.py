@@ -340,6 +340,12 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
     if not server.health()["trees"]:
         pytest.skip("no compiled blocks here")
     page.run(**SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0})
+    server.wait_until_idle()
+    told = server.health()["speculative_decoding"]["per_drafter"]["tree"]
+    assert told["num_spec_steps"] > 5  # of this run alone
+    page.see({
+        "[data-figure='draft acceptance rate']": f"{told['draft_acceptance_rate']:.2f}".lstrip("0"),
+        "#accepted-says": f"drafted: {told['num_draft_tokens']} in all"})  # fmt: skip
     labels = []
     for step in range(1, 9):
         page.act((step, CYCLE, {COUNT: f"{step} of"}))
