@@ -395,6 +395,22 @@ def test_a_template_without_tools_gets_them_in_a_system_text_and_results_as_the_
     assert prompt(PLAIN, ASK) == "[user: Rome?]"
 
 
+def test_no_message_vanishes_for_its_role():
+    """A template may write the roles that it knows alone."""
+    known = "{% for m in messages %}{% if m.role in ['system', 'user'"
+    known += "] %}[{{ m.role }}: {{ m.content }}]{% endif %}{% endfor %}"
+    told = [{"role": "developer", "content": "Be brief."}, *ASK]
+    assert prompt(known, told) == "[system: Be brief.][user: Rome?]"
+    said = prompt(known, told, Tools(TOOLS, GENERAL))
+    assert said.startswith("[system: Be brief.\n\nYou can call these tools:")
+    more = known.replace("'user'", "'user', 'developer', 'function', 'bot'")
+    assert prompt(more, told) == "[developer: Be brief.][user: Rome?]"
+    assert prompt(more, [*ASK, {"role": "bot", "content": "a"}]) == "[user: Rome?][bot: a]"
+    for template, role in ((known, "bot"), (more, "function"), ("{{ '' }}", "")):
+        with pytest.raises(RequestError, match=r"messages\[1\].role must be system, developer, u"):
+            prompt(template, [*ASK, {"role": role, "content": "a"}])
+
+
 @pytest.mark.parametrize(("template", "form"), [
     (PLAIN, Form()),
     (HERMES, TAGGED),
