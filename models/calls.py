@@ -70,6 +70,8 @@ def form_of(template: str, added: Collection[str] = ()) -> Form:
     form = Form(tokens=tokens, thinks=_THINK in source and _THOUGHT in source)
     if not re.search(r"\btools\b", source):
         return form
+    # Qwen2.5-Coder's template shows two braces, and its models leave the tags out: they make calls
+    # in the general form alone.
     if re.search(OPEN + r'\s*\{"name": .{1,40}"arguments": ', source):
         return form._replace(has_tags=True, in_template=True)
     if re.search(r'\{"name": .{1,40}"parameters": ', source) and OPEN not in source:

@@ -416,6 +416,7 @@ def test_no_message_vanishes_for_its_role():
     (HERMES, TAGGED),
     (HERMES + "<think></think>", TAGGED._replace(thinks=True)),
     (HERMES.replace("\n", "\\n").replace('"', '\\"'), TAGGED),
+    (HERMES.replace('{"name"', '{{"name"').replace("<object>}", "<object>}}"), Form()),
     (PLAIN + "{{ tools }}<tool_call><function=f>", Form()),
     (
         PLAIN + '{{ tools }}{"name": name, "parameters": object}',
