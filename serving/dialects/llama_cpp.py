@@ -30,6 +30,7 @@ from .translation import objects, text_at
 
 _OURS = "/completion /completions /infill /chat/completions /models /props /slots".split()
 _OURS += "/apply-template /chat/completions/input_tokens /tokenize /detokenize".split()
+ERROR_FORMS = dict.fromkeys(_OURS, error_form)
 
 
 def _are_names(value: Any) -> bool:
@@ -57,7 +58,6 @@ _GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
 
 def register_routes(app: Flask, service: Service) -> None:
     """Add the routes for the service's model."""
-    app.extensions["error_forms"] |= dict.fromkeys(_OURS, error_form)
 
     @app.post("/completion", endpoint="completion")
     @app.post("/completions", endpoint="llama_completions")
