@@ -131,6 +131,11 @@ def test_prompts_and_biases_of_llama_cpp_s_kinds(server):
     for bias in ([[first[0], False]], [[tokenizer.decode(first), -100]], {str(first[0]): -100}):
         other = told(server, "/completion", **fields, logit_bias=bias)
         assert other["tokens"] != first
+    (seven,) = tokenizer("7")["input_ids"]  # a text in a pair, and an id as a key
+    for bias, token in (([["7", -1]], seven), ({"7": -1}, 7)):
+        settings = told(server, "/completion", prompt="a", n_predict=1, logit_bias=bias)
+        (entry,) = settings["generation_settings"]["logit_bias"]
+        assert entry["token"] == token != seven + 7 - token
 
 
 def test_only_the_fields_that_are_wanted_are_told(server):

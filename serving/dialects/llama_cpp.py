@@ -205,7 +205,10 @@ def _read_prompt(value: Any, service: Service) -> Any:
 
 
 def _biases(value: Any, service: Service) -> Any:
-    """Biases as OpenAI has them; llama.cpp has pairs, too, texts in place of ids, and false."""
+    """Biases as OpenAI has them; llama.cpp has pairs, too, texts in place of ids, and false.
+
+    A text of digits is an id where it is a key, and a text in a pair.
+    """
     pairs, biases = list(value.items()) if isinstance(value, dict) else value, dict[str, Any]()
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
         raise wrong("logit_bias", f"must be an object or a list of pairs, of at most {MAX_BIASES}")
@@ -213,8 +216,9 @@ def _biases(value: Any, service: Service) -> Any:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str):
             raise RequestError("logit_bias has an entry that is no pair", param="logit_bias")
         key, bias = pair
+        is_id = isinstance(key, int) or (isinstance(value, dict) and key.isdecimal())
         ids = [key]
-        if isinstance(key, str) and not key.isdecimal():
+        if not is_id:
             ids = ids_of(key, tokenizer_of(service), "logit_bias", has_special=False)
         biases |= {str(token): _NEVER if bias is False else bias for token in ids}
     return biases
