@@ -211,6 +211,12 @@ def test_a_chat_without_v1_is_openai_s(filling):
     assert count == chat["usage"]["prompt_tokens"]
     listed = told(filling, "/tokenize", messages=fields["messages"])
     assert listed["count"] == count == len(listed["tokens"])
+    fields["messages"].append({"role": "assistant", "content": "blue,"})  # which goes on
+    chat = told(filling, "/chat/completions", **fields, verbose=True)
+    assert chat["__verbose"] == told(filling, "/apply-template", **fields)
+    assert chat["__verbose"]["prompt"].endswith("assistant: blue,")
+    count = told(filling, "/chat/completions/input_tokens", **fields)["input_tokens"]
+    assert count == chat["usage"]["prompt_tokens"]
     _, _, data = filling.call("POST", "/chat/completions", fields | {"stream": True})
     first = json.loads(data.decode().split("\n\n")[0].removeprefix("data: "))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}

@@ -81,21 +81,15 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/chat/completions", endpoint="llama_chat")
     def chat() -> Response | Json:
-        fields = read_body()
-        turns = fields.get("messages")
-        last = turns[-1] if isinstance(turns, list) and turns else None
-        is_open = isinstance(last, dict) and last.get("role") == "assistant"
-        if is_open and not fields.keys() & {"add_generation_prompt", "continue_final_message"}:
-            fields["continue_final_message"] = not last.get("tool_calls")  # it goes on
-        return respond(service, fields, partial(LlamaChat, service))
+        return respond(service, _chat_body(), partial(LlamaChat, service))
 
     @app.post("/chat/completions/input_tokens")
     def count() -> Json:
-        return {"input_tokens": len(ids_of_chat(service, read_body(takes_place=False)))}
+        return {"input_tokens": len(ids_of_chat(service, _chat_body(takes_place=False)))}
 
     @app.post("/apply-template")
     def apply_template() -> Json:
-        ids = ids_of_chat(service, read_body(takes_place=False))
+        ids = ids_of_chat(service, _chat_body(takes_place=False))
         return {"prompt": text_of(service.tokenizer, ids)}
 
     _register_figures(app, service)
@@ -150,6 +144,17 @@ def _register_figures(app: Flask, service: Service) -> None:
 
 
 # ------------------------------------------------------------------------- what clients send
+
+
+def _chat_body(takes_place: bool = True) -> Json:
+    """The fields of a chat, in which a last message of the assistant goes on."""
+    fields = read_body(takes_place)
+    turns = fields.get("messages")
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    is_open = isinstance(last, dict) and last.get("role") == "assistant"
+    if is_open and not fields.keys() & {"add_generation_prompt", "continue_final_message"}:
+        fields["continue_final_message"] = not last.get("tool_calls")
+    return fields
 
 
 def _respond(
