@@ -199,7 +199,7 @@ class Messages(InParts):
     def whole(self, body: Json) -> Json:
         """The message. A call that was cut has no input."""
         content = list[Json]()
-        for part in self.parts(0, body["text"]) or [""]:
+        for part in [*self.parts(0, body["text"])] or [""]:
             block, delta = _said(part)
             kind = block["type"]
             if isinstance(part, Call):

@@ -10,7 +10,6 @@ Here a field that is absent has the server's default, not llama.cpp's.
 """
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/chat/completions", endpoint="llama_chat")
     def chat() -> Response | Json:
-        return respond(service, _chat_body(), partial(LlamaChat, service))
+        return respond(service, _chat_body(), LlamaChat)
 
     @app.post("/chat/completions/input_tokens")
     def count() -> Json:
