@@ -17,7 +17,7 @@ Lark's dialect is that of llguidance: docs/syntax.md in guidance-ai/llguidance.
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from messages import Json
@@ -70,6 +70,8 @@ def form_of(template: str, added: Collection[str] = ()) -> Form:
     form = Form(tokens=tokens, thinks=_THINK in source and _THOUGHT in source)
     if not re.search(r"\btools\b", source):
         return form
+    # Qwen2.5-Coder's template shows two braces, and its models leave the tags out: they make calls
+    # in the general form alone.
     if re.search(OPEN + r'\s*\{"name": .{1,40}"arguments": ', source):
         return form._replace(has_tags=True, in_template=True)
     if re.search(r'\{"name": .{1,40}"parameters": ', source) and OPEN not in source:
@@ -170,7 +172,7 @@ class AnswerReader:
         """
         self.num_calls = 0  # that are whole
         self._form, self._names = form, names
-        self._held, self._may_end, self._has_thought = "", False, False
+        self._held, self._may_end, self._has_thought, self._num_fed = "", False, False, 0
         # begin → (reason → gap) → text → rest (what is left is content)
         self._state = "reason" if is_reasoning else "begin" if form.thinks else "text"
         # In the general form a call begins only where the answer does.
@@ -179,15 +181,19 @@ class AnswerReader:
             rf'\s*\{{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"{form.key}"\s*:\s*(?=\{{)'
         )
 
-    def feed(self, text: str) -> list[Part]:
-        """The parts that are complete with this piece of text."""
+    @property
+    def position(self) -> int:
+        """Where the part that came last ends in the answer; content stands there as it is."""
+        return self._num_fed - len(self._held)
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """The parts that are complete with this piece of text, which are all to be taken."""
         self._held += text
+        self._num_fed += len(text)
         self._may_end = "}" in text  # else an object that was not whole is not whole now
-        parts = list[Part]()
         while part := self._next():
-            parts.append(part)
             self.num_calls += isinstance(part, Call)
-        return parts
+            yield part
 
     def finish(self) -> list[Part]:
         """The parts that are left when no more text comes; a call may be cut in its arguments."""
@@ -200,7 +206,8 @@ class AnswerReader:
             if call is not None:
                 return [call]
         # Spaces behind calls are no content.
-        return [self._held] if text or (self._held and not self.num_calls) else []
+        is_content = text or (self._held and not self.num_calls)
+        return [self._take(len(self._held))] if is_content else []
 
     def _next(self) -> Part | None:
         """Take the next part, or a first piece of it, from what is held; None if more must come."""

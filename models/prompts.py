@@ -38,6 +38,7 @@ _TEMPLATES_OWN = {  # names that the renderer itself gives, or takes for its own
     "continue_final_message", "return_assistant_tokens_mask", "limit_s",
 }  # fmt: skip
 _REASONING = "reasoning_content"
+_ROLES = "system", "developer", "user", "assistant", "tool"
 
 
 class Turns:
@@ -321,25 +322,43 @@ def _render(
     Raises RequestError where the template refuses, or takes too long or too much memory.
     """
     how = how or {}
+    has_tools = tools or any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
     is_continued = how.get("continue_final_message", False)
     has_prompt = how.get("add_generation_prompt", True) and not is_continued
-    asked = {"conversations": [turns], "add_generation_prompt": has_prompt}
-    asked["continue_final_message"] = is_continued
+    asked = {"add_generation_prompt": has_prompt, "continue_final_message": is_continued}
     asked |= how.get("chat_template_kwargs", {})
     try:
-        if tools or any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns):
+        source = tokenizer.get_chat_template(tools=[] if has_tools else None)
+        asked |= {"chat_template": source, "conversations": [turns := _in_roles(turns, source)]}
+        if has_tools:
             form = tools.form if tools else call_form(tokenizer)
             asked["conversations"] = [turns_for_template(turns, form, tools)]
-            asked["chat_template"] = tokenizer.get_chat_template(tools=[])
             asked["tools"] = tools.tools if tools and form.in_template else None
-        else:
-            asked["chat_template"] = tokenizer.get_chat_template()
         text = renderer.render(_TEMPLATE_LIMIT_S, **asked | tokenizer.special_tokens_map)
     except ValueError as error:
         raise _wrong(f"the chat template {error}") from error
     if text and not is_text(text):
         raise _wrong("the chat template wrote a lone surrogate, which is not text")
     return text
+
+
+def _in_roles(turns: list[Json], source: str) -> list[Json]:
+    """The messages in roles that a chat template of this source writes: it may drop all others.
+
+    A developer's are the system's, where the template does not know developers. Raises
+    RequestError for roles that nobody knows.
+    """
+
+    def is_known(role: str) -> bool:
+        return f"'{role}'" in source or f'"{role}"' in source
+
+    for i, turn in enumerate(turns):
+        role = turn["role"]
+        # Templates have "" and "function", a tool's type, and neither is a role.
+        if role not in _ROLES and (role in ("", "function") or not is_known(role)):
+            raise _wrong(f"messages[{i}].role must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+    others = {} if is_known("developer") else {"developer": "system"}
+    return [turn | {"role": others.get(turn["role"], turn["role"])} for turn in turns]
 
 
 def _turn(message: Any, i: int) -> Json:

@@ -179,7 +179,10 @@ def register_errors(app: Flask) -> None:
 
 def loading_app(options: Options) -> Flask:
     """Answers 503 to all but the page, which asks /health for the progress, and reloads itself."""
+    from .dialects import ERROR_FORMS  # they import this file
+
     app = base_app(options)
+    app.extensions["error_forms"] |= ERROR_FORMS
     register_page(app, {})
     progress = Progress()
     body = {"status": "loading", "model": model_id(options.title)}

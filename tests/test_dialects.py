@@ -452,6 +452,29 @@ def test_log_probabilities_stand_with_their_text(ask):
         assert entries == expected["content"]
 
 
+def test_each_message_has_the_log_probabilities_of_its_own_tokens(post, service, says):  # noqa: F811
+    """Not those of reasoning, calls and tags, and those of a stop string, which no text has."""
+    tokenizer, said = service.tokenizer, f"{SAID}\nDone, now"
+    ids = tokenizer(f"{said};")["input_ids"]
+    listed = [
+        {"id": i, "token": tokenizer.decode([i]), "logprob": -1, "top_logprobs": []} for i in ids
+    ]
+    says(said, THINKING, logprobs=listed)
+    asked = {"tools": [FLAT], "include": ["message.output_text.logprobs"]}
+    *events, last = post(RESPONSES, **asked, stream=True)[1]
+    for response in (post(RESPONSES, **asked)[1], last["response"]):
+        items = [item for item in response["output"] if item["type"] == "message"]
+        texts = [
+            ["".join(entry["token"] for entry in part["logprobs"]), part["text"]]
+            for part in (item["content"][0] for item in items)
+        ]
+        assert texts == [["I ask.", "I ask."], ["\nDone, now;", "\nDone, now"]]
+    for item in items:
+        told = [e["logprobs"] for e in events if e["type"].endswith("text.delta")
+                and e["item_id"] == item["id"]]  # fmt: skip
+        assert sum(told, []) == item["content"][0]["logprobs"]
+
+
 @pytest.fixture(scope="module")
 def new(guarded):
     """responses.create and .stream of the package openai."""

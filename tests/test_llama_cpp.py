@@ -18,6 +18,7 @@ from models.fim import File, Gap, fim_of, infill_prompt
 from models.gguf_file import GgufFile
 from models.gguf_tokenizer import tokenizer_of
 from models.prompts import tokenize_plain
+from serving.dialects.shapes import bytes_of
 
 server = module_server("--fixed-k")
 WORDS = [f"<|{w}|>" for w in "fim_prefix fim_suffix fim_middle repo_name file_sep fim_pad".split()]
@@ -131,6 +132,11 @@ def test_prompts_and_biases_of_llama_cpp_s_kinds(server):
     for bias in ([[first[0], False]], [[tokenizer.decode(first), -100]], {str(first[0]): -100}):
         other = told(server, "/completion", **fields, logit_bias=bias)
         assert other["tokens"] != first
+    (seven,) = tokenizer("7")["input_ids"]  # a text in a pair, and an id as a key
+    for bias, token in (([["7", -1]], seven), ({"7": -1}, 7)):
+        settings = told(server, "/completion", prompt="a", n_predict=1, logit_bias=bias)
+        (entry,) = settings["generation_settings"]["logit_bias"]
+        assert entry["token"] == token != seven + 7 - token
 
 
 def test_only_the_fields_that_are_wanted_are_told(server):
@@ -206,6 +212,12 @@ def test_a_chat_without_v1_is_openai_s(filling):
     assert count == chat["usage"]["prompt_tokens"]
     listed = told(filling, "/tokenize", messages=fields["messages"])
     assert listed["count"] == count == len(listed["tokens"])
+    fields["messages"].append({"role": "assistant", "content": "blue,"})  # which goes on
+    chat = told(filling, "/chat/completions", **fields, verbose=True)
+    assert chat["__verbose"] == told(filling, "/apply-template", **fields)
+    assert chat["__verbose"]["prompt"].endswith("assistant: blue,")
+    count = told(filling, "/chat/completions/input_tokens", **fields)["input_tokens"]
+    assert count == chat["usage"]["prompt_tokens"]
     _, _, data = filling.call("POST", "/chat/completions", fields | {"stream": True})
     first = json.loads(data.decode().split("\n\n")[0].removeprefix("data: "))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": None}
@@ -236,6 +248,7 @@ def test_texts_become_tokens_and_texts_again(server):
     listed = told(server, "/tokenize", content=text, with_pieces=True)["tokens"]
     pieces = (each["piece"] for each in listed)
     assert b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in pieces) == text.encode()
+    assert bytes_of(len(tokenizer), tokenizer) == b""  # a model may have more rows
     plain = told(server, "/tokenize", content=text, parse_special=False)["tokens"]
     assert tokenizer.eos_token_id in ids and tokenizer.eos_token_id not in plain
     for tokens in (ids, plain):

@@ -184,6 +184,11 @@ def test_log_probabilities_have_the_shape_of_completions(client, server):
     chunks = [c.choices[0].logprobs for c in ask(**fields, stream=True) if c.choices[0].logprobs]
     assert sum([chunk.tokens for chunk in chunks], []) == listed.tokens
     assert sum([chunk.text_offset for chunk in chunks], []) == listed.text_offset
+    fields |= {"max_tokens": 30, "extra_body": {"choice": ["🙃🙃"]}}  # each is several tokens
+    listed = ask(**fields).choices[0].logprobs
+    assert {*listed.text_offset} == {0, 1} and listed.text_offset.count(1) > 1
+    echoed = ask(**fields, echo=True).choices[0].logprobs.text_offset
+    assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
 
 
 def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
@@ -231,9 +236,12 @@ def test_log_probabilities_have_the_shape_of_chat(chat):
     entries = chat(max_tokens=3, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
     for entry in entries:
-        assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
+        assert bytes(entry.bytes).decode() == entry.token
         assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
     assert chat(max_tokens=3, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    only = {"choice": ["🙃"]}
+    entries = chat(logprobs=True, extra_body=only).choices[0].logprobs.content
+    assert b"".join(bytes(e.bytes) for e in entries) == "🙃".encode() and len(entries) > 1
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, server):

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
         "grammars": "messages models",
         "drafters": "messages kernels sampling cache models",
         "control": "messages sampling drafters",
-        "serving": "messages kernels sampling cache models grammars drafters control page",
+        "serving": "messages text kernels sampling cache models grammars drafters control page",
         "demo": "messages models control serving",
         "engines": "messages models drafters control serving demo page",
         "demo_models": "messages kernels models drafters serving benchmarks",

@@ -65,6 +65,7 @@ class Canned(Service):
     """A service whose model says `text`, which comes in pieces of `size` characters."""
 
     text, size, reason = "", 1000, "stop"
+    logprobs = None  # of the text's tokens, each of which is an event then
 
     def begin(self, fields, prompts=None):
         self.fields = fields
@@ -72,13 +73,19 @@ class Canned(Service):
 
     def job(self):
         job = Job(Request([1]), LIMIT_S)
-        for i in range(0, len(self.text), self.size):
+        for i in range(0, len(self.text), self.size) if self.logprobs is None else ():
             job.put({"pieces": [(self.text[i : i + self.size], "bonus")]})
+        begin = 0
+        for entry in self.logprobs or ():
+            end = begin + len(entry["token"])
+            job.put({"pieces": [(self.text[begin:end], "bonus")], "logprobs": [entry]})
+            begin = end
         job.end()
         return job
 
     def answer(self, jobs, notes):
         body = {"text": self.text, "finish_reason": self.reason, "usage": None}
+        body |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         return body | {"choices": [body] * len(jobs)}
 
 
@@ -240,7 +247,12 @@ texts = st.lists(st.sampled_from([*calls, *TAGS, *' \n{}"a<', ROME]), max_size=9
 def test_an_answer_is_read_alike_however_it_is_cut(text, cuts, form):
     def read(*pieces):
         reader = AnswerReader(form, {"time"})
-        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        parts = list[object]()
+        for piece in (*pieces, None):
+            for part in reader.finish() if piece is None else reader.feed(piece):
+                parts.append(part)
+                end = reader.position
+                assert not isinstance(part, str) or text[end - len(part) : end] == part
         content = "".join(part for part in parts if isinstance(part, str))
         thought = "".join(part.text for part in parts if isinstance(part, Thought))
         return content, thought, [part for part in parts if isinstance(part, Call)]
@@ -395,11 +407,28 @@ def test_a_template_without_tools_gets_them_in_a_system_text_and_results_as_the_
     assert prompt(PLAIN, ASK) == "[user: Rome?]"
 
 
+def test_no_message_vanishes_for_its_role():
+    """A template may write the roles that it knows alone."""
+    known = "{% for m in messages %}{% if m.role in ['system', 'user'"
+    known += "] %}[{{ m.role }}: {{ m.content }}]{% endif %}{% endfor %}"
+    told = [{"role": "developer", "content": "Be brief."}, *ASK]
+    assert prompt(known, told) == "[system: Be brief.][user: Rome?]"
+    said = prompt(known, told, Tools(TOOLS, GENERAL))
+    assert said.startswith("[system: Be brief.\n\nYou can call these tools:")
+    more = known.replace("'user'", "'user', 'developer', 'function', 'bot'")
+    assert prompt(more, told) == "[developer: Be brief.][user: Rome?]"
+    assert prompt(more, [*ASK, {"role": "bot", "content": "a"}]) == "[user: Rome?][bot: a]"
+    for template, role in ((known, "bot"), (more, "function"), ("{{ '' }}", "")):
+        with pytest.raises(RequestError, match=r"messages\[1\].role must be system, developer, u"):
+            prompt(template, [*ASK, {"role": role, "content": "a"}])
+
+
 @pytest.mark.parametrize(("template", "form"), [
     (PLAIN, Form()),
     (HERMES, TAGGED),
     (HERMES + "<think></think>", TAGGED._replace(thinks=True)),
     (HERMES.replace("\n", "\\n").replace('"', '\\"'), TAGGED),
+    (HERMES.replace('{"name"', '{{"name"').replace("<object>}", "<object>}}"), Form()),
     (PLAIN + "{{ tools }}<tool_call><function=f>", Form()),
     (
         PLAIN + '{{ tools }}{"name": name, "parameters": object}',

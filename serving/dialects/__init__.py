@@ -24,10 +24,12 @@ from serving.service import Service
 from . import anthropic, chat, completions, llama_cpp, mistral, responses, tokens
 
 _DIALECTS = completions, chat, responses, anthropic, llama_cpp, mistral, tokens
+ERROR_FORMS = anthropic.ERROR_FORMS | llama_cpp.ERROR_FORMS  # by path; OpenAI's is the usual one
 
 
 def register_routes(app: Flask, service: Service) -> None:
     """Add the routes of all dialects, and of what they have in common: the list of models."""
+    app.extensions["error_forms"] |= ERROR_FORMS
     for dialect in _DIALECTS:
         dialect.register_routes(app, service)
     name = model_id(service.name)

@@ -46,9 +46,7 @@ _ERRORS = {
 
 
 def register_routes(app: Flask, service: Service) -> None:
-    """Add the routes for the service's model, and their form of errors."""
-    for path in (_PATH, f"{_PATH}/count_tokens"):
-        app.extensions["error_forms"][path] = lambda error: error_body(error, g.id)
+    """Add the routes for the service's model."""
 
     @app.post(_PATH)
     def messages() -> Response | Json:
@@ -79,6 +77,9 @@ def error_body(error: RequestError, request_id: str) -> Json:
     other = "invalid_request_error" if error.status < 500 else "api_error"
     said = {"type": _ERRORS.get(error.status, other), "message": error.message}
     return {"type": "error", "error": said, "request_id": request_id}
+
+
+ERROR_FORMS = dict.fromkeys((_PATH, f"{_PATH}/count_tokens"), lambda error: error_body(error, g.id))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -198,7 +199,7 @@ class Messages(InParts):
     def whole(self, body: Json) -> Json:
         """The message. A call that was cut has no input."""
         content = list[Json]()
-        for part in self.parts(0, body["text"]) or [""]:
+        for part in [*self.parts(0, body["text"])] or [""]:
             block, delta = _said(part)
             kind = block["type"]
             if isinstance(part, Call):

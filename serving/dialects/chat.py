@@ -15,13 +15,13 @@ from flask import Flask, Response
 
 from messages import Json, RequestError
 from models.calls import AnswerReader, Form, Part, Thought
-from models.prompts import template_options
+from models.prompts import Tokenizer, template_options
 from models.tools import read_tools
 from serving.fields import check_dialect
 from serving.formats import FIELDS, constraint_of
 from serving.service import Service, read_body
 
-from .shapes import InParts, Logprobs, OpenAIShape, by_id, refuse_streamed_scores
+from .shapes import InParts, Logprobs, OpenAIShape, by_id, bytes_of, refuse_streamed_scores
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -38,7 +38,7 @@ def respond(service: Service, fields: Json, shape: "Callable[..., Chat]") -> Res
     sent = dict[str, str]()
     with errors_name(sent):
         new_reader = read_chat(service, fields, sent)
-        return service.respond(fields, shape(fields, new_reader=new_reader))
+        return service.respond(fields, shape(service, fields, new_reader=new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -112,15 +112,18 @@ class Chat(InParts, OpenAIShape):
     has_own_prompts = False
     first_content: str | None = ""  # of a stream
 
-    def __init__(self, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
+    def __init__(
+        self, service: Service, fields: Json, *, new_reader: Callable[[], AnswerReader]
+    ) -> None:
         super().__init__(fields, new_reader=new_reader)
+        self._tokenizer = service.tokenizer
         self._calls = defaultdict[int, list[Json]](list)  # by choice
 
     @property
     def opening(self) -> str:
         """A stream begins with the role, of each choice."""
         said = {"role": "assistant", "content": self.first_content}
-        return "".join(self.chunk(_choice(i, delta=said)) for i in range(self.num_choices))
+        return "".join(self.chunk(self._choice(i, delta=said)) for i in range(self.num_choices))
 
     def _said(self, index: int, part: Part) -> Json:
         """A part of a choice as a chunk's delta has it."""
@@ -135,7 +138,7 @@ class Chat(InParts, OpenAIShape):
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
         """The chunk of a part."""
-        return self.chunk(_choice(index, None, logprobs, delta=self._said(index, part)))
+        return self.chunk(self._choice(index, None, logprobs, delta=self._said(index, part)))
 
     def choice(self, index: int, body: Json) -> Json:
         """A message, with its calls and its reasoning."""
@@ -150,11 +153,11 @@ class Chat(InParts, OpenAIShape):
         if calls := self._calls[index]:
             message |= {"content": content or None, "tool_calls": calls}
         reason = self._reason(index, body["finish_reason"])
-        return _choice(index, reason, body.get("logprobs"), message=message)
+        return self._choice(index, reason, body.get("logprobs"), message=message)
 
     def end(self, index: int, reason: str) -> Json:
         """The choice in the chunk that ends it, which says nothing more."""
-        return _choice(index, self._reason(index, reason), delta={})
+        return self._choice(index, self._reason(index, reason), delta={})
 
     def whole(self, body: Json) -> Json:
         """The body, with the scores of its prompt if they were asked for."""
@@ -165,22 +168,24 @@ class Chat(InParts, OpenAIShape):
         has_called = self.readers[index].num_calls  # a call that a stop string cut is none
         return "tool_calls" if reason == "stop" and has_called else reason
 
+    def _choice(
+        self, index: int, reason: str | None = None, logprobs: Logprobs = None, **said: Json
+    ) -> Json:
+        listed = None
+        if logprobs is not None:
+            listed = {"content": log_probabilities(logprobs, self._tokenizer), "refusal": None}
+        return {"index": index} | said | {"logprobs": listed, "finish_reason": reason}
 
-def _choice(index: int, reason: str | None = None, logprobs: Logprobs = None, **said: Json) -> Json:
-    ended = {"logprobs": log_probabilities(logprobs), "finish_reason": reason}
-    return {"index": index} | said | ended
 
-
-def log_probabilities(logprobs: Logprobs) -> Json | None:
-    """Those of tokens, as a choice of a chat has them."""
-    if logprobs is None:
-        return None
+def log_probabilities(logprobs: list[Json], tokenizer: Tokenizer | None) -> list[Json]:
+    """Those of tokens, as a chat has them. Bytes that only another engine knows are null."""
 
     def entry(one: Json) -> Json:
-        token = one["token"]
-        # A part of a character is decoded as "�", which are not its bytes.
-        known = None if "\ufffd" in token else list(token.encode("utf-8"))
+        token, known = one["token"], None
+        if "\ufffd" not in token:
+            known = list(token.encode("utf-8"))
+        elif tokenizer:  # a part of a character, which is decoded as "�"
+            known = list(bytes_of(one["id"], tokenizer))
         return {"token": token, "logprob": one["logprob"], "bytes": known}
 
-    listed = [entry(one) | {"top_logprobs": [*map(entry, one["top_logprobs"])]} for one in logprobs]
-    return {"content": listed, "refusal": None}
+    return [entry(one) | {"top_logprobs": [*map(entry, one["top_logprobs"])]} for one in logprobs]

@@ -5,9 +5,9 @@ usual parts an answer, and a stream's last chunk, has vLLM's `metrics.speculativ
 llama.cpp's `timings`. What would change the output and is not supported is refused, not ignored.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import partial
 from typing import Any, NamedTuple
 
 from flask import Flask, Response
@@ -18,7 +18,7 @@ from models.prompts import is_text
 from serving.fields import check_dialect, wrong
 from serving.service import Service, read_body
 
-from .shapes import Logprobs, OpenAIShape, bodies, by_id, refuse_streamed_scores
+from .shapes import Logprobs, OpenAIShape, Places, bodies, by_id, refuse_streamed_scores
 
 _MOST_PROMPTS = 128
 
@@ -52,9 +52,9 @@ def register_routes(app: Flask, service: Service) -> None:
                 text = each if isinstance(each, str) else service.tokenizer.decode(ids)
                 has_name = fields.get("return_tokens_as_token_ids") is True
                 first = f"token_id:{ids[0]}" if has_name else service.tokenizer.decode(ids[:1])
-                begins.append(Begin(text, first))
+                begins.append(Begin(text, {"id": ids[0], "token": first}))
         fields["prompt"] = prompts[0]
-        shape = Completion(fields, len(prompts), begins, is_scored)
+        shape = Completion(service, fields, len(prompts), begins, is_scored)
         return service.respond(fields, shape, prompts if is_list else None)
 
 
@@ -80,7 +80,7 @@ class Begin(NamedTuple):
     """What an echo repeats of a prompt."""
 
     text: str
-    first: str  # its first token, which has no log-probability
+    first: Json  # its first token, which has no log-probability
 
 
 def _num_top(fields: Json) -> int | None:
@@ -113,8 +113,8 @@ class Completion(OpenAIShape):
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, fields: Json, num_prompts: int = 1, begins: Sequence[Begin] = (),
-        is_scored: bool = False,
+        self, service: Service, fields: Json, num_prompts: int = 1,
+        begins: Sequence[Begin] = (), is_scored: bool = False,
     ) -> None:  # fmt: skip
         """`begins` has, for an echo, what stands before the choices of each prompt.
 
@@ -122,7 +122,7 @@ class Completion(OpenAIShape):
         """
         super().__init__(fields)
         self.num_prompts, self._begins, self._is_scored = num_prompts, begins, is_scored
-        self._offsets: Counter[int] = Counter()  # where in a choice's text the next token begins
+        self._places = defaultdict[int, Places](partial(Places, service.tokenizer))  # by choice
 
     def whole(self, body: Json) -> Json:
         self._scores = [each.get("prompt_logprobs") for each in bodies(body)]
@@ -157,21 +157,18 @@ class Completion(OpenAIShape):
         begin = self._begins[index // self.per_prompt]
         if _num_top(self._fields) is None:
             return begin.text, None
-        first = {"token": begin.first, "logprob": None, "top_logprobs": None}
-        return begin.text, [first, *filter(None, scores)]
+        first = {"logprob": None, "top_logprobs": None}
+        return begin.text, [begin.first | first, *filter(None, scores)]
 
     def _choice(self, index: int, text: str, logprobs: Logprobs, reason: str | None = None) -> Json:
         """A choice, or a part of it, with the log-probabilities of its tokens."""
         listed = None
         if logprobs is not None:
-            tokens = [entry["token"] for entry in logprobs]
-            begin = self._offsets[index]
-            *starts, self._offsets[index] = accumulate(map(len, tokens), initial=begin)
             listed = {
-                "tokens": tokens,
+                "tokens": [entry["token"] for entry in logprobs],
                 "token_logprobs": [entry["logprob"] for entry in logprobs],
                 "top_logprobs": list(map(self._tops, logprobs)),
-                "text_offset": starts,
+                "text_offset": [self._places[index].next(entry)[0] for entry in logprobs],
             }
         return {"index": index, "text": text, "logprobs": listed, "finish_reason": reason}
 

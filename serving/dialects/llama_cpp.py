@@ -10,7 +10,6 @@ Here a field that is absent has the server's default, not llama.cpp's.
 """
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from .translation import objects, text_at
 
 _OURS = "/completion /completions /infill /chat/completions /models /props /slots".split()
 _OURS += "/apply-template /chat/completions/input_tokens /tokenize /detokenize".split()
+ERROR_FORMS = dict.fromkeys(_OURS, error_form)
 
 
 def _are_names(value: Any) -> bool:
@@ -57,7 +57,6 @@ _GAP = {"prompt": "input_prefix", "suffix": "input_suffix"}
 
 def register_routes(app: Flask, service: Service) -> None:
     """Add the routes for the service's model."""
-    app.extensions["error_forms"] |= dict.fromkeys(_OURS, error_form)
 
     @app.post("/completion", endpoint="completion")
     @app.post("/completions", endpoint="llama_completions")
@@ -81,21 +80,15 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/chat/completions", endpoint="llama_chat")
     def chat() -> Response | Json:
-        fields = read_body()
-        turns = fields.get("messages")
-        last = turns[-1] if isinstance(turns, list) and turns else None
-        is_open = isinstance(last, dict) and last.get("role") == "assistant"
-        if is_open and not fields.keys() & {"add_generation_prompt", "continue_final_message"}:
-            fields["continue_final_message"] = not last.get("tool_calls")  # it goes on
-        return respond(service, fields, partial(LlamaChat, service))
+        return respond(service, _chat_body(), LlamaChat)
 
     @app.post("/chat/completions/input_tokens")
     def count() -> Json:
-        return {"input_tokens": len(ids_of_chat(service, read_body(takes_place=False)))}
+        return {"input_tokens": len(ids_of_chat(service, _chat_body(takes_place=False)))}
 
     @app.post("/apply-template")
     def apply_template() -> Json:
-        ids = ids_of_chat(service, read_body(takes_place=False))
+        ids = ids_of_chat(service, _chat_body(takes_place=False))
         return {"prompt": text_of(service.tokenizer, ids)}
 
     _register_figures(app, service)
@@ -152,6 +145,17 @@ def _register_figures(app: Flask, service: Service) -> None:
 # ------------------------------------------------------------------------- what clients send
 
 
+def _chat_body(takes_place: bool = True) -> Json:
+    """The fields of a chat, in which a last message of the assistant goes on."""
+    fields = read_body(takes_place)
+    turns = fields.get("messages")
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    is_open = isinstance(last, dict) and last.get("role") == "assistant"
+    if is_open and not fields.keys() & {"add_generation_prompt", "continue_final_message"}:
+        fields["continue_final_message"] = not last.get("tool_calls")
+    return fields
+
+
 def _respond(
     service: Service, fields: Json, prompts: list[list[int]] | None = None
 ) -> Response | Json:
@@ -205,7 +209,10 @@ def _read_prompt(value: Any, service: Service) -> Any:
 
 
 def _biases(value: Any, service: Service) -> Any:
-    """Biases as OpenAI has them; llama.cpp has pairs, too, texts in place of ids, and false."""
+    """Biases as OpenAI has them; llama.cpp has pairs, too, texts in place of ids, and false.
+
+    A text of digits is an id where it is a key, and a text in a pair.
+    """
     pairs, biases = list(value.items()) if isinstance(value, dict) else value, dict[str, Any]()
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
         raise wrong("logit_bias", f"must be an object or a list of pairs, of at most {MAX_BIASES}")
@@ -213,8 +220,9 @@ def _biases(value: Any, service: Service) -> Any:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str):
             raise RequestError("logit_bias has an entry that is no pair", param="logit_bias")
         key, bias = pair
+        is_id = isinstance(key, int) or (isinstance(value, dict) and key.isdecimal())
         ids = [key]
-        if isinstance(key, str) and not key.isdecimal():
+        if not is_id:
             ids = ids_of(key, tokenizer_of(service), "logit_bias", has_special=False)
         biases |= {str(token): _NEVER if bias is False else bias for token in ids}
     return biases

@@ -12,8 +12,8 @@ from serving.fields import LIMITS
 from serving.service import Service
 
 from .chat import Chat
-from .shapes import bodies
-from .tokens import bytes_of, text_of
+from .shapes import bodies, bytes_of
+from .tokens import text_of
 
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -185,10 +185,6 @@ class LlamaChat(Chat):
     """The shape of /chat/completions: its first chunk has null; `verbose` tells the prompt."""
 
     first_content = None
-
-    def __init__(self, service: Service, fields: Json, **more: Any) -> None:
-        super().__init__(fields, **more)
-        self._tokenizer = service.tokenizer
 
     def whole(self, body: Json) -> Json:
         """The body, with the prompt where that was asked for."""

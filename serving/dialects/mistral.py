@@ -23,7 +23,7 @@ def register_routes(app: Flask, service: Service) -> None:
         with errors_name(sent):
             fill_in(service, fields)
             check_dialect(fields)
-            return service.respond(fields, Filled(fields))
+            return service.respond(fields, Filled(service, fields))
 
 
 class Filled(Completion):

@@ -15,6 +15,7 @@ covered: images, files, built-in tools.
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from models.calls import AnswerReader, Call, Part, Thought
 from serving.service import Service, read_body
 
 from .chat import errors_name, log_probabilities, read_chat
-from .shapes import InParts, Logprobs, event, figures
+from .shapes import InParts, Logprobs, Places, event, figures
 from .translation import objects, text_at, text_of, wrong
 
 # What an answer tells again of its request, and what it tells of absent fields.
@@ -59,7 +60,7 @@ def register_routes(app: Flask, service: Service) -> None:
         with errors_name(sent):
             _translate(fields, sent)
             new_reader = read_chat(service, fields, sent)
-            return service.respond(fields, Responses(fields, told, new_reader=new_reader))
+            return service.respond(fields, Responses(service, fields, told, new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -123,7 +124,9 @@ class Responses(InParts):
 
     closing = ""
 
-    def __init__(self, fields: Json, told: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
+    def __init__(
+        self, service: Service, fields: Json, told: Json, new_reader: Callable[[], AnswerReader]
+    ) -> None:
         """`told` are the request's fields as they are told again."""
         super().__init__(fields, new_reader=new_reader)
         head = {"id": f"resp_{g.id}", "object": "response", "created_at": int(time.time())}
@@ -133,7 +136,9 @@ class Responses(InParts):
         self._items = list[Json]()  # those that are done
         self._item: Json | None = None  # the one under way, a message or reasoning
         self._about, self._texts = Json(), list[str]()  # what its events say of it; its texts
-        self._logprobs, self._num_said = list[Json](), 0  # of a message, and how many are told
+        self._tokenizer, self._places = service.tokenizer, Places(service.tokenizer)
+        self._logprobs = list[Json]()  # of the message under way
+        self._waiting = deque[tuple[int, int, Json]]()  # log-probabilities of no item yet
         self._number = 0  # of the next event
 
     def _event(self, kind: str, **data: Any) -> str:
@@ -151,7 +156,9 @@ class Responses(InParts):
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
         """Add a part to the items. Returns the events that tell of it."""
-        self._logprobs += (log_probabilities(logprobs) or {"content": []})["content"]
+        listed = log_probabilities(logprobs or [], self._tokenizer)
+        for one, entry in zip(logprobs or [], listed, strict=True):
+            self._waiting.append((*self._places.next(one), entry))
         if isinstance(part, Call):
             return self._close() + self._call(part)
         if not part and logprobs is not None:
@@ -163,15 +170,29 @@ class Responses(InParts):
         self._texts.append(text)
         said = {"delta": text}
         if kind == "message":
-            said["logprobs"], self._num_said = self._logprobs[self._num_said :], len(self._logprobs)
+            end = self.readers[index].position
+            said["logprobs"] = self._within(end - len(text), end)
         return told + self._event(f"{_KINDS[kind][1]}.delta", **self._about, **said)
+
+    def _within(self, begin: int, end: int | None = None) -> list[Json]:
+        """Give the message the log-probabilities of the tokens in this part of the answer's text.
+
+        Those of tokens before it, of which no message has a part, are dropped.
+        """
+        new = list[Json]()
+        while self._waiting and (end is None or self._waiting[0][0] < end):
+            first, last, entry = self._waiting.popleft()
+            if max(last, first + 1) > begin:  # a part of a character stands where that begins
+                new.append(entry)
+        self._logprobs += new
+        return new
 
     def _content(self, text: str) -> Json:
         """What the item under way has, if that is this text."""
         content = {"type": _KINDS[self._item["type"]][1], "text": text}
         if self._item["type"] == "reasoning":
             return content
-        return content | {"annotations": [], "logprobs": self._logprobs if text else []}
+        return content | {"annotations": [], "logprobs": self._logprobs}
 
     def _open(self, kind: str) -> str:
         """Begin an item. Returns the events that tell of it."""
@@ -192,7 +213,7 @@ class Responses(InParts):
         told += self._event("content_part.done", **self._about, part=content)
         item, self._item = self._item | {"status": status, "content": [content]}, None
         if item["type"] == "message":
-            self._logprobs, self._num_said = [], 0
+            self._logprobs = []
         return told + self._done(item)
 
     def _added(self, item: Json) -> str:
@@ -231,7 +252,11 @@ class Responses(InParts):
         """End the response. Returns the events that are left of its items."""
         why = {"reason": "max_output_tokens"} if body["finish_reason"] == "length" else None
         status = "incomplete" if why else "completed"
-        told = ("" if self._items or self._item else self.part(0, "")) + self._close(status)
+        told = "" if self._items or self._item else self.part(0, "")
+        # Tokens of no text are left: of a stop string, or of half a character.
+        if self._item and self._item["type"] == "message" and (rest := self._within(0)):
+            told += self._event("output_text.delta", **self._about, delta="", logprobs=rest)
+        told += self._close(status)
         given, cached, written, reasoning = to_chat.counts(body)
         usage = {"input_tokens": given, "output_tokens": written, "total_tokens": given + written}
         usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}

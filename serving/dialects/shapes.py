@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flask import current_app, g
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from messages import Json
 from models.calls import AnswerReader, Part
+from models.prompts import Tokenizer
 from serving.answers import Shape, sse
 from serving.fields import wrong
+from text import TextStream
 
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
 _OF_PROMPTS = {"prompt_logprobs": None, "prompt_token_ids": None}  # as vLLM has them: null first
@@ -51,6 +55,35 @@ def by_id(scores: list[Json | None]) -> list[Json | None]:
         | {str(top["id"]): entry(top, i) for i, top in enumerate(one["top_logprobs"], 1)}
         for one in scores
     ]
+
+
+def bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
+    """What a token is in UTF-8, or a part of it; nothing for an id that the tokenizer lacks."""
+    if (word := tokenizer.convert_ids_to_tokens(token)) is None:  # the model has more rows
+        return b""
+    if word.startswith("<0x") and len(word) == len("<0xFF>"):
+        return bytes.fromhex(word[3:5])
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    is_part = "\ufffd" in text and all(character in _BYTES for character in word)
+    return bytes(map(_BYTES.__getitem__, word)) if is_part else text.encode()
+
+
+class Places:
+    """Where each token of a text begins and ends in it. A character counts once it is whole."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer, which another engine has, a token is as long as its entry says."""
+        self._text = TextStream(tokenizer) if tokenizer else None
+        self._end = 0
+
+    def next(self, entry: Json) -> tuple[int, int]:
+        """The place of the next token, which has this entry of log-probabilities."""
+        begin, new = self._end, entry["token"]
+        if self._text:
+            self._text.push(entry["id"], "")
+            new = "".join(text for text, _ in self._text.release())
+        self._end += len(new)
+        return begin, self._end
 
 
 def _stop(body: Json) -> Json:
@@ -160,21 +193,19 @@ class InParts(Shape):
         """What a stream shows of a part of a choice."""
         raise NotImplementedError
 
-    def parts(self, index: int, text: str) -> list[Part]:
+    def parts(self, index: int, text: str) -> Iterator[Part]:
         """The parts of a choice's whole text."""
-        reader = self.readers[index]
-        return [*reader.feed(text), *reader.finish()]
+        yield from self.readers[index].feed(text)
+        yield from self.readers[index].finish()
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event; its first part has its log-probabilities."""
         if number >= self.num_choices:  # a comparison's other runs
             return ""
-        parts = self.readers[number].feed("".join(text for text, _ in event["pieces"]))
-        logprobs = event.get("logprobs")
-        if logprobs is not None and not parts:
-            parts = [""]
-        told = (self.part(number, part, None if i else logprobs) for i, part in enumerate(parts))
-        return "".join(told)
+        logprobs, told = event.get("logprobs"), ""
+        for part in self.readers[number].feed("".join(text for text, _ in event["pieces"])):
+            told, logprobs = told + self.part(number, part, logprobs), None
+        return told if logprobs is None else told + self.part(number, "", logprobs)
 
     def last(self, body: Json) -> Iterator[str]:
         """What was held back, then what the shape ends with."""

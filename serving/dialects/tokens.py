@@ -11,7 +11,6 @@ A text may be longer than the context: evaluation splits documents by it.
 from typing import Any
 
 from flask import Flask
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from messages import Json, RequestError
 from models.prompts import Tokenizer, is_text, long_texts, tokenize, tokenize_plain
@@ -19,8 +18,8 @@ from serving.fields import wrong
 from serving.service import Service, read_body
 
 from .chat import errors_name, read_chat
+from .shapes import bytes_of
 
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 _FLAGS = "add_special", "parse_special", "with_pieces", "add_special_tokens", "return_token_strs"
 
 
@@ -127,13 +126,3 @@ def _piece(token: int, tokenizer: Tokenizer) -> str | list[int]:
     """A token's text, or the bytes of a part of a character."""
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     return list(bytes_of(token, tokenizer)) if "\ufffd" in text else text
-
-
-def bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
-    """What a token is in UTF-8, or a part of it."""
-    word = tokenizer.convert_ids_to_tokens(token)
-    if word.startswith("<0x") and len(word) == len("<0xFF>"):
-        return bytes.fromhex(word[3:5])
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    is_part = "\ufffd" in text and all(character in _BYTES for character in word)
-    return bytes(map(_BYTES.__getitem__, word)) if is_part else text.encode()
