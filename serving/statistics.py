@@ -149,7 +149,8 @@ class Statistics:
         drafted = sum(count * alpha**i for i, count in enumerate(self.drafted_at, 1))
         plain_pass_ms = plain.verify_ms / max(1, plain.target_passes)
         plain_ms = (self.target_passes + drafted) * plain_pass_ms
-        return ratio(plain_ms, self.draft_ms + self.verify_ms)
+        draft_ms = self.draft_ms if self.num_draft_tokens else 0.0  # else it went into choosing
+        return ratio(plain_ms, draft_ms + self.verify_ms)
 
     def counters(self, num_spec_tokens: int) -> dict[str, Any]:
         """The `speculative_decoding` block; the histogram has K + 1 buckets, K the largest seen."""

@@ -329,6 +329,8 @@ def test_the_prediction_is_the_formula_of_the_field():
     assert ours.costs(plain) == {"alpha": alpha, "c": c, "t_verify": t_verify}
     expected = (1 - alpha**5) / (1 - alpha) / (4 * c + t_verify)
     assert ours.predicted_speedup(plain) == pytest.approx(expected, abs=1e-3)
+    (none := Statistics()).record_times([0, 0.008, 0.028, 0.029], is_prefill=False)
+    assert none.predicted_speedup(plain) == 1.0  # choosing is no drafting
     assert Statistics().predicted_speedup(plain) is None
 
 

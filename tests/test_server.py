@@ -110,6 +110,9 @@ def test_a_sampled_comparison_compares_tokens_where_they_must_be_equal(server, r
 
 
 def test_health_counts_what_was_generated(server):
+    none = {"max_tokens": 1, "num_speculative_tokens": 0}
+    _, told = server.generate(prompt=COLOURS, drafter="ngram", **none)
+    assert told["metrics"]["speculative_decoding"]["drafter"] == "none"  # and is counted so
     before = server.health()["speculative_decoding"]
     _, answer = server.generate(prompt=COLOURS, max_tokens=20, drafter="ngram")
     after = server.health()
