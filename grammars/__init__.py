@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from messages import Draft, RequestError
 from models.prompts import Turns
 
-from .probe import Probe, build, reason_of
+from .probe import TOO_WIDE, Probe, build, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
@@ -278,7 +278,8 @@ class Matcher:
         """Begin again with the text and these tokens: an error of llguidance's matcher stays."""
         self._num_restarts, self._is_large = self._num_restarts + 1, True
         if self._num_restarts <= _MOST_RESTARTS:
-            self._grammar.build()
+            if TOO_WIDE not in self._matcher.get_error():
+                self._grammar.build()
             self._matcher = self._grammar.copy()
             self._matcher.consume_tokens([*self._tokens, *more])
 

@@ -22,6 +22,7 @@ _TOO_LONG = f"takes longer than {BUILD_S:g} s to build"
 _TOO_LARGE = "takes too much memory to build"
 _MOST_CHARACTERS = 4096  # of a message
 MOST_FORCED = 1 << 14
+TOO_WIDE = "Current row has"  # in an error that comes of the text alone, and so comes again
 
 
 def build(tokenizer: Any, grammar: str) -> Any:
@@ -77,10 +78,12 @@ def _main() -> None:
     LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema({"type": "object"})).compute_bitmask()
 
     def built(grammar: str) -> tuple[str, str]:
-        """What is wrong with a grammar at its first mask."""
+        """What is wrong with a grammar at its first mask, or behind what is forced at first."""
         matcher = build(tokenizer, grammar)
         if why := reason_of(matcher):
             return why, ""
+        matcher.compute_bitmask()
+        matcher.consume_tokens(matcher.compute_ff_tokens())  # all texts begin with these
         matcher.compute_bitmask()
         return reason_of(matcher), ""
 

@@ -114,6 +114,7 @@ def test_an_answer_says_that_it_was_cut(client):
 DEEP = {"type": "integer"}
 for _ in range(60):
     DEEP = {"type": "array", "items": DEEP}
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
 WRONG = [  # fields, the one that the answer names, and what it says
     ({"regex": "a", "choice": ["a"]}, "choice", "choice cannot go with regex"),
     ({"guided_json": {}, "json_schema": {}}, "guided_json", "cannot go with"),
@@ -159,6 +160,7 @@ WRONG = [  # fields, the one that the answer names, and what it says
     ({"grammar": 'start: a "b"\na[suffix="]", stop="x"]: /[a-z]*/'}, "grammar", "a rule with stop"),
     ({"grammar": 'start: "a" %json {"minProperties": 1}'}, "grammar", "minProperties"),
     ({"json_schema": closed(enum={"minProperties": 1})}, "json_schema", "minProperties"),
+    ({"json_schema": WIDE}, "json_schema", "cannot be used: Parser Error: Current row has"),
     ({"ebnf": 'root ::= "a'}, "ebnf", "is no GBNF: Unexpected end of input"),
 ]  # fmt: skip
 
