@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from messages import Draft, RequestError
 from models.prompts import Turns
 
-from .probe import Probe, build, reason_of
+from .probe import TOO_WIDE, Probe, build, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
@@ -60,21 +60,21 @@ _FIRST = {OPEN: "rest", POSSIBLE: "reasoning?"}
 def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = False) -> str:
     """A grammar as llguidance reads it. Raises ValueError for a value that is none of its kind.
 
-    `value` is a schema, a regular expression, a text of rules (Lark's, or GBNF as llama.cpp has
-    them), or a list of texts. With `reasoning` the grammar begins behind the end of that;
-    `has_tokens` says that its tags are tokens.
+    `value` is a schema, a regular expression, a text of Lark's rules, or a list of texts. With
+    `reasoning` the grammar begins behind the end of that; `has_tokens` says that its tags are
+    tokens.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     if kind == JSON:
         value = {} if value is True else value
         source = LLMatcher.grammar_from_json_schema(value, _COMPACT)
     elif kind == CHOICE:
-        source = grammar_from("regex", _any_of(sorted({*value})))
+        source = LLMatcher.grammar_from_regex(_any_of(sorted({*value})))
+    elif kind == REGEX:
+        source = LLMatcher.grammar_from_regex(value)
     else:
-        if kind == LARK and is_gbnf(value):  # llguidance drops a code's first zeros
-            value = in_characters(value, is_source=True)
-        source = grammar_from("regex" if kind == REGEX else "grammar", value)
+        source = LLMatcher.grammar_from_lark(value)
     if not reasoning:
         return source
     is_list = source.startswith("{")
@@ -83,11 +83,13 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
 
 
-def is_gbnf(rules: str) -> bool:
-    """Whether rules are GBNF, and not Lark's."""
-    from llguidance.gbnf_to_lark import is_lark_syntax
+# llguidance asks the same in a way that takes seconds for thousands of empty lines.
+_OF_LARK = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
 
-    return not is_lark_syntax(rules)
+
+def is_gbnf(rules: str) -> bool:
+    """Whether rules are GBNF (llama.cpp's form), and not Lark's."""
+    return not _OF_LARK.search(rules)
 
 
 _DIGIT = "[0-9a-fA-F]"
@@ -149,6 +151,12 @@ class Vocabulary:
         self._compiled: dict[str, Grammar] = {}  # by source, the last one used last
         self._lock, places = threading.Lock(), threading.BoundedSemaphore(_MOST_WAITING)
         self._turns = Turns("new grammars", 0, 0, places)
+        self.in_lark = lru_cache(_MOST_COMPILED)(self._in_lark)
+
+    def _in_lark(self, rules: str) -> str:
+        """GBNF as rules of Lark's. Raises as `compiled` does."""
+        with self._turns.take(1):  # llguidance drops a code's first zeros
+            return self._probe.in_lark(in_characters(rules, is_source=True))
 
     def compiled(self, source: str) -> "Grammar":
         """The grammar of this source. New ones are compiled one at a time.
@@ -270,7 +278,8 @@ class Matcher:
         """Begin again with the text and these tokens: an error of llguidance's matcher stays."""
         self._num_restarts, self._is_large = self._num_restarts + 1, True
         if self._num_restarts <= _MOST_RESTARTS:
-            self._grammar.build()
+            if TOO_WIDE not in self._matcher.get_error():
+                self._grammar.build()
             self._matcher = self._grammar.copy()
             self._matcher.consume_tokens([*self._tokens, *more])
 

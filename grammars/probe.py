@@ -1,9 +1,11 @@
 """Tries a grammar in a child, with a bound of time: some grammars take hours to build, or forever.
 
 The library's limits bound states and items, not seconds: forty patterns that must all match took
-nine minutes. What the child builds in time, the server builds, too.
+nine minutes. What the child builds in time, the server builds, too. And llguidance translates GBNF
+in Python, which may take seconds, so the child does that for the server.
 """
 
+import json
 import os
 import signal
 import sys
@@ -18,8 +20,9 @@ from models.child import Child, bound_memory, serve
 BUILD_S = 0.2  # of a processor; the server needs as long again
 _TOO_LONG = f"takes longer than {BUILD_S:g} s to build"
 _TOO_LARGE = "takes too much memory to build"
-_MOST_BYTES = 4096  # of a message
+_MOST_CHARACTERS = 4096  # of a message
 MOST_FORCED = 1 << 14
+TOO_WIDE = "Current row has"  # in an error that comes of the text alone, and so comes again
 
 
 def build(tokenizer: Any, grammar: str) -> Any:
@@ -50,49 +53,70 @@ class Probe(Child):
 
     def check(self, grammar: str) -> None:
         """Raises ValueError, saying why, for a grammar that cannot be used."""
+        self._tried("build", grammar)
+
+    def in_lark(self, rules: str) -> str:
+        """GBNF as rules of Lark's. Raises ValueError as `check` does."""
+        return self._tried("translate", rules)
+
+    def _tried(self, what: str, rules: str) -> str:
         try:
-            why = self.ask(grammar)
+            why, text = self.ask(what, rules)
         except EOFError:
             why = _TOO_LARGE
         if why:
             raise ValueError(why)
+        return text
 
 
 def _main() -> None:
-    import json
-
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     tokenizer = LLTokenizer(*json.loads(sys.stdin.buffer.readline()))
     # The first grammar of a process also prepares the vocabulary.
     LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema({"type": "object"})).compute_bitmask()
 
-    def attempt(grammar: str, answer: int) -> None:
-        """In a process that may be ended within any operation: write what is wrong."""
-        signal.setitimer(signal.ITIMER_PROF, BUILD_S)
+    def built(grammar: str) -> tuple[str, str]:
+        """What is wrong with a grammar at its first mask, or behind what is forced at first."""
         matcher = build(tokenizer, grammar)
-        why = reason_of(matcher)
-        if not why:
-            matcher.compute_bitmask()
-            why = reason_of(matcher)
-        os.write(answer, why.encode()[:_MOST_BYTES])
+        if why := reason_of(matcher):
+            return why, ""
+        matcher.compute_bitmask()
+        matcher.consume_tokens(matcher.compute_ff_tokens())  # all texts begin with these
+        matcher.compute_bitmask()
+        return reason_of(matcher), ""
+
+    def translated(rules: str) -> tuple[str, str]:
+        """What is wrong with GBNF, or the same in Lark."""
+        try:
+            return "", gbnf_to_lark(rules)
+        except Exception as error:  # it has many kinds
+            return f"is no GBNF: {error}", ""
+
+    def attempt(what: str, rules: str, answer: int) -> None:
+        """In a process that may be ended within any operation."""
+        signal.setitimer(signal.ITIMER_PROF, BUILD_S)
+        why, text = {"build": built, "translate": translated}[what](rules)
+        with open(answer, "w") as pipe:
+            json.dump((why[:_MOST_CHARACTERS], text), pipe)
         os._exit(0)
 
-    def check(grammar: str) -> str:
+    def tried(what: str, rules: str) -> tuple[str, str]:
         reader, writer = os.pipe()
         if not (pid := os.fork()):  # the vocabulary is there, and stays if it has to be ended
-            attempt(grammar, writer)
+            attempt(what, rules, writer)
         os.close(writer)
+        with os.fdopen(reader) as pipe:
+            answer = pipe.read()
         ended_by = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with os.fdopen(reader, "rb") as pipe:
-            why = pipe.read().decode(errors="replace")
         if ended_by:
-            return _TOO_LONG if ended_by == -signal.SIGPROF else _TOO_LARGE
-        return why
+            return (_TOO_LONG if ended_by == -signal.SIGPROF else _TOO_LARGE), ""
+        return json.loads(answer)
 
     os.nice(5)  # requests that run come first
     bound_memory()
-    serve(check)
+    serve(tried)
 
 
 if __name__ == "__main__":

@@ -126,10 +126,14 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
     return OPEN if tail.endswith("<think>") else "" if tail.endswith("</think>") else POSSIBLE
 
 
-# Of a rule of Lark's. What the first two count is not taken back with a draft's tokens, and nobody
-# reads temperatures.
-_ATTRIBUTES = re.compile(r"\w\s*\[[^\]]*\b(max_tokens|stop|temperature)\s*=")
+# What Lark's rules hold and do not read: comments, special tokens, regular expressions and texts.
+# An open one ends with the rules, or its line: then no search begins twice at the same place.
+_HELD = re.compile(r'(?:#|//).*|<[^<>\s]*>?|/(?:\\.|[^/\\])*/?|"(?:\\.|[^"\\\n])*"?')
+# What the first two count is not taken back with a draft's tokens, and nobody reads temperatures.
+_ATTRIBUTES = re.compile(r"\b(max_tokens|stop|temperature)\s*=")
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # behind it stands one of Lark's rules
+_VALUES = {"const", "enum", "default", "examples"}  # keys of what is no schema
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _NOTES = {"description", "title", "$comment", "default", "examples"}
 
 
@@ -147,16 +151,11 @@ def _texts(schema: Any, notes: Collection[str] = _NOTES) -> Iterator[str]:
             yield from _texts(part, notes)
 
 
-def _literal_texts(kind: str, value: Any) -> Iterator[str]:
-    """The texts in a constraint where a special token's would be taken for the token."""
-    if kind != LARK:
-        yield from _texts(value)
-    elif is_gbnf(value):
-        yield in_characters(value)
-    else:  # rules of Lark's may name a token, but not their schemas
-        for part in _SCHEMA.finditer(value):
-            with suppress(ValueError):
-                yield from _texts(json.JSONDecoder().raw_decode(value, part.end())[0])
+def _schemas(rules: str) -> Iterator[Json]:
+    """The schemas in rules of Lark's."""
+    for part in _SCHEMA.finditer(rules):
+        with suppress(ValueError):
+            yield json.JSONDecoder().raw_decode(rules, part.end())[0]
 
 
 def _check_value(kind: str, value: Any, special: Collection[str]) -> None:
@@ -170,23 +169,35 @@ def _check_value(kind: str, value: Any, special: Collection[str]) -> None:
         raise ValueError(f"has more than {most} characters")
     if kind == REGEX and (len(text) - len(text.rstrip("\\"))) % 2:
         raise ValueError("ends with a backslash that escapes nothing")
-    if kind == LARK and (attribute := _ATTRIBUTES.search(text)):
-        raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
+    parts = [value]  # in which a special token's text would be taken for the token
+    if kind == LARK and is_gbnf(value):
+        parts = [in_characters(value)]
+    elif kind == LARK:  # rules of Lark's may name a token, but not their schemas
+        parts = [*_schemas(value)]
+        if attribute := _ATTRIBUTES.search(_HELD.sub(" ", value)):
+            raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
     # As one text, with what no token has between its parts: there may be thousands of either.
-    plain = "\0".join(_literal_texts(kind, value)).replace("\\", "")
+    plain = "\0".join(text for part in parts for text in _texts(part)).replace("\\", "")
     for token in special:
         if token in plain:
             raise ValueError(f"holds {token}, which is a token of its own")
-    if isinstance(value, dict):
-        _check_schema(value)
+    _check_schema(parts)
 
 
-def _check_schema(schema: Any) -> None:
-    """Raises ValueError where keys would have to be counted: a text may repeat one."""
-    for part in schema.values() if isinstance(schema, dict) else schema:
-        if isinstance(part, dict | list):
+def _check_schema(schema: Any, has_names: bool = False) -> None:
+    """Raises ValueError where keys would have to be counted: a text may repeat one.
+
+    `has_names` says that the keys are names, each of a schema.
+    """
+    if isinstance(schema, list):
+        for part in schema:
             _check_schema(part)
-    if isinstance(schema, dict) and isinstance(least := schema.get("minProperties"), int):
+    if not isinstance(schema, dict):
+        return
+    for key, part in schema.items():
+        if has_names or key not in _VALUES:
+            _check_schema(part, not has_names and key in _NAMED)
+    if not has_names and isinstance(least := schema.get("minProperties"), int):
         required = schema.get("required")
         if least > (len(required) if isinstance(required, list) else 0):
             raise ValueError("minProperties beyond the required ones is not supported")
@@ -207,6 +218,8 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
         _check_value(kind, value, vocabulary.special)
         reasoning = reasoning_of(target.tokenizer, prompt)
         has_tokens = "</think>" in target.tokenizer.added_tokens_encoder
+        if kind == LARK and is_gbnf(value):
+            value = vocabulary.in_lark(value)
         source = source_of(kind, value, reasoning, has_tokens)
         return vocabulary.compiled(source)
     except (ValueError, RecursionError) as error:

@@ -7,8 +7,10 @@ cuts is said to be cut. Behind reasoning the format begins where that ends.
 import json
 import re
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -18,9 +20,9 @@ from server import LIMIT_S, ROUTES, events_of, is_error, text_of, until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of
-from messages import Draft
+from messages import Draft, RequestError
 from models.prompts import chat_prompt
-from serving.formats import reasoning_of
+from serving.formats import grammar_of, reasoning_of
 from serving.options import Options
 
 client = module_client(drafter="ngram", max_tokens=40)
@@ -112,6 +114,7 @@ def test_an_answer_says_that_it_was_cut(client):
 DEEP = {"type": "integer"}
 for _ in range(60):
     DEEP = {"type": "array", "items": DEEP}
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
 WRONG = [  # fields, the one that the answer names, and what it says
     ({"regex": "a", "choice": ["a"]}, "choice", "choice cannot go with regex"),
     ({"guided_json": {}, "json_schema": {}}, "guided_json", "cannot go with"),
@@ -154,6 +157,11 @@ WRONG = [  # fields, the one that the answer names, and what it says
     ({"json_schema": {"properties": {}, "minProperties": 1}}, "json_schema", "minProperties"),
     ({"grammar": 'start: a "b"\na[stop="x"]: /[a-z]*/'}, "grammar", "a rule with stop"),
     ({"grammar": 'start: a "b"\na[max_tokens=9]: /[a-z]*/'}, "grammar", "a rule with max_tokens"),
+    ({"grammar": 'start: a "b"\na[suffix="]", stop="x"]: /[a-z]*/'}, "grammar", "a rule with stop"),
+    ({"grammar": 'start: "a" %json {"minProperties": 1}'}, "grammar", "minProperties"),
+    ({"json_schema": closed(enum={"minProperties": 1})}, "json_schema", "minProperties"),
+    ({"json_schema": WIDE}, "json_schema", "cannot be used: Parser Error: Current row has"),
+    ({"ebnf": 'root ::= "a'}, "ebnf", "is no GBNF: Unexpected end of input"),
 ]  # fmt: skip
 
 
@@ -182,6 +190,18 @@ def test_the_text_of_a_special_token_is_no_format(client, demo_engine):
     assert status == 400 and is_error(body, "tools") and token in body["error"]["message"]
     said = closed(a={"const": "a", "description": f"never {token}", "default": token})
     assert asked(client, GENERATE, json_schema=said)[1]["text"] == '{"a":"a"}'
+
+
+def test_what_only_looks_like_what_is_not_supported_is_a_format(client):
+    """Text, comments and regular expressions of rules, and values of a schema."""
+    value = {"minProperties": 5}
+    rules = 'start: "a[stop=1]" /b[\\/"]/ // c[max_tokens=2]: "x"'
+    texts = [rules, 'root ::= "a[stop=1]b" ["]', 'start: %json {"const": "a[stop=1]"}']
+    for fields in ({"json_schema": {"enum": [value]}}, {"json_schema": {"const": value}}):
+        assert json.loads(asked(client, GENERATE, **fields)[1]["text"]) == value
+    for text in texts:
+        status, body = asked(client, GENERATE, grammar=text)
+        assert status == 200 and re.fullmatch(r'"?a\[stop=1\](b?[/"])?', body["text"]), body
 
 
 def test_no_format_and_any_text_are_free_text_and_a_schema_that_allows_all_is_any_json(client):
@@ -228,6 +248,24 @@ def test_what_explodes_is_served_or_refused_and_others_go_on(client, name):
         assert is_error(body, None if "cannot go on" in message else field), message
         assert re.search(REASONS, message)
     assert asked(client, GENERATE, json_schema=SCHEMA | {"title": name})[0] == 200
+
+
+LONG = {  # rules that are read in time that grows with the square of their length, if read badly
+    "brackets": 'start: "x"\n' + "a[" * 32_000,
+    "quotes": 'start: "x"\na["' + 'a[\\"' * 16_000,
+    "empty lines": "\n" * 65_000 + 'root ::= "a"',
+    "a chain": "\n".join(
+        ["root::=r0", *(f'r{i}::="x"|r{i + 1}"y"' for i in range(3000)), "r3000::=."]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_rules_are_read_in_the_time_of_their_length(demo_engine, name):
+    """In the server's process it is 0.1 s of a processor, and not 3 s or more."""
+    begin, body = time.thread_time(), {"grammar": LONG[name]}
+    with suppress(RequestError):
+        grammar_of(body, demo_engine, [])
+    assert time.thread_time() - begin < 1
 
 
 def test_a_build_that_takes_too_long_is_given_up_and_the_next_one_waits_for_none(client):

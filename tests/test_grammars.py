@@ -524,6 +524,16 @@ def test_a_grammar_that_grows_too_large_ends_each_text_at_the_same_place(demo_en
     assert texts == [texts[0]] * len(texts) and len(texts[0]) > 9
 
 
+def test_no_grammar_is_built_again_where_it_fails_for_any_text(demo_engine, prompt, monkeypatch):
+    """A row of it may be too wide behind the first character."""
+    wide = {"type": ["object", "null"], "properties": {f"p{i}": {} for i in range(1500)}}
+    grammar = grammar_of(demo_engine, JSON, wide)
+    monkeypatch.delattr(type(grammar), "build")
+    bias = core.Sampling(logit_bias=((ids_of(demo_engine, "{")[0], 100.0),))
+    with pytest.raises(ValueError, match="Current row has"):
+        run(demo_engine, prompt, grammar=grammar, drafter="auto", sampling=bias)
+
+
 def test_a_text_goes_on_where_only_its_draft_grows_too_large(demo_engine, prompt):
     draft = [*ids_of(demo_engine, "{"), *ids_of(demo_engine, "a") * 15]
     engine = scripted_engine(demo_engine, lambda _, limit: draft[:limit])

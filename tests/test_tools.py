@@ -619,7 +619,11 @@ def test_a_call_is_that_of_plain_decoding_whoever_drafts(ask):
             assert texts[1:] == texts[:1] * 2, (choice, way)
 
 
-def test_a_schema_that_cannot_be_enforced_names_the_tools(ask):
+@pytest.mark.parametrize("parameters", [
+    {"properties": {"a": {"type": "strin"}}},
+    {"minProperties": 2, "patternProperties": {"^a$": {}}, "additionalProperties": False},
+])  # fmt: skip
+def test_a_schema_that_cannot_be_enforced_names_the_tools(ask, parameters):
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(tools=tool(parameters={"properties": {"a": {"type": "strin"}}}))
+        ask(tools=tool(parameters=parameters))
     assert caught.value.param == "tools" and caught.value.message.count("tools cannot be used")
