@@ -25,7 +25,7 @@ from control.planner import TREE
 from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
 from models.loading import StartError
 from models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
-from models.shortage import is_shortage, report_shortage, tell_error
+from models.shortage import is_shortage, raise_interrupts, report_shortage, tell_error
 from serving import trace
 from serving.answers import setting
 from serving.comparison import steadiness
@@ -78,6 +78,7 @@ def keep_standard_files() -> None:
 
 def exit_status(act: Callable[[], int]) -> int:
     """Run a command: what `act` returns, 2 if it could not be carried out, 130 if interrupted."""
+    raise_interrupts()
     keep_standard_files()
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
@@ -127,7 +128,8 @@ def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
         heading.append(_REASONS[wanted.sampling.rule])
     print(*heading, sep="\n", end="\n\n")
     if num_explained:
-        for sequence, cycle in engine.generate(replace(wanted, trace=True)):
+        # Alone: or the run that is timed would draft from this one's text, among past outputs.
+        for sequence, cycle in engine.generate(replace(wanted, trace=True, is_alone=True)):
             said = sequence.drafting.task.decision
             if said and said.is_timing:
                 print(f"cycle {cycle.number}: {said}", end="\n\n")

@@ -298,7 +298,8 @@ class Decision(NamedTuple):
             expected = f"expected {self.expected_speedup:.2f}×"
             return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
         if self.break_even > 1:
-            return f"K=0 is faster here: {self.drafter} costs more than a sure guess saves (c {c})"
+            work = f"to draft with {self.drafter} and verify"  # c is the first part of it
+            return f"K=0 is faster here: {work} costs more than it can save (c {c})"
         if self.alpha >= self.break_even:  # it has text to read first, say
             return f"K=0 is faster now: starting {self.drafter} would not pay yet (α {alpha})"
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
@@ -428,16 +429,19 @@ LONGEST_LINE = 1000  # characters of a line of the log, or of a warning
 
 def one_line(text: Any, longest: int = 300) -> str:
     """What strangers' bytes may be in, for a terminal: escaped, of at most `longest` characters."""
-    words = " ".join(str(text).split())
+    text, most = str(text), 10 * longest
+    if len(text) > 2 * most:  # an error's text may be of megabytes
+        text = f"{text[:most]} … {text[-most:]}"
+    words = " ".join(text.split())
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
     # A hint is last.
     return line if len(line) <= longest else f"{line[: longest - 100]}…{line[-99:]}"
 
 
-def in_short(error: Exception, has_kind: bool = False) -> str:
+def in_short(error: BaseException, has_kind: bool = False) -> str:
     """An error's message on one line, of at most 300 characters, after its class if asked."""
     kind, text = type(error).__name__, one_line(error)
-    has_kind |= isinstance(error, KeyError)  # whose text is only a key
+    has_kind |= isinstance(error, (KeyError, SystemExit))  # whose text is a key, or a status
     return f"{kind}: {text}" if text and has_kind else text or kind
 
 

@@ -62,7 +62,7 @@ def load(name: str, context: Context) -> Drafter:
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise
-    except Exception as error:  # a user's drafter may raise anything
+    except (Exception, SystemExit) as error:  # a user's drafter may raise anything
         file, what = getfile(drafter_class), f"drafter {name} failed to start: {in_short(error)}"
         if place := line_of(error, file):
             raise ValueError(what + place) from error
@@ -110,6 +110,9 @@ def load_all(
 
 def _check(drafter: Drafter, context: Context) -> None:
     """Raises ValueError if it says something of itself that cannot be."""
+    if not (isinstance(drafter.name, str) and drafter.name):
+        kind = type(drafter).__name__
+        raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
     at_once = drafter.drafts_at_once
     if not isinstance(at_once, int) or at_once < 0:
         raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
@@ -124,10 +127,11 @@ def _check(drafter: Drafter, context: Context) -> None:
     if not drafter.needs_hidden or context.target is None:
         return
     num_layers = context.target.model.config.get_text_config().num_hidden_layers
-    if not set(drafter.hidden_layers) <= {-1, *range(num_layers - 1)}:
+    layers, able = drafter.hidden_layers, range(-1, num_layers - 1)
+    if not (isinstance(layers, (tuple, list)) and layers and all(i in able for i in layers)):
         raise ValueError(
-            f"hidden_layers of {drafter.name} are {drafter.hidden_layers!r}: write a tuple of -1 "
-            f"(the final norm) and of numbers from 0 to {num_layers - 2}"
+            f"hidden_layers of {drafter.name} are {layers!r:.100}: write a tuple of -1 (the final "
+            f"norm) and of numbers from 0 to {num_layers - 2}, such as (-1,)"
         )
 
 
@@ -143,7 +147,7 @@ def _class_from_file(name: str) -> type[Drafter]:
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = line_of(error, spec.origin or "")
         what = f"drafter file {path_text!r} failed to load: {in_short(error)}{place}"
         raise ValueError(what) from error

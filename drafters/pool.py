@@ -91,7 +91,7 @@ class DrafterPool:
         `can_branch` says that the target can verify a tree. Raises ValueError if the default needs
         that.
         """
-        self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
+        self.drafters, self._vocab_size, self.is_strict = drafters, vocab_size, is_strict
         self.prefixes, self.can_branch = prefixes, can_branch
         # What a request may ask for, and the drafters that this means: of several, the one to
         # begin with stands first.
@@ -284,21 +284,23 @@ class DrafterPool:
         for text, draft in zip(texts, proposed, strict=True):
             try:
                 check_draft(draft, text.task.limit, text.request.sampling, self._vocab_size)
-                draft = self._copied(draft)
+                draft = self._copied(draft, text.request.sampling)
                 sound.append(draft if self.can_grow(text) else longest(draft))
             except Exception as error:
                 self._lose(text, name, "propose_batch", error)
                 sound.append(Draft())
         return sound
 
-    def _copied(self, draft: Draft) -> Draft:
+    def _copied(self, draft: Draft, sampling: Sampling) -> Draft:
         """A draft that its drafter cannot change before all of the batch are judged.
 
-        Under the coupled rule probs are only shown, and only if they fit.
+        Under the coupled rule probs are only shown, and only if they fit: they are not copied.
         """
-        fits = getattr(draft.probs, "shape", None) == (len(draft.tokens), self._vocab_size)
-        parents, probs = draft.parents and [*draft.parents], draft.probs if fits else None
-        return replace(draft, tokens=[*draft.tokens], parents=parents, probs=probs)
+        tokens, probs = [*draft.tokens], None
+        if not why_no_q(draft.probs, (len(tokens), self._vocab_size)):
+            probs = draft.probs.detach() if sampling.is_coupled else draft.probs.detach().clone()
+        parents, sure = draft.parents and [*draft.parents], [*map(float, draft.confidence or ())]
+        return replace(draft, tokens=tokens, parents=parents, probs=probs, confidence=sure)
 
     def guess(self, text: DraftedText, name: str, max_tokens: int) -> Guess | None:
         """What a drafter would propose if it was asked; None from those that cannot tell.
@@ -394,7 +396,7 @@ class DrafterPool:
         text.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
         if not rest:
             text.task = text.task._replace(decision=None)
-        if self._is_strict:
+        if self.is_strict:
             text.failure = RequestError(what, status=500, code="drafter_failed")
             text.failure.__cause__ = error
 
@@ -438,8 +440,9 @@ def check_draft(draft: object, limit: int, sampling: Sampling, vocab_size: int) 
     if count > limit:
         raise ValueError(f"{count} tokens proposed, {limit} asked for")
     sure = draft.confidence
-    if sure and not (len(sure) == count and all(0 <= chance <= 1 for chance in sure)):
-        raise ValueError("confidence is not one number from 0 to 1 for each token")
+    fits = isinstance(sure, (list, tuple)) and len(sure) in (0, count)
+    if sure is not None and not (fits and all(0 <= chance <= 1 for chance in sure)):
+        raise ValueError("confidence is not a list of one number from 0 to 1 for each token")
     needs_q = draft.probs is not None and not sampling.is_coupled
     if (parents := draft.parents) is not None:
         are_places = isinstance(parents, list) and all(type(place) is int for place in parents)
@@ -449,12 +452,23 @@ def check_draft(draft: object, limit: int, sampling: Sampling, vocab_size: int) 
         if needs_q:
             raise ValueError("drawn tokens that branch cannot be judged by rejection")
     if count and needs_q:
-        if draft.probs.shape != (count, vocab_size):
-            raise ValueError(f"probs of shape {[*draft.probs.shape]} for {count} tokens")
+        if why := why_no_q(draft.probs, (count, vocab_size)):
+            raise ValueError(why)
         drawn = draft.probs[range(count), draft.tokens]
         off = (draft.probs.sum(-1) - 1).abs().max()
         if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
             raise ValueError("probs are no distributions that the tokens can be drawn from")
+
+
+def why_no_q(probs: object, shape: tuple[int, int]) -> str:
+    """Why these are no distributions q [n, V] that can be computed with; "" if they are."""
+    if not isinstance(probs, Tensor):
+        return f"probs are a {type(probs).__name__}: write a torch.Tensor, or None"
+    is_dense = probs.layout == torch.strided and not probs.is_meta
+    if not (is_dense and probs.is_floating_point()):
+        kind = f"{probs.dtype}, {probs.layout}, on {probs.device}"
+        return f"probs are a tensor of {kind}: write a dense one of floating point"
+    return "" if probs.shape == shape else f"probs of shape {[*probs.shape]} for {shape[0]} tokens"
 
 
 def check_tokens(tokens: object, vocab_size: int) -> None:

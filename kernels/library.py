@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,13 @@ def use(wanted: bool) -> None:
         is_used = wanted and bool(load())
     except ValueError as error:
         is_used = False
-        LOG.warning("the models run in transformers' modules, which is slower: %s", error)
+        _tell(str(error))
+
+
+@cache
+def _tell(reason: str) -> None:
+    """Say once, and not for each model, why the kernels are not used."""
+    LOG.warning("the models run in transformers' modules, which is slower: %s", reason)
 
 
 def load() -> ctypes.CDLL:

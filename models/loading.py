@@ -219,10 +219,12 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
 
 
 def _check_folder(name: str) -> None:
-    """Raises StartError for what is neither there nor named as the hub names models."""
+    """Raises StartError for no model's folder, and what is not named as the hub names models."""
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
+    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
+        raise StartError(f"model folder {name} has no config.json")
 
 
 def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) -> None:

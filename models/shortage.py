@@ -2,7 +2,7 @@
 
 Importing torch may take more memory than there is. So the core imports this file before torch. It
 also keeps other libraries from starting more threads, and Python from looking for garbage
-too often. Signals end a server well from here on.
+too often. Signals end the process well from here on.
 """
 
 import gc
@@ -45,11 +45,26 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     sys.__excepthook__(kind, error, trace)
 
 
+def _interrupted(*_: object) -> None:
+    print("interrupted", file=sys.stderr)
+    os._exit(130)
+
+
+def raise_interrupts() -> None:
+    """Let Ctrl-C raise a KeyboardInterrupt from here on, where it ended the process so far."""
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 sys.excepthook = _hook
-# Until a server runs a signal ends it at once, in good order. torch is imported for seconds.
+# Until a command runs a signal ends it at once, in good order. torch is imported for seconds, and
+# an exception could be lost there (in a __del__).
 if sys.argv[0].endswith(".py") and any(word.startswith("--port") for word in sys.argv[1:]):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))
+elif sys.argv[0].endswith("08_speculative_decoding.py"):
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, say
+        signal.signal(signal.SIGINT, _interrupted)
 # torch's threads occupy the cores. Those of numpy and tokenizers would take turns with them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -363,8 +363,9 @@ def _costs_by_batch(costs: Costs) -> Json:
 
 def _warnings(engine: Engine) -> list[str]:
     warnings, num_faults = [], engine.totals.num_faults
+    fate = "failed: --strict" if engine.pool.is_strict else "went on without it"
     for name, count in dict(engine.pool.failures).items():
-        warnings.append(f"failures of {name}: {count}; these requests went on without it")
+        warnings.append(f"failures of {name}: {count}; these requests {fate}")
     if num_faults:
         warnings.append(f"failed forwards of the target: {num_faults}; they were tried again")
     for name, statistics in engine.totals.by_drafter.items():

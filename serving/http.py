@@ -255,7 +255,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     check = Guard(options).check
     server = Server(loading_app(options), check, options.host, port, num_threads(options), limit)
     server.start(at_end=lambda: ends.put(None))
-    url = f"http://{options.host}:{port}"
+    url = url_of(options.host, port)
     say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
     server.app = app = _loaded(load, flush_log)
     is_loading = False
@@ -264,6 +264,11 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     if not server.has_died:
         _drain(app.extensions["worker"], server, options.grace_period)
     end(flush_log, int(server.has_died))
+
+
+def url_of(host: str, port: int) -> str:
+    """A server's URL. Example: ::1, 5000 -> http://[::1]:5000."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:

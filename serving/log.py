@@ -28,6 +28,7 @@ from .worker import PROGRESS, Job
 
 LOG = logging.getLogger("serving.requests")
 _MAX_LINES = 10_000  # that may wait for a slow reader of stderr
+_HALF = 10_000  # characters at each end of a traceback
 
 
 class _Handler(QueueHandler):
@@ -60,6 +61,11 @@ class Progress(logging.Handler):
 class _Format(logging.Formatter):
     """A request's line as it is; of anything else time, level, logger, message and traceback."""
 
+    def formatException(self, ei: Any) -> str:
+        """A traceback without its middle, where it is long: an error's text may be of megabytes."""
+        text = super().formatException(ei)
+        return text if len(text) <= 2 * _HALF else f"{text[:_HALF]}\n…\n{text[-_HALF:]}"
+
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": moment.replace("+00:00", "Z")}
@@ -72,7 +78,7 @@ class _Format(logging.Formatter):
         return json.dumps(line)
 
 
-class _Words(logging.Formatter):
+class _Words(_Format):
     """For a terminal: time, level, and what happened in words; a traceback stands below."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -464,6 +464,11 @@ def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         (flags.repeats and not flags.demo, "--repeats goes with --demo"),
         (flags.explain and is_one is None, "--explain goes with --prompt"),
         (flags.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
+        (not flags.host.strip(),
+         f"--host is empty: give {Options.host} for this machine alone, 0.0.0.0 for all networks"),
+        (flags.prompt_lookup_min > flags.prompt_lookup_max,
+         f"--prompt-lookup-min ({flags.prompt_lookup_min}) must be at most --prompt-lookup-max "
+         f"({flags.prompt_lookup_max})"),
         (flags.engine and flags.port is None,
          "--engine goes with --port: the engine is served, not looked into"),
     ):  # fmt: skip

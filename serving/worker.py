@@ -311,7 +311,8 @@ class Admission:
             num_left += needed > free
             free = max(0, free - needed)
         if num_left > self.options.max_queued:
-            why = f"{len(self._waiting)} requests wait already, as many as --max-queued allows"
+            many = self.options.max_queued  # beside those that get the next free places
+            why = f"{many} requests wait already, as many as --max-queued allows"
             raise RequestError(why, status=429, code="queue_full")
 
     def _queue(self, jobs: list[Job]) -> None:

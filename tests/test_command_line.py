@@ -19,7 +19,9 @@ import socket
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
+from urllib.parse import urlsplit
 
 import pytest
 import speculative_decoding as core
@@ -220,6 +222,17 @@ def test_explain_shows_the_first_cycles_step_by_step(main, monkeypatch):
     assert out.count("\n  truncate") == 2 and "The score is the target's logit." in out
 
 
+def test_explain_changes_none_of_the_figures(main, monkeypatch):
+    """Of the text that it shows step by step, nothing is drafted in the run that counts."""
+    monkeypatch.setattr(core, "load_engine", load_engine)  # one without past outputs
+    prompt = ("--prompt", "def f(x):", "--max-tokens", "12", "--drafter", "suffix", "--fixed-k")
+    figures = [
+        re.search(r"^12 tokens .* · ms", main(*prompt, *more)[1], re.MULTILINE)[0]
+        for more in ((), ("--explain", "100"))
+    ]
+    assert figures[0] == figures[1]
+
+
 def test_sampling_options_are_followed_and_the_seed_is_told(main):
     fields = ["--prompt", "def f(", "--max-tokens", "12", *SAMPLED, "--repetition-penalty", "1.1"]
 
@@ -270,7 +283,8 @@ MISTAKES = {  # what is said -> after which command lines
     "it must be UTF-8": ["--port 5000 --api-key a\udcff"],
     "give it once": ["--port 5000 --api-key a --api-key-file b"],
     "No such file": ["--port 5000 --api-key-file no/such/file"],
-    "prompt_lookup_min (9) must be": ["--model embedded --prompt x --prompt-lookup-min 9"],
+    "--prompt-lookup-min (9) must be at most": ["--model tests --prompt x --prompt-lookup-min 9"],
+    "--host is empty: give 127.0.0.1": ["--port 5000 --host ''", "--port 5000 --host ' '"],
     "leave no room in a context of 2048": [f"--model embedded --prompt '{'x ' * 2100}'"],
     "lone surrogate": ["--model embedded --prompt \udcff"],
     "stop must be a non-empty string": ["--model embedded --prompt x --stop ''"],
@@ -316,6 +330,12 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line, message, capsys, monke
     assert_one_line(message, status, *capsys.readouterr())
 
 
+def test_the_address_that_is_told_can_be_opened():
+    for host in ("localhost", "127.0.0.1", "::1", "fe80::1"):
+        parts = urlsplit(http.url_of(host, 5000))
+        assert (parts.scheme, parts.hostname, parts.port) == ("http", host, 5000)
+
+
 def test_a_drafter_s_fault_with_strict_is_one_line(main, demo_engine, monkeypatch):
     drafters = {"scripted": ScriptedDrafter(lambda *_: 1 / 0)}
     engine = core.Engine(demo_engine.target, drafters, "scripted", is_strict=True)
@@ -344,7 +364,7 @@ DAMAGED = [
     (CONFIG, b"{", "config.json' is not a valid JSON"),
     (CONFIG, b"[1]", "model_type. key in its config.json"),
     (CONFIG, b"null", "cannot load "),
-    (CONFIG, None, "in its config.json"),
+    (CONFIG, None, "model folder .* has no config.json"),
     ("tokenizer.json", None, "cannot load .*: its tokenizer: "),
     ("tokenizer.json", bytes(range(256)), "cannot load .*: its tokenizer: "),
     ("model.safetensors.index.json", b"{", "needs a weight_map and metadata"),
@@ -421,6 +441,17 @@ def test_ctrl_c_is_no_traceback(tmp_path):
         until(out.read_text)
         process.send(signal.SIGINT)
         assert process.exit_code() == 130 and process.log() == "interrupted\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_is_no_traceback_while_torch_is_imported_either():
+    command = [sys.executable, SCRIPT, *naming_a_model(["--prompt", "x"])]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        until(lambda: "libtorch" in maps.read_text())
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.returncode == 130
 
 
 def test_too_little_memory_for_torch_is_one_line_and_exit_2():

@@ -318,8 +318,8 @@ def test_it_says_why():
     dear = "K=0 is faster now: starting model would not pay yet (α .85)"
     assert str(poor._replace(alpha=0.85)) == dear
     assert poor.break_even == pytest.approx(0.2 + 0.2 / 10.2, abs=0.01)
-    says = r"K=0 is faster here: model costs more than a sure guess saves \(c 3\d\.\d\d\)"
-    assert re.fullmatch(says, str(hopeless)) and hopeless.num_tokens == 0
+    says = "K=0 is faster here: to draft with model and verify costs more than it can save"
+    assert re.fullmatch(rf"{says} \(c 3\d\.\d\d\)", str(hopeless)) and hopeless.num_tokens == 0
 
 
 def draft(costs, name, num_tokens, ms, unread=0, pass_ms=10.4):

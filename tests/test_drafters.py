@@ -8,7 +8,9 @@ import inspect
 import json
 import random
 import re
+import sys
 import threading
+import tracemalloc
 from dataclasses import replace
 from itertools import product
 from unittest.mock import MagicMock, Mock
@@ -26,7 +28,8 @@ from drafters.draft_model import num_frequent
 from drafters.ngram import NgramIndex
 from drafters.timed import TimedDrafter
 from kernels import library
-from messages import Draft, Request, RequestError
+from messages import Draft, Request, RequestError, in_short
+from serving import answers, log
 from serving.options import Options
 
 
@@ -94,6 +97,9 @@ def test_a_draft_knows_the_repetition_penalty(demo_engine, prompts, model, tempe
     (Draft([5, 6, 7], None, [-2, 0, 1]), "parents [-2, 0, 1]"),
     (Draft([5, 6, 7], None, "abc"), "parents 'abc' for 3 tokens"),
     (Draft([5, 6, 7], None, [-1.0, 0.0, 1.0]), "parents [-1.0, 0.0, 1.0] for 3 tokens"),
+    (Draft([5, 6], None, None, {0.2, 0.4}), "confidence is not a list of one number"),
+    (Draft([5, 6], None, None, torch.ones(2)), "confidence is not a list of one number"),
+    (Draft([5, 6], None, None, [0.5, 1.5]), "confidence is not a list of one number"),
 ])  # fmt: skip
 def test_a_drafter_that_fails_never_costs_the_answer(demo_engine, prompts, draft, reason):
     engine = conftest.scripted_engine(demo_engine, None)
@@ -116,7 +122,13 @@ def uniform(limit):
      "probs are no distributions"),
     (lambda k: uniform(k).index_fill_(1, torch.tensor([7]), 0),
      "probs are no distributions that the tokens can be drawn from"),
-    (lambda k: uniform(k).tolist(), "'list' object has no attribute"),
+    (lambda k: uniform(k).tolist(), "probs are a list: write a torch.Tensor, or None"),
+    (lambda k: uniform(k).numpy(), "probs are a ndarray: write a torch.Tensor, or None"),
+    (lambda k: uniform(k) > 0, "probs are a tensor of torch.bool, "),
+    (lambda k: uniform(k) + 0j, "probs are a tensor of torch.complex64, "),
+    (lambda k: uniform(k).to_sparse(), ", torch.sparse_coo, on cpu: write a dense one"),
+    (lambda k: uniform(k).to("meta"), ", on meta: write a dense one of floating point"),
+    (lambda k: uniform(k).requires_grad_(), None),
     (uniform, None),
 ])  # fmt: skip
 def test_probs_that_cannot_be_are_a_failure_of_the_drafter(demo_engine, prompts, probs, reason):
@@ -132,24 +144,52 @@ def test_probs_that_cannot_be_are_a_failure_of_the_drafter(demo_engine, prompts,
         assert not run(engine, prompt, **fields)[0].warnings
 
 
+def test_probs_are_judged_as_they_were_proposed(demo_engine, prompts):
+    """A thread of the drafter may change them between the draft and the verdict."""
+    rejection, outputs = core.Sampling(1.0, 1.0, verification="rejection"), []
+    for change in (torch.Tensor.clone, torch.Tensor.zero_):
+        made = [uniform(5)]
+        engine = conftest.scripted_engine(
+            demo_engine, lambda _, k: [7] * k, lambda *_, q=made: q[-1]
+        )
+        propose = engine.pool.propose
+
+        def proposed(*given, propose=propose, change=change, made=made):
+            drafts = propose(*given)
+            change(made[-1])
+            made.append(uniform(5))
+            return drafts
+
+        engine.pool.propose = proposed
+        fields = {"max_tokens": 30, "drafter": "scripted", "sampling": rejection, "fixed_k": True}
+        outputs.append(run(engine, prompts["easy_json"], **fields)[0].output)
+    assert outputs[0] == outputs[1]
+
+
 class Careless(conftest.ScriptedDrafter):
     """One list is every draft, and is emptied as soon as a verdict is heard; the prompt grows."""
+
+    def __init__(self):
+        super().__init__([])
+        self.sure = []
 
     def open(self, prompt, sampling, noise):
         return prompt
 
     def propose(self, state, max_tokens):
         self.script[:] = [*state[-1:], *state[-3:]][:max_tokens]
-        return Draft(self.script)
+        self.sure[:] = [0.5] * len(self.script)
+        return Draft(self.script, confidence=self.sure)
 
     def observe(self, state, verdict):
         super().observe(state, verdict)
         self.script.clear()
+        self.sure.clear()
 
 
 @pytest.mark.parametrize("num_requests", [1, 4])
 def test_a_careless_drafter_changes_no_text(demo_engine, prompts, num_requests):
-    engine = core.Engine(demo_engine.target, {"careless": Careless([])}, "careless")
+    engine = core.Engine(demo_engine.target, {"careless": Careless()}, "careless")
     texts = list(prompts.values())[:num_requests]
     fields = {"max_tokens": 12, "logprobs": 2, "trace": True}
     plain = [run(demo_engine, text, **fields)[0] for text in texts]
@@ -171,6 +211,24 @@ def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch
         run(engine, [5, 6, 7], max_tokens=12, drafter="scripted")
     assert (len(cache._free), drafter.num_open) == (num_free, 0)
     assert caught.value.status == 500  # over HTTP, with this message alone
+    assert answers._warnings(engine) == ["failures of scripted: 1; these requests failed: --strict"]
+
+
+def test_an_error_of_ten_megabytes_is_cut_before_it_is_looked_through():
+    """Ten times as long as a request may be: the log stays short, and others are not held up."""
+    error = RuntimeError("x\n" * 5_000_000 + "the end")
+    tracemalloc.start()
+    said = in_short(error)
+    assert len(said) == 300 and said.endswith("the end")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    try:
+        raise error
+    except RuntimeError:
+        record = log.LOG.makeRecord("x", 30, "", 1, "failed: %s", (said,), sys.exc_info())
+    for form in (log._Format(), log._Words()):
+        text = form.format(record)
+        assert len(text) < 70_000 and "Traceback" in text and "the end" in text
 
 
 SETTINGS = {  # what loaders of models change and leave changed: how it is read and set
@@ -358,6 +416,15 @@ def context(target, draft=None):
      r"\(.*mine.py, line 16\): write def open\(self, prompt, sampling, noise"),
     ("class Mine(Inherits):\n  def build(context): raise RuntimeError('no luck')",
      "failed to start: no luck"),
+    ("raise SystemExit('no luck')", r"failed to load: SystemExit: no luck \(.*mine.py, line 15\)"),
+    ("class Mine(Inherits):\n  def build(context): raise SystemExit(0)",
+     r"failed to start: SystemExit: 0 \(.*mine.py, line 16\)"),
+    ("class Mine(Inherits): name = ''", "name of Mine is '': write name = \"mine\""),
+    ("class Mine(Inherits): name = 5", "name of Mine is 5: write name = \"mine\""),
+    ("class Mine(Inherits): needs_hidden, hidden_layers = True, ()",
+     r"hidden_layers of Mine are \(\): write a tuple of -1 .* such as \(-1,\)"),
+    ("class Mine(Inherits): needs_hidden, hidden_layers = True, 3",
+     "hidden_layers of Mine are 3: write a tuple of -1"),
 ])  # fmt: skip
 def test_a_drafter_that_cannot_start_is_one_line(demo_engine, tmp_path, monkeypatch, mine, message):
     monkeypatch.chdir(tmp_path)

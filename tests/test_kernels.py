@@ -239,7 +239,9 @@ def test_a_line_says_why_nothing_is_compiled(compiler, mode, reason, unloaded, t
     for _ in range(2):
         library.use(True)
     assert not library.is_used and reason in caplog.text and not [*tmp_path.rglob("*.so")]
-    assert ("the compiler failed before" in caplog.text) == (compiler == "broken")
+    is_broken = compiler == "broken"
+    assert ("the compiler failed before" in caplog.text) == is_broken
+    assert caplog.text.count("which is slower") == 1 + is_broken  # each reason is told once
 
 
 @pytest.mark.slow

@@ -185,6 +185,7 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
             asked = [(server.call, "POST", PATHS[i % 2], fields) for i in range(12)]
             for status, headers, data in at_once(*asked):
                 assert status == 429 and headers["Retry-After"] == "1" and b"queue_full" in data
+                assert b'"2 requests wait already, as many as --max-queued allows"' in data
             state = server.health()
             assert state["num_requests_waiting"] == 3 and state["status"] == "ok"
             assert not any(answer.done() for answer in taken)
