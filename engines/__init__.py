@@ -56,8 +56,10 @@ def serve(
 ) -> int:  # fmt: skip
     """Serve the application, or write the page with answers of it; returns the exit status."""
     if flags.port:
+        from serving.dialects import ERROR_FORMS
+
         load = partial(load_app, options, load_engine, create_app)
-        return http.serve(load, flags.port, options)
+        return http.serve(load, flags.port, options, ERROR_FORMS)
     from page import export
 
     def load_named() -> tuple[str, Flask]:

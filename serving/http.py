@@ -177,12 +177,10 @@ def register_errors(app: Flask) -> None:
         return body_of(engine_failure(error)), 500
 
 
-def loading_app(options: Options) -> Flask:
+def loading_app(options: Options, error_forms: Json) -> Flask:
     """Answers 503 to all but the page, which asks /health for the progress, and reloads itself."""
-    from .dialects import ERROR_FORMS  # they import this file
-
     app = base_app(options)
-    app.extensions["error_forms"] |= ERROR_FORMS
+    app.extensions["error_forms"] |= error_forms
     register_page(app, {})
     progress = Progress()
     body = {"status": "loading", "model": model_id(options.title)}
@@ -223,13 +221,14 @@ def room_for_connections(needed: int) -> int:
     return limit
 
 
-def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
+def serve(load: Callable[[], Flask], port: int, options: Options, error_forms: Json) -> NoReturn:
     """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
 
-    The address is taken first, so that clients get a 503 while the model is loaded. On the first
-    signal what runs is finished, for `options.grace_period` seconds at most. The exit status is 1
-    if the server's thread has died. Raises OSError if the address is taken, ValueError if too few
-    connections are possible, and what `load` raises.
+    The address is taken first, so that clients get a 503 while the model is loaded, in the form
+    that `error_forms` has for their path. On the first signal what runs is finished, for
+    `options.grace_period` seconds at most. The exit status is 1 if the server's thread has died.
+    Raises OSError if the address is taken, ValueError if too few connections are possible, and what
+    `load` raises.
     """
     limit = room_for_connections(num_threads(options))
     # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
@@ -253,7 +252,9 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     flush_log = log_to_stderr()
     handle_signals(stop)
     check = Guard(options).check
-    server = Server(loading_app(options), check, options.host, port, num_threads(options), limit)
+    server = Server(
+        loading_app(options, error_forms), check, options.host, port, num_threads(options), limit
+    )
     server.start(at_end=lambda: ends.put(None))
     url = url_of(options.host, port)
     say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
