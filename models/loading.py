@@ -113,7 +113,7 @@ def check_pair_early(
     Raises StartError for one that is broken or missing, and what `compare` raises for the names and
     the tokens of two GGUF files.
     """
-    if draft is None:
+    if not draft:
         return
     names, vocabularies = [draft, target], list[Texts | None]()
     for name in names:
