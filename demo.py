@@ -78,7 +78,6 @@ def keep_standard_files() -> None:
 
 def exit_status(act: Callable[[], int]) -> int:
     """Run a command: what `act` returns, 2 if it could not be carried out, 130 if interrupted."""
-    raise_interrupts()
     keep_standard_files()
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
@@ -92,6 +91,7 @@ def exit_status(act: Callable[[], int]) -> int:
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
+        raise_interrupts()
         status = act()
         sys.stdout.flush()
         return status

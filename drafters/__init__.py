@@ -37,11 +37,13 @@ NAMES = tuple(_REGISTRY)
 _COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it
 
 
-def check_name(name: str | None) -> None:
-    """Raises ValueError for a name that no drafter has; a file and its class are not looked for."""
-    choices = [*NAMES, AUTO, TREE, PLAIN]
-    if not (name is None or ":" in name or name in choices):
-        choices = ", ".join(choices)
+def check_name(name: str | None, others: tuple[str, ...] = (AUTO, TREE, PLAIN)) -> None:
+    """Raises ValueError for a name that is no drafter's and none of `others`.
+
+    A file and its class are not looked for.
+    """
+    if not (name is None or ":" in name or name in (*NAMES, *others)):
+        choices = ", ".join([*NAMES, AUTO, TREE, PLAIN])
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
 
 
@@ -54,7 +56,7 @@ def load(name: str, context: Context) -> Drafter:
     Raises ValueError with one line that says what to do: an unknown name, a file or class that is
     not there, a class that is no drafter, or one that does not fit the target.
     """
-    check_name(name)
+    check_name(name, ())
     drafter_class = _class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
     try:
         drafter = drafter_class.build(context)
@@ -128,7 +130,8 @@ def _check(drafter: Drafter, context: Context) -> None:
         return
     num_layers = context.target.model.config.get_text_config().num_hidden_layers
     layers, able = drafter.hidden_layers, range(-1, num_layers - 1)
-    if not (isinstance(layers, (tuple, list)) and layers and all(i in able for i in layers)):
+    listed = layers if isinstance(layers, (tuple, list)) else ()
+    if not listed or not all(type(i) is int and i in able for i in listed):
         raise ValueError(
             f"hidden_layers of {drafter.name} are {layers!r:.100}: write a tuple of -1 (the final "
             f"norm) and of numbers from 0 to {num_layers - 2}, such as (-1,)"

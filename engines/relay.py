@@ -266,7 +266,7 @@ class Relay(Admission):
                 threading.Thread(target=self._run, args=(job,), name="relay", daemon=True).start()
             except RuntimeError as error:  # no more threads
                 self._running.remove(job)
-                job.end(error)
+                self._end(job, error)
 
     def _run(self, job: RemoteJob) -> None:
         """Carry a request out, and give its place to the next."""

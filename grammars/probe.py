@@ -91,6 +91,8 @@ def _main() -> None:
         """What is wrong with GBNF, or the same in Lark."""
         try:
             return "", gbnf_to_lark(rules)
+        except MemoryError:
+            raise
         except Exception as error:  # it has many kinds
             return f"is no GBNF: {error}", ""
 

@@ -187,7 +187,7 @@ class AnswerReader:
         return self._num_fed - len(self._held)
 
     def feed(self, text: str) -> Iterator[Part]:
-        """The parts that are complete with this piece of text, which are all to be taken."""
+        """The parts that are complete with this piece of text. The caller takes all of them."""
         self._held += text
         self._num_fed += len(text)
         self._may_end = "}" in text  # else an object that was not whole is not whole now

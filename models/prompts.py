@@ -120,10 +120,10 @@ def tokenize(
 
 @lru_cache(4)
 def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
-    """A tokenizer's parts without its special tokens; None of one in Python.
+    """A tokenizer's parts without its special and added tokens; None of one in Python.
 
-    Tokens that were added, and are not special, stand for their text, as for runs of spaces. Those
-    with ids behind the vocabulary are left out: they would get others.
+    Runs of spaces that were added as tokens stay tokens. Other added ones may steer the model, as
+    those of infill do. Ids behind the vocabulary cannot be kept.
     """
     if (whole := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
@@ -133,7 +133,7 @@ def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
             setattr(backend, part, value)
     added = whole.get_added_tokens_decoder().items()
     texts = [each for i, each in added if backend.token_to_id(each.content) == i]
-    backend.add_tokens([each for each in texts if not each.special])
+    backend.add_tokens([each for each in texts if each.content.isspace()])
     return backend
 
 
@@ -343,10 +343,10 @@ def _render(
 
 
 def _in_roles(turns: list[Json], source: str) -> list[Json]:
-    """The messages in roles that a chat template of this source writes: it may drop all others.
+    """The messages, those of developers as the system's if the template does not name developers.
 
-    A developer's are the system's, where the template does not know developers. Raises
-    RequestError for roles that nobody knows.
+    Many templates drop messages in roles that they do not name. So RequestError is raised for a
+    role that is not OpenAI's, unless the template's source has its name in quotes.
     """
 
     def is_known(role: str) -> bool:

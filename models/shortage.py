@@ -46,8 +46,10 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _interrupted(*_: object) -> None:
-    print("interrupted", file=sys.stderr)
-    os._exit(130)
+    try:
+        os.write(2, b"interrupted\n")  # a print may be under way
+    finally:
+        os._exit(130)
 
 
 def raise_interrupts() -> None:

@@ -174,7 +174,7 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_
             written = [each.sequence.output for each in texts if each.sequence]
             line["tokens"] = sum(map(len, written))
             total = sum((each.sequence.statistics for each in texts if each.sequence), Statistics())
-            line["passes"] = total.passes or None  # another engine does not tell
+            line["passes"] = total.passes or None  # another engine tells none
             line["acceptance"] = total.draft_acceptance_rate
         for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
             line[name] = None if moment is None else _ms(moment - arrived)

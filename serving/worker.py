@@ -39,6 +39,7 @@ POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is sil
 _REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
 _QUIET_S = 0.2  # before measuring: who asks again at once is not to wait for a pass
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
+_GETS_ON = 8  # cycles of a request, after which the engine works: a prefill says little of passes
 
 
 def wait_for(reports: "queue.SimpleQueue[Any]") -> Any:
@@ -346,13 +347,14 @@ class Admission:
     def _end(self, job: Job, error: Exception | None = None) -> None:
         """End a job, and count it before its client can ask."""
         job.failure, job.left = job.failure or error, time.monotonic()
-        if error and getattr(error, "status", 500) >= 500:
-            first = job.first or job
-            self._failures_in_a_row += not first.has_failed  # a request may be to blame itself
-            first.has_failed = True
-        elif job.finish in ("stop", "length"):
-            self._failures_in_a_row = 0
-        self.meter.count(job)
+        with self._changed:  # a thread that serves a client may end what waits meanwhile
+            if error and getattr(error, "status", 500) >= 500:
+                first = job.first or job
+                self._failures_in_a_row += not first.has_failed  # a request may be to blame itself
+                first.has_failed = True
+            elif not job.failure and (job.first_token or job.finish in ("stop", "length")):
+                self._failures_in_a_row = 0
+            self.meter.count(job)
         job.end()
 
     def _give_places(self) -> list[Job]:
@@ -496,6 +498,8 @@ class Worker(Admission):
                     s.fail(error)
                 else:
                     job.note_first()
+                    if s.num_steps >= _GETS_ON:
+                        self._failures_in_a_row = 0
                     if event:
                         job.put(event)
             if s.finish_reason:

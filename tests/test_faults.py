@@ -10,6 +10,7 @@ import logging
 import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from conftest import application, scripted_engine
@@ -18,6 +19,7 @@ from server import COLOURS, ENDLESS, FAULTY, PATHS, end_of, serving, until
 
 from messages import Request, engine_failure
 from serving.options import Options
+from serving.worker import Admission, Job
 
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 IDS = [5, 6, 7, 8, 5, 6, 7]
@@ -121,6 +123,21 @@ def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(server, 
     assert server.call("GET", "/health")[0] == 503 and server.health()["status"] == "failing"
     assert server.generate(**FIELDS)[1]["token_ids"] == plain_ids
     assert server.is_ready()
+
+
+def test_who_leaves_amid_a_text_shows_that_the_engine_works():
+    """Editors cancel most of what they ask for."""
+    places = Admission(Options())
+
+    def end(first_token, error=None):
+        job = Job(Request([1]), 9.0)
+        job.sequence = SimpleNamespace(output=[], drafting=SimpleNamespace(num_cached=0))
+        job.sequence.finish_reason, job.first_token = None, first_token
+        places._end(job, error)
+        return places.status
+
+    failed = [end(1.0, RuntimeError("broken")) for _ in range(3)]
+    assert failed == ["ok", "ok", "failing"] and [end(None), end(1.0)] == ["failing", "ok"]
 
 
 def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):

@@ -210,6 +210,7 @@ def write_program(path, script):
 @pytest.fixture
 def unloaded(tmp_path, monkeypatch):
     """Nothing was compiled or loaded yet. Call it with the command that CC is to be."""
+    library._tell.cache_clear()
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

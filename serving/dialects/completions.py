@@ -49,7 +49,9 @@ def register_routes(app: Flask, service: Service) -> None:
             if count is not None and isinstance(scored, int | None):
                 fields["prompt_logprobs"] = max(count, scored or 0)
             for each, ids in zip(sent, prompts, strict=True):
-                text = each if isinstance(each, str) else service.tokenizer.decode(ids)
+                text = each  # of ids it is what they say, as in the answer
+                if not isinstance(each, str):
+                    text = service.tokenizer.decode(ids, skip_special_tokens=True)
                 has_name = fields.get("return_tokens_as_token_ids") is True
                 first = f"token_id:{ids[0]}" if has_name else service.tokenizer.decode(ids[:1])
                 begins.append(Begin(text, {"id": ids[0], "token": first}))
