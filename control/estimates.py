@@ -251,10 +251,8 @@ class Costs:
         self._count += 1
         rows, ms = rows if rows <= _EXACT else rows // 4 * 4, max(ms, 1e-6)
         ratio = ms / self.expected(rows)
-        if not self.passes:
-            self._slowness, ratio = self._slowness * ratio, 1.0
-        known = self.passes.setdefault(batch.bit_length(), {})
-        latest = known.setdefault(rows, deque(maxlen=_LATEST))
+        passes, kind = self.passes, batch.bit_length()
+        latest = passes.get(kind, {}).get(rows, ())
         if len(latest) >= _CONFIRMED:
             change = ratio / median_low(latest)
             self._slow = self._slow + 1 if change > _SLOWER else 0
@@ -266,9 +264,11 @@ class Costs:
                 # All is learnt anew, by the curve: a factor on what is known, which may be doubtful
                 # itself, would add up to any number on a busy machine.
                 self._slow = self._fast = 0
-                self._slowness, ratio, latest = self._slowness * ratio, 1.0, deque(maxlen=_LATEST)
-                self.passes = {batch.bit_length(): {rows: latest}}
-        latest.append(ratio)
+                passes = {}
+        if not passes:
+            self._slowness, ratio = self._slowness * ratio, 1.0
+        passes.setdefault(kind, {}).setdefault(rows, deque(maxlen=_LATEST)).append(ratio)
+        self.passes = passes  # never empty again: /health reads it meanwhile
         for call in calls:
             self._learn_draft(*call)
         if self._count < 2 * _RENEWED or not self._count % _RENEWED:

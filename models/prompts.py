@@ -132,8 +132,8 @@ def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
         if value := getattr(whole, part):
             setattr(backend, part, value)
     added = whole.get_added_tokens_decoder().items()
-    texts = [each for i, each in added if backend.token_to_id(each.content) == i]
-    backend.add_tokens([each for each in texts if each.content.isspace()])
+    spaces = [(i, each) for i, each in added if each.content.isspace()]
+    backend.add_tokens([each for i, each in spaces if backend.token_to_id(each.content) == i])
     return backend
 
 
@@ -329,11 +329,12 @@ def _render(
     asked |= how.get("chat_template_kwargs", {})
     try:
         source = tokenizer.get_chat_template(tools=[] if has_tools else None)
-        asked |= {"chat_template": source, "conversations": [turns := _in_roles(turns, source)]}
+        turns = _in_roles(turns, source)
         if has_tools:
             form = tools.form if tools else call_form(tokenizer)
-            asked["conversations"] = [turns_for_template(turns, form, tools)]
+            turns = turns_for_template(turns, form, tools)
             asked["tools"] = tools.tools if tools and form.in_template else None
+        asked |= {"chat_template": source, "conversations": [turns]}
         text = renderer.render(_TEMPLATE_LIMIT_S, **asked | tokenizer.special_tokens_map)
     except ValueError as error:
         raise _wrong(f"the chat template {error}") from error

@@ -125,7 +125,7 @@ def body_of(
     usage: Json, counters: Json, timings: Json,
 ) -> Json:  # fmt: skip
     """The parts of an answer that it has whichever engine ran the finished job."""
-    sequence, request = job.sequence, job.request
+    sequence, request = job.sequence, job.sequence.request  # as it was admitted
     drafting = {"drafter": request.drafter or PLAIN} | counters
     body = {
         "text": sequence.text.text,

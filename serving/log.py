@@ -166,14 +166,14 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_
     line = head | {"finish": None}
     if jobs:
         job, s = jobs[0], jobs[0].sequence
-        line |= {"finish": job.finish, "drafter": job.request.drafter}
+        line |= {"finish": job.finish, "drafter": (s or job).request.drafter}
         texts = jobs[: job.request.texts]  # without a comparison's other runs
         counts = [each.num_prompt_tokens for each in texts[:: job.request.n]]
         line["prompt_tokens"] = None if None in counts else sum(counts)
         if s:
-            written = [each.sequence.output for each in texts if each.sequence]
-            line["tokens"] = sum(map(len, written))
-            total = sum((each.sequence.statistics for each in texts if each.sequence), Statistics())
+            begun = [each.sequence for each in texts if each.sequence]
+            line["tokens"] = sum(len(each.output) for each in begun)
+            total = sum((each.statistics for each in begun), Statistics())
             line["passes"] = total.passes or None  # another engine tells none
             line["acceptance"] = total.draft_acceptance_rate
         for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():

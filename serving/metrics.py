@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from messages import Engine
 
-from .statistics import Statistics
+from .statistics import Statistics, ratio
 
 _COUNTERS = {
     "spec_decode_num_drafts": "drafts that were verified",
@@ -57,14 +57,7 @@ _WORDS = {"submitted": "arrival", "began": "place", "first_token": "first token"
 _BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0  # seconds
 # In no global registry: several servers may live in one process, each with its histograms.
 _Histogram = partial(Histogram, registry=None, buckets=_BUCKETS)
-_Sums = dict[str, float]  # by our names
-
-
-def _each_second(count: float, seconds: float) -> float:
-    return count / seconds if seconds else 0.0
-
-
-_LLAMA_CPP: dict[str, tuple[str, Callable[[_Sums], float]]] = {
+_LLAMA_CPP: dict[str, tuple[str, Callable[[dict[str, float]], float]]] = {  # from sums by our names
     "prompt_tokens_total": ("counter", lambda n: n["prompt_tokens"] - n["prompt_tokens_cached"]),
     "prompt_tokens_cached_total": ("counter", lambda n: n["prompt_tokens_cached"]),
     "prompt_seconds_total": ("counter", lambda n: n["prompt_seconds"]),
@@ -79,15 +72,15 @@ _LLAMA_CPP: dict[str, tuple[str, Callable[[_Sums], float]]] = {
     ),
     "prompt_tokens_seconds": (
         "gauge",
-        lambda n: _each_second(n["prompt_tokens"] - n["prompt_tokens_cached"], n["prompt_seconds"]),
+        lambda n: ratio(n["prompt_tokens"] - n["prompt_tokens_cached"], n["prompt_seconds"]) or 0,
     ),
     "predicted_tokens_seconds": (
         "gauge",
-        lambda n: _each_second(n["generation_tokens"] - n["requests"], n["decode_seconds"]),
+        lambda n: ratio(n["generation_tokens"] - n["requests"], n["decode_seconds"]) or 0,
     ),
     "requests_processing": ("gauge", lambda n: n["num_requests_running"]),
     "requests_deferred": ("gauge", lambda n: n["num_requests_waiting"]),
-    "n_busy_slots_per_decode": ("gauge", lambda n: n["batched"] / max(n["cycles"], 1)),
+    "n_busy_slots_per_decode": ("gauge", lambda n: ratio(n["batched"], n["cycles"]) or 0),
 }  # fmt: skip
 
 

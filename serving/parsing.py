@@ -342,8 +342,7 @@ def parse_fields(
             why = f"there is no drafter {_shown(drafter)} here; choose: {choices}"
             raise RequestError(why, param="drafter")
         fields["drafter"] = drafter
-    has_drafts = fields["drafter"] != PLAIN and fields.get("num_speculative_tokens") != 0
-    if not fields.pop("speculative", True) or not has_drafts:
+    if not fields.pop("speculative", True) or fields["drafter"] == PLAIN:
         fields["drafter"] = None
     if fields.get("seed") is None:
         fields["seed"] = secrets.randbits(32)  # few enough bits for every JSON parser
