@@ -28,6 +28,7 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import models.shortage  # isort: skip  # noqa: F401  (so that torch fails in one line)
@@ -99,12 +100,14 @@ def speculate(
     """
     sampling = sampling.behind(prompt)  # penalties count what is generated
     noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
-    state = drafter.open(list(prompt), sampling, noise)
-    if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
-        state.row = row
     layers = drafter.hidden_layers if drafter.needs_hidden else ()
     end = min(len(prompt) + max_tokens, target.max_length)
-    try:
+    with ExitStack() as opened:
+        opened.callback(target.cache.close_row, row)
+        state = drafter.open(list(prompt), sampling, noise)
+        opened.callback(drafter.close, state)
+        if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
+            state.row = row
         while len(tokens) < end:
             # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
             # need the target's hidden states of it.
@@ -132,9 +135,6 @@ def speculate(
             hidden = torch.cat(states, -1) if states else None
             drafter.observe(state, messages.Verdict(count - 1, len(accepted), emitted, hidden))
         return tokens[len(prompt) :]
-    finally:
-        drafter.close(state)
-        target.cache.close_row(row)
 
 
 def plain_decode(
@@ -303,7 +303,11 @@ class Sequence:
 
     def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.noise, self.tokens = Noise(request.seed), list(request.prompt)
+        # The rule of rejection judges by noise, so a prediction must not know it. It may be an
+        # earlier answer of this seed.
+        is_judged = request.drafter and not request.sampling.is_coupled
+        self.noise = Noise(request.seed, request.prediction if is_judged else ())
+        self.tokens = list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
@@ -363,21 +367,25 @@ class Engine:
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. ValueError: bad prompt or drafter, or no free row."""
         admitted, warnings = request.admitted(self.target, self.pool.choices)
-        s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
-        s.warnings += warnings
-        self.pool.open(s.drafting)
-        self.planner.open(s)
+        with ExitStack() as opened:  # whatever raises, what was opened is given back
+            row = self.target.cache.open_row()
+            opened.callback(self.target.cache.close_row, row)
+            s = Sequence(admitted, row, self.target.tokenizer)
+            s.warnings += warnings
+            opened.callback(self.pool.close, s.drafting)
+            self.pool.open(s.drafting)
+            self.planner.open(s)
+            opened.pop_all()
         return s
 
     def close(self, s: Sequence) -> None:
         """Free the cache row and the drafters' states. Call it once for every opened sequence."""
-        try:
+        with ExitStack() as closing:  # each of these, whatever raises
+            closing.callback(self.planner.close, s)
+            closing.callback(self.pool.close, s.drafting)
+            closing.callback(self.target.cache.close_row, s.row)
             if s.failure is None and self.target.report and self.target.report.is_exact:
                 self.pool.remember(s.drafting, s.tokens)
-        finally:
-            self.target.cache.close_row(s.row)
-            self.pool.close(s.drafting)
-            self.planner.close(s)
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
     def generate(self, request: messages.Request) -> Iterator[tuple[Sequence, messages.Cycle]]:
