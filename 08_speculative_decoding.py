@@ -99,11 +99,11 @@ def speculate(
     This is the whole method for one request. `Engine` serves many at once, and knows rejection.
     """
     sampling = sampling.behind(prompt)  # penalties count what is generated
-    noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
+    noise, tokens = Noise(seed), list(prompt)
     layers = drafter.hidden_layers if drafter.needs_hidden else ()
     end = min(len(prompt) + max_tokens, target.max_length)
     with ExitStack() as opened:
-        opened.callback(target.cache.close_row, row)
+        row = target.cache.open_row(opened)
         state = drafter.open(list(prompt), sampling, noise)
         opened.callback(drafter.close, state)
         if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
@@ -143,16 +143,14 @@ def plain_decode(
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    sampling = sampling.behind(prompt)
-    row, fed, tokens = target.cache.open_row(), prompt, []
-    try:
+    sampling, fed, tokens = sampling.behind(prompt), prompt, list[int]()
+    with ExitStack() as opened:
+        row = target.cache.open_row(opened)
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
             logits = target.forward([row], [fed], [1]).logits[0]
             tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
             fed = tokens[-1:]
         return tokens
-    finally:
-        target.cache.close_row(row)
 
 
 # ------------------------------------------------------------------- KV cache and truncation
@@ -303,15 +301,12 @@ class Sequence:
 
     def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        # The rule of rejection judges by noise, so a prediction must not know it. It may be an
-        # earlier answer of this seed.
-        is_judged = request.drafter and not request.sampling.is_coupled
-        self.noise = Noise(request.seed, request.prediction if is_judged else ())
-        self.tokens = list(request.prompt)
+        judged = () if request.sampling.is_coupled else request.prediction  # by this noise
+        self.noise, self.tokens = Noise(request.seed, judged), list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
-        self.warnings = self.drafting.warnings
+        self.warnings, self.opened = self.drafting.warnings, ExitStack()  # closes what it holds
         self.statistics, self.reading = statistics.Statistics(), cache.Reading(request)
         self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
@@ -367,23 +362,20 @@ class Engine:
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. ValueError: bad prompt or drafter, or no free row."""
         admitted, warnings = request.admitted(self.target, self.pool.choices)
-        with ExitStack() as opened:  # whatever raises, what was opened is given back
-            row = self.target.cache.open_row()
-            opened.callback(self.target.cache.close_row, row)
+        with ExitStack() as opened:  # if one of these raises, the others are closed
+            row = self.target.cache.open_row(opened)
             s = Sequence(admitted, row, self.target.tokenizer)
             s.warnings += warnings
             opened.callback(self.pool.close, s.drafting)
             self.pool.open(s.drafting)
             self.planner.open(s)
-            opened.pop_all()
+            opened.callback(self.planner.close, s)
+            s.opened = opened.pop_all()
         return s
 
     def close(self, s: Sequence) -> None:
         """Free the cache row and the drafters' states. Call it once for every opened sequence."""
-        with ExitStack() as closing:  # each of these, whatever raises
-            closing.callback(self.planner.close, s)
-            closing.callback(self.pool.close, s.drafting)
-            closing.callback(self.target.cache.close_row, s.row)
+        with s.opened:
             if s.failure is None and self.target.report and self.target.report.is_exact:
                 self.pool.remember(s.drafting, s.tokens)
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)

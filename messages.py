@@ -115,7 +115,8 @@ class Request:
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
-    prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
+    # The text that the client expects. It changes no token, but by rejection it decides the noise.
+    prediction: tuple[int, ...] = ()
     returns: frozenset[str] = frozenset()  # what else events and answers have: see serving/trace.py
     # Log-probabilities of the prompt's tokens, and of this many likeliest ones; None = none.
     prompt_logprobs: int | None = None

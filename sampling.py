@@ -255,8 +255,8 @@ class Noise:
     def __init__(self, seed: int, tokens: Sequence[int] = ()) -> None:
         """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 give different noise.
 
-        Other `tokens` give other noise: tokens that were chosen by a seed's noise say nothing of
-        the noise that the seed gives with them.
+        With other `tokens` a seed gives other noise. By it a draft of these tokens may be judged,
+        also where they were chosen by the seed's noise before.
         """
         self.seed = _scrambled(_scrambled(seed & _WORD) + (seed < 0))
         for token in tokens:
