@@ -301,8 +301,8 @@ class Sequence:
 
     def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        judged = () if request.sampling.is_coupled else request.prediction  # by this noise
-        self.noise, self.tokens = Noise(request.seed, judged), list(request.prompt)
+        known = () if request.sampling.is_coupled else request.prediction  # maybe the seed's own
+        self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)

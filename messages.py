@@ -115,8 +115,7 @@ class Request:
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
-    # The text that the client expects. It changes no token, but by rejection it decides the noise.
-    prediction: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()  # the expected text; by rejection the noise depends on it
     returns: frozenset[str] = frozenset()  # what else events and answers have: see serving/trace.py
     # Log-probabilities of the prompt's tokens, and of this many likeliest ones; None = none.
     prompt_logprobs: int | None = None

@@ -136,10 +136,7 @@ class Slots(Cache):
         return self.rows.index(row)
 
     def open_row(self, opened: ExitStack | None = None) -> int:
-        """Take an empty row for a new request. Raises ValueError when all are taken.
-
-        It is closed when `opened` is.
-        """
+        """Take an empty row, which `opened` is to close. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
         row = self._free.pop()

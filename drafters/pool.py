@@ -435,8 +435,7 @@ def copied(draft: Any, request: Request, limit: int, vocab_size: int) -> Draft:
     shown, those that are no distributions are left out.
     """
     if not isinstance(draft, Draft):
-        kind = type(draft).__name__
-        raise TypeError(f"propose returned a {kind}: write return Draft(tokens)")
+        raise TypeError(f"propose returned a {type(draft).__name__}: write return Draft(tokens)")
     tokens = ids_of(draft.tokens, limit + 1, vocab_size)
     if (count := len(tokens)) > limit:
         raise ValueError(f"more tokens proposed than the {limit} asked for")
@@ -462,10 +461,7 @@ def copied(draft: Any, request: Request, limit: int, vocab_size: int) -> Draft:
 
 
 def q_of(probs: Any, tokens: list[int], vocab_size: int) -> Tensor:
-    """A copy [n, V] float32 of the distributions that tokens were drawn from.
-
-    Raises ValueError if these cannot be.
-    """
+    """A copy [n, V] float32 of what tokens were drawn from. Raises ValueError if it cannot be."""
     if not isinstance(probs, Tensor):
         raise ValueError(f"probs are a {type(probs).__name__}: write a torch.Tensor, or None")
     with torch.no_grad(), torch._C.DisableTorchFunction():  # a subclass may do anything in each

@@ -18,7 +18,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -41,19 +41,20 @@ class _Interrupt(BaseException):
 class Fault(Exception):
     """What went wrong with a drafter, in plain words; a note has the traceback, for the log."""
 
-    def __init__(self, words: str, frames: Iterable[tuple[FrameType, int]] = ()) -> None:
-        """`frames` are those that ran, with their lines; the innermost is the last."""
-        super().__init__(words)
-        self.places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    places: Sequence[tuple[str, int]] = ()  # files and lines that ran, the innermost last
 
     @classmethod
     def of(cls, error: BaseException) -> "Fault":
         """That of any error. Never raises, but it may take for ever."""
         fault = cls(in_short(error))
         with suppress(BaseException):
-            fault = cls(in_short(error), traceback.walk_tb(error.__traceback__))
+            fault.places = _places(traceback.walk_tb(error.__traceback__))
             fault.add_note("".join(traceback.format_exception(error)))
         return fault
+
+
+def _places(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[str, int]]:
+    return [(frame.f_code.co_filename, line) for frame, line in frames]
 
 
 def line_of(error: Exception, file: str, *methods: Any) -> str:
@@ -107,7 +108,7 @@ class TimedDrafter(Drafter):
         """Hand over a copy: other drafters and the prefix cache have the same lists and states."""
         hidden = None if verdict.hidden is None else verdict.hidden.clone()
         verdict = replace(verdict, tokens=[*verdict.tokens], hidden=hidden)
-        self.call("observe", state, verdict, then=id)
+        self.call("observe", state, verdict, then=id)  # what it returns ends there
 
     def close(self, state: Any) -> None:
         if self._is_hanging:
@@ -138,8 +139,8 @@ class TimedDrafter(Drafter):
 
     def _late(self, message: str) -> Fault:
         """A fault with the place where the drafter's thread is now."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        fault = Fault(message, [*traceback.walk_stack(frame)][::-1] if frame else ())
+        fault, frame = Fault(message), sys._current_frames().get(self._thread.ident or 0)
+        fault.places = _places(traceback.walk_stack(frame))[::-1] if frame else ()
         fault.add_note("".join(f"  {file}, line {line}\n" for file, line in fault.places))
         return fault
 
