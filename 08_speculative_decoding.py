@@ -401,12 +401,14 @@ class Engine:
         The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
         fails or still reads its prompt returns no cycle. If it raises, `cycles` has what was done.
         """
-        batch, cycles = self.read_prompts(sequences), {} if cycles is None else cycles
-        if not batch:
+        cycles, times = {} if cycles is None else cycles, [self.now()]
+        if not (batch := self.pool.settled(self.read_prompts(sequences))):
             return cycles
-        has_prefill, times = not all(s.num_steps for s in batch), [self.now()]
         plan = self.planner.plan(batch)
-        drafts = self.pool.propose([s.drafting for s in batch], plan.tasks)
+        self.pool.propose([s.drafting for s in batch], plan.tasks)
+        if not (batch := self.pool.settled(batch)):  # each waits for its grammar
+            return cycles
+        has_prefill, drafts = not all(s.num_steps for s in batch), [s.drafting.draft for s in batch]
         times.append(self.now())
         output = self.forward(batch, drafts)  # one pass verifies all
         times.append(self.now())

@@ -455,6 +455,9 @@ def in_short(error: BaseException, has_kind: bool = False) -> str:
     return f"{kind}: {text}" if text and has_kind else text or kind
 
 
+TOO_SLOW = "machine_too_slow"  # the code of an error that comes again here, whenever it is tried
+
+
 class RequestError(Exception):
     """A caller's mistake, or a reason why the server cannot serve; becomes the error body."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cache.prefix import PrefixCache
-from messages import Doubts, Draft, Request, RequestError, Verdict, in_short
+from messages import Doubts, Draft, Request, RequestError, TextSequence, Verdict, in_short
 from sampling import Noise
 
 from .base import Drafter, restoring_settings
@@ -31,6 +31,7 @@ AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
 PLAIN = "none"  # for no drafter
 _MOST_EVIDENCE, _MOST_FORCED = 8, 16
+_MASKS_S = 0.005  # of a pass's time, for the masks of its texts: most take 0.1 ms
 LOG = logging.getLogger("drafters")
 
 
@@ -115,6 +116,7 @@ class DrafterPool:
             )
         self.failures: Counter[str] = Counter()  # of each drafter
         self.log = LOG  # of these failures
+        self.num_late = 0  # times that a text sat out a pass, as its grammar was slow
         # Of the last `propose`, by drafter or TREE: steps of each request (mostly tokens), and ms.
         self.spent: dict[str, tuple[list[int], float]] = {}
 
@@ -220,14 +222,33 @@ class DrafterPool:
         return [text.draft for text in texts]
 
     def _obeying(self, text: DraftedText, draft: Draft) -> Draft:
-        """A draft without what the text's grammar forbids; what that forces stands first."""
+        """A draft in which stands first what the text's grammar forces."""
         if not text.matcher:
             return draft
         forced = self._forced(text)[: text.task.limit]
         if draft.parents is None and draft.tokens[: len(forced)] != forced:
             return Draft(forced)
-        is_drawn = draft.probs is not None and not text.request.sampling.is_coupled
-        return text.matcher.cut(draft, is_drawn)
+        return draft
+
+    def settled(self, sequences: list[TextSequence]) -> list[TextSequence]:
+        """Those whose drafts can be verified: their grammars have said what may come.
+
+        A grammar may be slow: its text sits out a pass, and the others do not wait for it.
+        """
+        deadline, ready = time.monotonic() + _MASKS_S, list[TextSequence]()
+        texts = [(s, s.drafting) for s in sequences]
+        for _, text in texts:
+            if text.matcher and text.draft is not None:
+                text.matcher.explore(text.draft)
+        for s, text in texts:
+            if text.matcher is None or text.matcher.settle(deadline):
+                ready.append(s)
+        for text in (s.drafting for s in ready):
+            if text.matcher and (draft := text.draft) is not None:
+                is_drawn = draft.probs is not None and not text.request.sampling.is_coupled
+                text.draft = text.matcher.cut(draft, is_drawn)
+        self.num_late += len(sequences) - len(ready)
+        return ready
 
     def _forced(self, text: DraftedText) -> list[int]:
         """What the grammar forces next, where several drafters draft for a text, and none draws."""

@@ -12,11 +12,22 @@ consumed for good. A draft is cut before the first token that the grammar forbid
 be rejected. And what the grammar forces is a draft that costs nothing (drafters/grammar.py).
 
 llguidance computes the masks, in some ten microseconds each: github.com/guidance-ai/llguidance.
+A grammar of strangers' making may need some hundred milliseconds for one. So masks are computed in
+separate threads, and a text whose masks are not there yet sits out a pass: no other text waits.
+
+    engine's thread          explore(draft) ── settle? ── pass ── mask(logits) ── consume(tokens)
+    a thread of the masks       └─ masks, a cut draft ┘ no: the next pass, perhaps
 """
 
 import json
+import logging
+import os
 import re
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -30,17 +41,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Draft, RequestError
+from messages import TOO_SLOW, Draft, RequestError
 from models.prompts import Turns
 
-from .probe import TOO_WIDE, Probe, build, reason_of
+from .measure import USUAL, Limits
+from .probe import BUILD_S, OF_THE_TEXT, Probe, build, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
-_MOST_COMPILED = 16  # grammars that are stored; one may take 100 MB
-_MOST_WAITING = 32  # requests with a new grammar; each may take .2 s
-_MOST_RESTARTS = 8  # of a text's matcher at one place
+_MOST_COMPILED = 8  # grammars that are stored; one takes at most 32 MB
+_MOST_FAILED = 64  # grammars of which is stored that they cannot be used
+_MOST_WAITING = 32  # requests with a new grammar; each may take some seconds
+_NUM_THREADS, _NICE = 8, 10  # for masks; passes of the target come first
 _LONG_TOKEN = 32  # bytes
+LOG = logging.getLogger("engine")
 # For each byte of llguidance's bits eight numbers to add: 0, or −inf for what is forbidden. Looking
 # them up takes a tenth of the time of unpacking bits and filling in.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -130,6 +144,9 @@ def _any_of(texts: list[str], begin: int = 0) -> str:
 class CannotGoOn(RequestError, ValueError):
     """A text has come to a place where its grammar is too large for llguidance."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the grammar cannot go on: {why}")
+
 
 class Vocabulary:
     """The tokens of a model, as grammars need them. Building one takes about a second."""
@@ -143,40 +160,69 @@ class Vocabulary:
             raise ValueError("needs a tokenizer of the library tokenizers, and this model has none")
         self.size = size
         words = backend.to_str(), max(size, len(tokenizer)), sorted(eos_ids)
-        self._probe = Probe(str(Path(__file__).with_name("probe.py")), *words)
+        self._probe = Probe(str(Path(__file__).with_name("probe.py")), BUILD_S, *words)
         self._probe.start()
         self.tokenizer = LLTokenizer(*words)
         added = tokenizer.added_tokens_encoder.items()
         self.special = [text for text, i in added if self.tokenizer.is_special_token(i)]
         self._compiled: dict[str, Grammar] = {}  # by source, the last one used last
+        self._failed: dict[str, tuple[bool, str]] = {}  # by source: is it our fault, and why
         self._lock, places = threading.Lock(), threading.BoundedSemaphore(_MOST_WAITING)
         self._turns = Turns("new grammars", 0, 0, places)
-        self.in_lark = lru_cache(_MOST_COMPILED)(self._in_lark)
 
-    def _in_lark(self, rules: str) -> str:
+    def in_lark(self, rules: str) -> str:
         """GBNF as rules of Lark's. Raises as `compiled` does."""
-        with self._turns.take(1):  # llguidance drops a code's first zeros
-            return self._probe.in_lark(in_characters(rules, is_source=True))
+        return self._made(rules, lambda: self._probe.in_lark(in_characters(rules, is_source=True)))
 
-    def compiled(self, source: str) -> "Grammar":
+    def compiled(self, source: str, limits: Limits = USUAL) -> "Grammar":
         """The grammar of this source. New ones are compiled one at a time.
 
-        Raises ValueError for one that cannot be used, RequestError 429 where too many wait.
+        `limits` are those of measure.py. Raises ValueError for one that cannot be used,
+        RequestError 429 where too many wait, 503 where the machine is too slow for it.
         """
-        if grammar := self._known(source):
-            return grammar
-        with self._turns.take(1):
-            if grammar := self._known(source):  # others had asked for the same
-                return grammar
-            self._probe.check(source)
-            self._compiled[source] = grammar = Grammar(source, self)
-            with self._lock:
-                for oldest in [*self._compiled][:-_MOST_COMPILED]:
-                    del self._compiled[oldest]
-            return grammar
 
-    def _known(self, source: str) -> "Grammar | None":
+        def build() -> Grammar:
+            self._probe.check(source, *limits)
+            return Grammar(source, limits, self)
+
+        return self._made(source, build)
+
+    def _made(self, source: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes of a source, once; what it raises is raised again for that source."""
+        if (made := self._known(source)) is None:
+            with self._turns.take(1):
+                if (made := self._known(source)) is None:  # else others had asked for the same
+                    made = self._make(source, make)
+        return made
+
+    def _make(self, source: str, make: Callable[[], Any]) -> Any:
+        try:
+            made = make()
+        except TimeoutError:
+            LOG.error("a grammar took longer than %g s to build: %.500r", BUILD_S, source)
+            why = "the grammar took too long to build on this machine"
+            self._store(self._failed, _MOST_FAILED, source, (True, why))
+        except ValueError as error:
+            self._store(self._failed, _MOST_FAILED, source, (False, str(error)))
+        else:
+            self._store(self._compiled, _MOST_COMPILED, source, made)
+            return made
+        return self._known(source)
+
+    def _store(self, stored: dict[str, Any], most: int, source: str, value: Any) -> None:
         with self._lock:
+            stored[source] = value
+            for oldest in [*stored][:-most]:
+                del stored[oldest]
+
+    def _known(self, source: str) -> Any:
+        """What was made of a source; None if it is new. Raises what making it raised."""
+        with self._lock:
+            is_ours, why = self._failed.get(source, (False, ""))
+            if is_ours:
+                raise RequestError(why, status=503, code=TOO_SLOW)
+            if why:
+                raise ValueError(why)
             if grammar := self._compiled.pop(source, None):
                 self._compiled[source] = grammar
             return grammar
@@ -194,17 +240,20 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, eos_ids: frozenset[int]) -> V
 class Grammar:
     """A grammar that is ready for any number of requests."""
 
-    def __init__(self, source: str, vocabulary: Vocabulary) -> None:
+    def __init__(self, source: str, limits: Limits, vocabulary: Vocabulary) -> None:
         """Raises ValueError for a grammar that llguidance refuses."""
-        self.source, self.vocabulary = source, vocabulary
+        self.source, self.vocabulary, self._limits = source, vocabulary, limits
         self.build()
         self._first.compute_bitmask()  # the first mask takes longest
         if why := reason_of(self._first):
             raise ValueError(why)
+        # Matchers of one grammar wait for each other, as they share its states.
+        self.under_way: list[Future[Any]] = []  # of the masks that are being computed
+        self.is_heavy = False  # a mask was too much: its texts draft nothing more
 
     def build(self) -> None:
         """Begin anew: copies of one matcher together may build so many states and no more."""
-        self._first = build(self.vocabulary.tokenizer, self.source)
+        self._first = build(self.vocabulary.tokenizer, self.source, *self._limits)
 
     def copy(self) -> Any:
         """A matcher of llguidance's for a new text."""
@@ -215,25 +264,74 @@ class Grammar:
         return Matcher(self)
 
 
+def _lower_priority() -> None:
+    with suppress(AttributeError, OSError):  # a thread has a priority of its own on Linux alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+_threads = ThreadPoolExecutor(_NUM_THREADS, "masks", _lower_priority)
+
+
 class Matcher:
-    """Where a text stands in its grammar: which tokens may come next, and which must."""
+    """Where a text stands in its grammar: which tokens may come next, and which must.
+
+    Call `cut` or `mask` only when the text is settled, as they wait for its masks.
+    """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
         self._tokens: list[int] = []  # of the text
-        self._num_restarts = 0  # since it last went on
-        self._is_large = False  # its states are many: no draft shall add to them
-        self._seen: tuple[Draft, np.ndarray] | None = None  # a draft, and its masks
+        self._draft: Draft | None = None  # that is explored
+        self._explored: Future[tuple[set[int], np.ndarray]] = Future()
+        self._seen: tuple[Draft, np.ndarray] | None = None  # a draft that was cut, and its masks
+
+    def explore(self, draft: Draft) -> None:
+        """Begin to compute the masks behind the pending token and each drafted one."""
+        if draft is not self._draft:
+            self._draft, self._explored = draft, _threads.submit(self._explore, draft)
+            self._grammar.under_way.append(self._explored)
+
+    def settle(self, deadline: float) -> bool:
+        """Wait until the masks of all texts of this grammar are computed, or the time is over."""
+        under_way = self._grammar.under_way
+        wait(under_way, max(0.0, deadline - time.monotonic()))
+        under_way[:] = [masks for masks in under_way if not masks.done()]
+        return not under_way
+
+    def cut(self, draft: Draft, is_drawn: bool = False) -> Draft:
+        """The draft without tokens that the grammar forbids, and without what follows them.
+
+        `is_drawn`: it is judged by rejection and was drawn from q. To drop a token because of what
+        was drawn would change the distribution, so the first forbidden one stays, to be rejected.
+        """
+        if self._seen and draft is self._seen[0]:  # it is verified again
+            return draft
+        self.explore(draft)
+        try:
+            kept, masks = self._explored.result()
+        except ValueError:  # `mask` will raise it
+            self._draft = Draft()
+            return self._draft
+        paths = draft.paths()
+        if is_drawn:
+            kept = kept | {i for i, path in enumerate(paths) if kept.issuperset(path[:-1])}
+        places = sorted(kept)
+        if len(places) < len(paths):
+            masks = masks[[0, *(i + 1 for i in places)]]
+            draft = _part(draft, places)
+        self._seen = draft, masks
+        return draft
 
     def mask(self, scores: Tensor, draft: Draft) -> Tensor:
         """Scores [n + 1, V] with −inf for what is forbidden after the pending and drafted tokens.
 
         Rows behind a forbidden token stay as they are; behind what was not explored all is −inf.
-        Raises ValueError where the grammar cannot go on: a state of it may be too large.
+        Raises ValueError where the grammar cannot go on: a mask or a state may be too large.
         """
         seen, masks = self._seen or (None, None)
         if draft is not seen:
-            _, masks = self._explore(draft)
+            self.explore(draft)
+            _, masks = self._explored.result()
         return scores + torch.from_numpy(masks).to(scores.device)
 
     def _explore(self, draft: Draft) -> tuple[set[int], np.ndarray]:
@@ -244,81 +342,62 @@ class Matcher:
         kept, shape = set[int](), (len(draft.tokens) + 1, self._vocabulary.size)
         masks = np.zeros(shape, np.float32)
         try:
-            self._walk(draft, -1, kept, masks)
-        except ValueError:  # drafts, and other texts, may have used up what llguidance allows
-            self._restart([])
-            self._walk(draft, -1, kept, masks)
+            self._walk(self._matcher.deep_copy(), draft, -1, kept, masks)
+        except CannotGoOn as error:  # others may have used up what llguidance allows
+            self._grammar.is_heavy = True
+            self._begin_anew(self._tokens, error)
+            self._walk(self._matcher.deep_copy(), draft, -1, kept, masks)
         return kept, masks
 
-    def _walk(self, draft: Draft, node: int, kept: set[int], masks: np.ndarray) -> None:
-        """Explore a drafted token and all behind it; -1 is the pending token."""
-        self._check()
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
+    def _walk(
+        self, matcher: Any, draft: Draft, node: int, kept: set[int], masks: np.ndarray
+    ) -> None:
+        """Explore a drafted token and all behind it; -1 is the pending token.
+
+        `matcher` is a copy that stands there: an error of llguidance's matcher stays.
+        """
+        self._check(matcher)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        self._check(matcher)
         row = masks[node + 1]
         row[:] = _MASKS.take(bits).view(np.float32)[: len(row)]
         for child in draft.children(node):
-            # Behind a whole text nothing is judged, and a rollback would go a token too far.
-            if row[draft.tokens[child]] or self._matcher.is_stopped():  # −inf is true
+            # Behind a whole text nothing is judged.
+            if row[draft.tokens[child]] or matcher.is_stopped():  # −inf is true
                 continue
-            if self._is_large:  # the text may come there, and goes on with another pass
-                masks[child + 1] = -inf
+            masks[child + 1] = -inf  # as long as it is not explored: the text may come there
+            if self._grammar.is_heavy:
                 continue
-            self._matcher.consume_token(draft.tokens[child])
+            ahead = matcher.deep_copy()
+            ahead.consume_token(draft.tokens[child])
             try:
-                self._walk(draft, child, kept, masks)
-            except ValueError:  # the text may never come there: go on from here
+                self._walk(ahead, draft, child, kept, masks)
+            except CannotGoOn:  # the text may never come there
                 masks[child + 1] = -inf
-                self._restart([draft.tokens[i] for i in draft.paths()[node]] if node >= 0 else [])
+                self._grammar.is_heavy = True
             else:
                 kept.add(child)
-                self._matcher.rollback(1)
 
-    def _restart(self, more: list[int]) -> None:
-        """Begin again with the text and these tokens: an error of llguidance's matcher stays."""
-        self._num_restarts, self._is_large = self._num_restarts + 1, True
-        if self._num_restarts <= _MOST_RESTARTS:
-            if TOO_WIDE not in self._matcher.get_error():
-                self._grammar.build()
-            self._matcher = self._grammar.copy()
-            self._matcher.consume_tokens([*self._tokens, *more])
+    def _begin_anew(self, tokens: list[int], error: CannotGoOn) -> None:
+        """Begin again with these tokens. Raises the error if they alone are to blame for it."""
+        if any(why in error.message for why in OF_THE_TEXT):
+            raise error
+        self._grammar.build()
+        self._matcher = self._grammar.copy()
+        self._matcher.consume_tokens(tokens)
 
     def consume(self, token: int) -> bool:
         """Go on with a token of the text. Returns whether the text is whole: nothing may follow.
 
         Raises ValueError for a forbidden token.
         """
-        self._seen = None
+        self._draft = self._seen = None
         self._matcher.consume_token(token)
         if self._matcher.is_error():
-            self._restart([token])
-            self._check()
-        else:
-            self._num_restarts = 0
+            self._begin_anew([*self._tokens, token], CannotGoOn(reason_of(self._matcher)))
+            self._check(self._matcher)
         self._tokens.append(token)
         return self._matcher.is_stopped()
-
-    def cut(self, draft: Draft, is_drawn: bool = False) -> Draft:
-        """The draft without tokens that the grammar forbids, and without what follows them.
-
-        `is_drawn`: it is judged by rejection and was drawn from q. To drop a token because of what
-        was drawn would change the distribution, so the first forbidden one stays, to be rejected.
-        """
-        if self._is_large:
-            return Draft()
-        try:
-            kept, masks = self._explore(draft)
-        except ValueError:  # `mask` will raise it
-            return Draft()
-        paths = draft.paths()
-        if is_drawn:
-            kept |= {i for i, path in enumerate(paths) if kept.issuperset(path[:-1])}
-        places = sorted(kept)
-        if len(places) < len(paths):
-            masks = masks[[0, *(i + 1 for i in places)]]
-            draft = _part(draft, places)
-        self._seen = draft, masks
-        return draft
 
     def forced(self, most: int) -> list[int]:
         """At most `most` tokens of the text that must follow, as the tokenizer would write it.
@@ -326,17 +405,16 @@ class Matcher:
         The text is certain, its tokens are not: the target may cut it into others.
         """
         text = self._matcher.compute_ff_bytes()[: _LONG_TOKEN * most]
-        tokens = self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []
-        return tokens[: self._matcher.validate_tokens(tokens)]
+        return self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []
 
     @property
     def may_end(self) -> bool:
         """Whether the text is a whole one of the grammar."""
         return self._matcher.is_accepting()
 
-    def _check(self) -> None:
-        if why := reason_of(self._matcher):
-            raise CannotGoOn(f"the grammar cannot go on: {why}")
+    def _check(self, matcher: Any) -> None:
+        if why := reason_of(matcher):
+            raise CannotGoOn(why)
 
 
 def _part(draft: Draft, places: list[int]) -> Draft:

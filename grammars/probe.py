@@ -1,14 +1,16 @@
-"""Tries a grammar in a child, with a bound of time: some grammars take hours to build, or forever.
+"""Tries a grammar in a child process, because a grammar may crash the library or exhaust memory.
 
-The library's limits bound states and items, not seconds: forty patterns that must all match took
-nine minutes. What the child builds in time, the server builds, too. And llguidance translates GBNF
-in Python, which may take seconds, so the child does that for the server.
+What the child builds, the server builds, too. measure.py refuses what is known to take long, by
+sizes that are the same on every machine. So the child's limit of time is for what nobody foresaw:
+it is our fault, and no client's. llguidance translates GBNF in Python, which may take seconds, so
+the child does that for the server.
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,25 @@ if __name__ == "__main__":  # then Python looks for modules beside no file of ou
 
 from models.child import Child, bound_memory, serve
 
-BUILD_S = 0.2  # of a processor; the server needs as long again
-_TOO_LONG = f"takes longer than {BUILD_S:g} s to build"
-_TOO_LARGE = "takes too much memory to build"
+BUILD_S = 20.0  # of a processor: ten times what the largest grammar needs that is not refused
+_STACK_BYTES = 1 << 20  # a thread of the server has 8 MiB, so deep rules cannot end the server
+_TOO_LARGE = "is nested too deeply, or takes too much memory to build"
 _MOST_CHARACTERS = 4096  # of a message
 MOST_FORCED = 1 << 14
-TOO_WIDE = "Current row has"  # in an error that comes of the text alone, and so comes again
+# In errors that come of the text alone, and so come again: a row, or all rows of a mask, too wide.
+OF_THE_TEXT = "Current row has", "Too many items"
 
 
-def build(tokenizer: Any, grammar: str) -> Any:
-    """A matcher of llguidance's. A mask that takes it more than some milliseconds is an error.
+def build(tokenizer: Any, grammar: str, row: int, mask: int) -> Any:
+    """A matcher of llguidance's, whose steps and memory are bounded: see Limits in measure.py.
 
-    It runs in the engine's thread, so the limit of a mask is half of the library's.
+    Fuel: half of the library's limit, 5 to 70 ms; words in any script need 85,000 of it. States:
+    20,000 of them take up to 30 MB.
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(step_lexer_fuel=100_000)
+    bounds = {"max_items_in_row": row, "step_max_items": mask, "max_lexer_states": 20_000}
+    limits = LLParserLimits(step_lexer_fuel=100_000, **bounds)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
@@ -51,19 +56,24 @@ def reason_of(matcher: Any) -> str:
 class Probe(Child):
     """The child that tries grammars for one vocabulary."""
 
-    def check(self, grammar: str) -> None:
-        """Raises ValueError, saying why, for a grammar that cannot be used."""
-        self._tried("build", grammar)
+    def check(self, grammar: str, row: int, mask: int) -> None:
+        """Raises ValueError, saying why, for a grammar that cannot be used.
+
+        Raises TimeoutError where BUILD_S are over: then measure.py has missed something.
+        """
+        self._tried("build", grammar, row, mask)
 
     def in_lark(self, rules: str) -> str:
-        """GBNF as rules of Lark's. Raises ValueError as `check` does."""
+        """GBNF as rules of Lark's. Raises what `check` raises."""
         return self._tried("translate", rules)
 
-    def _tried(self, what: str, rules: str) -> str:
+    def _tried(self, *asked: Any) -> str:
         try:
-            why, text = self.ask(what, rules)
+            why, text = self.ask(*asked)
         except EOFError:
             why = _TOO_LARGE
+        if why is None:
+            raise TimeoutError
         if why:
             raise ValueError(why)
         return text
@@ -73,13 +83,14 @@ def _main() -> None:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    tokenizer = LLTokenizer(*json.loads(sys.stdin.buffer.readline()))
+    limit_s, *words = json.loads(sys.stdin.buffer.readline())
+    tokenizer = LLTokenizer(*words)
     # The first grammar of a process also prepares the vocabulary.
     LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema({"type": "object"})).compute_bitmask()
 
-    def built(grammar: str) -> tuple[str, str]:
+    def built(grammar: str, *limits: int) -> tuple[str, str]:
         """What is wrong with a grammar at its first mask, or behind what is forced at first."""
-        matcher = build(tokenizer, grammar)
+        matcher = build(tokenizer, grammar, *limits)
         if why := reason_of(matcher):
             return why, ""
         matcher.compute_bitmask()
@@ -96,24 +107,29 @@ def _main() -> None:
         except Exception as error:  # it has many kinds
             return f"is no GBNF: {error}", ""
 
-    def attempt(what: str, rules: str, answer: int) -> None:
+    def attempt(answer: int, what: str, *asked: Any) -> None:
         """In a process that may be ended within any operation."""
-        signal.setitimer(signal.ITIMER_PROF, BUILD_S)
-        why, text = {"build": built, "translate": translated}[what](rules)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        why, text = {"build": built, "translate": translated}[what](*asked)
         with open(answer, "w") as pipe:
             json.dump((why[:_MOST_CHARACTERS], text), pipe)
         os._exit(0)
 
-    def tried(what: str, rules: str) -> tuple[str, str]:
+    def tried(*asked: Any) -> tuple[str | None, str]:
+        """What is wrong, None where the time was over, and the text that was asked for."""
         reader, writer = os.pipe()
         if not (pid := os.fork()):  # the vocabulary is there, and stays if it has to be ended
-            attempt(what, rules, writer)
+            threading.stack_size(_STACK_BYTES)
+            worker = threading.Thread(target=attempt, args=(writer, *asked))
+            worker.start()
+            worker.join()
+            os._exit(1)  # it has failed, and has said so
         os.close(writer)
         with os.fdopen(reader) as pipe:
             answer = pipe.read()
         ended_by = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if ended_by:
-            return (_TOO_LONG if ended_by == -signal.SIGPROF else _TOO_LARGE), ""
+            return (None if ended_by == -signal.SIGPROF else _TOO_LARGE), ""
         return json.loads(answer)
 
     os.nice(5)  # requests that run come first

@@ -328,6 +328,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
         "prefix_cache": prefixes and prefixes.as_dict(),
+        "num_cycles_without_masks": engine.pool.num_late,  # that a text sat out, for its grammar
         "speculative_decoding": total.counters(k)
         | {"recent_acceptance_rate": ratio(sum(a for _, a in recent), sum(d for d, _ in recent))}
         | total.per_position()

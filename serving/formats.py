@@ -27,14 +27,13 @@ from grammars import (
     source_of,
     vocabulary_of,
 )
+from grammars.measure import HELD, Limits, limits_of, schemas_in
 from messages import Engine, Json, one_line
 from models.prompts import Conversation, Tokenizer, is_text
 
 from .fields import wrong
 
 _TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
-_MOST_CHARACTERS = 1 << 18
-_MOST_OF_RULES = 1 << 16  # characters: GBNF is translated in Python
 _ANY_OBJECT = {"type": "object"}
 _KINDS = {"json": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
 _NAMES = {
@@ -126,14 +125,9 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
     return OPEN if tail.endswith("<think>") else "" if tail.endswith("</think>") else POSSIBLE
 
 
-# What Lark's rules hold and do not read: comments, special tokens, regular expressions and texts.
-# An open one ends with the rules, or its line: then no search begins twice at the same place.
-_HELD = re.compile(r'(?:#|//).*|<[^<>\s]*>?|/(?:\\.|[^/\\])*/?|"(?:\\.|[^"\\\n])*"?')
 # What the first two count is not taken back with a draft's tokens, and nobody reads temperatures.
 _ATTRIBUTES = re.compile(r"\b(max_tokens|stop|temperature)\s*=")
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # behind it stands one of Lark's rules
-_VALUES = {"const", "enum", "default", "examples"}  # keys of what is no schema
-_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _NOTES = {"description", "title", "$comment", "default", "examples"}
 
 
@@ -158,55 +152,41 @@ def _schemas(rules: str) -> Iterator[Json]:
             yield json.JSONDecoder().raw_decode(rules, part.end())[0]
 
 
-def _check_value(kind: str, value: Any, special: Collection[str]) -> None:
-    """Raises ValueError for what llguidance takes, and does something else with.
+def _limits_of(kind: str, value: Any, special: Collection[str]) -> Limits:
+    """The limits for a grammar, which is measured before it is built.
 
-    `special` are the texts of tokens that no text has.
+    `special` are the texts of tokens that no text has. Raises ValueError for what is too large, and
+    for what llguidance takes, and does something else with.
     """
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    most = _MOST_OF_RULES if kind == LARK else _MOST_CHARACTERS
-    if len(text) > most:
-        raise ValueError(f"has more than {most} characters")
-    if kind == REGEX and (len(text) - len(text.rstrip("\\"))) % 2:
-        raise ValueError("ends with a backslash that escapes nothing")
+    schemas = [] if isinstance(value, str) else [value]
     parts = [value]  # in which a special token's text would be taken for the token
+    if kind == LARK and not is_gbnf(value):  # rules of Lark's may name a token, their schemas not
+        parts = schemas = [*_schemas(value)]
+    limits = limits_of(value, kind == LARK, schemas)
+    if kind == REGEX and (len(value) - len(value.rstrip("\\"))) % 2:
+        raise ValueError("ends with a backslash that escapes nothing")
     if kind == LARK and is_gbnf(value):
         parts = [in_characters(value)]
-    elif kind == LARK:  # rules of Lark's may name a token, but not their schemas
-        parts = [*_schemas(value)]
-        if attribute := _ATTRIBUTES.search(_HELD.sub(" ", value)):
-            raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
+    elif kind == LARK and (attribute := _ATTRIBUTES.search(HELD.sub(" ", value))):
+        raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
     # As one text, with what no token has between its parts: there may be thousands of either.
     plain = "\0".join(text for part in parts for text in _texts(part)).replace("\\", "")
     for token in special:
         if token in plain:
             raise ValueError(f"holds {token}, which is a token of its own")
-    _check_schema(parts)
-
-
-def _check_schema(schema: Any, has_names: bool = False) -> None:
-    """Raises ValueError where keys would have to be counted: a text may repeat one.
-
-    `has_names` says that the keys are names, each of a schema.
-    """
-    if isinstance(schema, list):
-        for part in schema:
-            _check_schema(part)
-    if not isinstance(schema, dict):
-        return
-    for key, part in schema.items():
-        if has_names or key not in _VALUES:
-            _check_schema(part, not has_names and key in _NAMED)
-    if not has_names and isinstance(least := schema.get("minProperties"), int):
+    for schema in schemas_in(schemas):  # keys would have to be counted: a text may repeat one
         required = schema.get("required")
-        if least > (len(required) if isinstance(required, list) else 0):
+        least, known = schema.get("minProperties"), isinstance(required, list) and len(required)
+        if isinstance(least, int) and least > known:
             raise ValueError("minProperties beyond the required ones is not supported")
+    return limits
 
 
 def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     """The grammar that a request's text obeys; None if it asks for none.
 
-    Raises RequestError, naming the field, for one that llguidance refuses or that takes too long.
+    Raises RequestError: 400, naming the field, for one that is too large, or that llguidance
+    refuses; 503 for one that takes too long all the same.
     """
     if (constraint := constraint_of(body)) is None:
         return None
@@ -215,12 +195,13 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     try:
         words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
         vocabulary = vocabulary_of(*words)
-        _check_value(kind, value, vocabulary.special)
+        limits = _limits_of(kind, value, vocabulary.special)
         reasoning = reasoning_of(target.tokenizer, prompt)
         has_tokens = "</think>" in target.tokenizer.added_tokens_encoder
         if kind == LARK and is_gbnf(value):
             value = vocabulary.in_lark(value)
+            limits = limits_of(value, True, [])
         source = source_of(kind, value, reasoning, has_tokens)
-        return vocabulary.compiled(source)
+        return vocabulary.compiled(source, limits)
     except (ValueError, RecursionError) as error:
         raise wrong(name, f"cannot be used: {one_line(error, longest=200)}") from error

@@ -20,7 +20,7 @@ from werkzeug import Request
 from werkzeug.datastructures import EnvironHeaders
 from werkzeug.exceptions import HTTPException
 
-from messages import Json, RequestError, engine_failure, in_short
+from messages import TOO_SLOW, Json, RequestError, engine_failure, in_short
 from models.catalogue import abandon
 from page import register_page
 
@@ -154,7 +154,8 @@ def register_errors(app: Flask) -> None:
 
     @app.errorhandler(RequestError)
     def refuse(error: RequestError) -> tuple[Json, int, dict[str, str]]:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        may_pass = error.status in (429, 503) and error.code != TOO_SLOW
+        headers = {"Retry-After": "1"} if may_pass else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         g.error = error.code or error.param
         return body_of(error), error.status, headers

@@ -9,6 +9,7 @@ test_formats.py.
 import json
 import os
 import re
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -499,12 +500,38 @@ def test_a_faulty_matcher_ends_one_text_alone(demo_engine, prompts, expected, mo
     assert failed
     for name, s in zip(names, sequences, strict=True):
         text = expected(s.request.prompt, name, s.request.max_tokens, "greedy")
-        if s is broken and method in ("mask", "consume"):
+        if s is broken and method != "forced":
             assert s.finish_reason == "error" and "too many states" in str(s.failure)
             assert 4 < len(s.output) < len(text) and s.output == text[: len(s.output)]
         else:
             assert s.output == text and s.failure is None
             assert s is broken or not s.warnings
+
+
+def test_a_text_whose_grammar_is_slow_sits_out_and_others_go_on(demo_engine, prompt, expected):
+    """So do texts of the same grammar, as they share its states. Then each goes on as ever."""
+    names = ["schema", "schema", "regex", None]
+    requests = [
+        Request(prompt, 24, "auto", grammar=name and grammar_of(demo_engine, *CONSTRAINTS[name]))
+        for name in names
+    ]
+    slow, _, *others = sequences = [demo_engine.open(request) for request in requests]
+    walk, may_go, before = slow.matcher._walk, threading.Event(), demo_engine.pool.num_late
+
+    def waiting(*given):
+        assert may_go.wait(60)
+        return walk(*given)
+
+    slow.matcher._walk = waiting
+    try:
+        while going := [s for s in sequences if not s.finish_reason and s in others]:
+            demo_engine.step([*sequences[:2], *going])
+    finally:
+        may_go.set()
+    assert not slow.output and not sequences[1].output and demo_engine.pool.num_late > before
+    finish(demo_engine, sequences)
+    for name, s in zip(names, sequences, strict=True):
+        assert s.output == expected(prompt, name, 24, "greedy") and not s.warnings
 
 
 NESTED = REGEX, "((a{1,99}){1,99}){1,99}"  # about thirty tokens of it need all states that may be
