@@ -28,6 +28,7 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import models.shortage  # isort: skip  # noqa: F401  (so that torch fails in one line)
@@ -98,13 +99,15 @@ def speculate(
     This is the whole method for one request. `Engine` serves many at once, and knows rejection.
     """
     sampling = sampling.behind(prompt)  # penalties count what is generated
-    noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
-    state = drafter.open(list(prompt), sampling, noise)
-    if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
-        state.row = row
+    noise, tokens = Noise(seed), list(prompt)
     layers = drafter.hidden_layers if drafter.needs_hidden else ()
     end = min(len(prompt) + max_tokens, target.max_length)
-    try:
+    with ExitStack() as opened:
+        row = target.cache.open_row(opened)
+        state = drafter.open(list(prompt), sampling, noise)
+        opened.callback(drafter.close, state)
+        if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
+            state.row = row
         while len(tokens) < end:
             # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
             # need the target's hidden states of it.
@@ -132,9 +135,6 @@ def speculate(
             hidden = torch.cat(states, -1) if states else None
             drafter.observe(state, messages.Verdict(count - 1, len(accepted), emitted, hidden))
         return tokens[len(prompt) :]
-    finally:
-        drafter.close(state)
-        target.cache.close_row(row)
 
 
 def plain_decode(
@@ -143,16 +143,14 @@ def plain_decode(
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    sampling = sampling.behind(prompt)
-    row, fed, tokens = target.cache.open_row(), prompt, []
-    try:
+    sampling, fed, tokens = sampling.behind(prompt), prompt, list[int]()
+    with ExitStack() as opened:
+        row = target.cache.open_row(opened)
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
             logits = target.forward([row], [fed], [1]).logits[0]
             tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
             fed = tokens[-1:]
         return tokens
-    finally:
-        target.cache.close_row(row)
 
 
 # ------------------------------------------------------------------- KV cache and truncation
@@ -303,11 +301,12 @@ class Sequence:
 
     def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.noise, self.tokens = Noise(request.seed), list(request.prompt)
+        known = () if request.sampling.is_coupled else request.prediction  # maybe the seed's own
+        self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
-        self.warnings = self.drafting.warnings
+        self.warnings, self.opened = self.drafting.warnings, ExitStack()  # closes what it holds
         self.statistics, self.reading = statistics.Statistics(), cache.Reading(request)
         self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
@@ -363,21 +362,22 @@ class Engine:
     def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. ValueError: bad prompt or drafter, or no free row."""
         admitted, warnings = request.admitted(self.target, self.pool.choices)
-        s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
-        s.warnings += warnings
-        self.pool.open(s.drafting)
-        self.planner.open(s)
+        with ExitStack() as opened:  # if one of these raises, the others are closed
+            row = self.target.cache.open_row(opened)
+            s = Sequence(admitted, row, self.target.tokenizer)
+            s.warnings += warnings
+            opened.callback(self.pool.close, s.drafting)
+            self.pool.open(s.drafting)
+            self.planner.open(s)
+            opened.callback(self.planner.close, s)
+            s.opened = opened.pop_all()
         return s
 
     def close(self, s: Sequence) -> None:
         """Free the cache row and the drafters' states. Call it once for every opened sequence."""
-        try:
+        with s.opened:
             if s.failure is None and self.target.report and self.target.report.is_exact:
                 self.pool.remember(s.drafting, s.tokens)
-        finally:
-            self.target.cache.close_row(s.row)
-            self.pool.close(s.drafting)
-            self.planner.close(s)
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
     def generate(self, request: messages.Request) -> Iterator[tuple[Sequence, messages.Cycle]]:

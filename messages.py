@@ -38,7 +38,9 @@ class Sampling:
     min_tokens: int = 0  # so many tokens are generated before one of `end_ids` may be
     end_ids: tuple[int, ...] = ()
     typical_p: float = 1.0  # the tokens of this weight stay that surprise most nearly as expected
-    is_traced: bool = False  # for drafters: a trace also shows a coupled draft's q
+    # For drafters:
+    is_traced: bool = False  # a trace also shows a coupled draft's q
+    is_alone: bool = False  # of a measurement: no text that was read or written before helps
 
     def behind(self, prompt: list[int]) -> "Sampling":
         """This sampling for a text that begins with the prompt."""
@@ -113,7 +115,7 @@ class Request:
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of grammars/, which the text obeys
-    prediction: tuple[int, ...] = ()  # the text that the client expects; changes no token
+    prediction: tuple[int, ...] = ()  # the expected text; by rejection the noise depends on it
     returns: frozenset[str] = frozenset()  # what else events and answers have: see serving/trace.py
     # Log-probabilities of the prompt's tokens, and of this many likeliest ones; None = none.
     prompt_logprobs: int | None = None
@@ -161,7 +163,7 @@ class Request:
     @property
     def drafting(self) -> Sampling:
         """The sampling as its drafters see it."""
-        return replace(self.sampling, is_traced=True) if self.trace else self.sampling
+        return replace(self.sampling, is_traced=self.trace, is_alone=self.is_alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,9 +441,17 @@ def one_line(text: Any, longest: int = 300) -> str:
 
 
 def in_short(error: BaseException, has_kind: bool = False) -> str:
-    """An error's message on one line, of at most 300 characters, after its class if asked."""
-    kind, text = type(error).__name__, one_line(error)
-    has_kind |= isinstance(error, (KeyError, SystemExit))  # whose text is a key, or a status
+    """An error's message on one line, of at most 300 characters, after its class if asked.
+
+    It never raises, whatever a stranger's error does where it is asked for its words.
+    """
+    kind = "an error"
+    try:
+        kind = one_line(type(error).__name__)
+        text = one_line(error)
+        has_kind |= isinstance(error, (KeyError, SystemExit))  # whose text is a key, or a status
+    except BaseException:
+        return f"{kind}, whose text cannot be read"
     return f"{kind}: {text}" if text and has_kind else text or kind
 
 

@@ -42,6 +42,7 @@ and Suresh, arXiv 2408.07978; the keys are splitmix64's.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from math import factorial, inf, isfinite, log2, nextafter, sqrt
 from typing import NamedTuple
 
@@ -251,9 +252,15 @@ class Noise:
     # numbers again, because nobody has seen what these gave.
     DRAW, ACCEPT, RECOVER = range(1, 4)
 
-    def __init__(self, seed: int) -> None:
-        """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 give different noise."""
+    def __init__(self, seed: int, tokens: Sequence[int] = ()) -> None:
+        """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 give different noise.
+
+        With other `tokens` a seed gives other noise. By it a draft of these tokens may be judged,
+        also where they were chosen by the seed's noise before.
+        """
         self.seed = _scrambled(_scrambled(seed & _WORD) + (seed < 0))
+        for token in tokens:
+            self.seed = _scrambled(self.seed ^ token)
 
     def uniform(self, position: int, use: int) -> float:
         """A number of 53 bits in [0, 1); `use` is DRAW, ACCEPT or RECOVER."""

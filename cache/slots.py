@@ -4,6 +4,7 @@ A row is a request's handle, a slot its place in the buffers now. When a row clo
 last slot moves to its slot. So the open rows lie together, and a pass reads them in one piece.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -134,12 +135,14 @@ class Slots(Cache):
         """An open row's slot, its place in the buffers."""
         return self.rows.index(row)
 
-    def open_row(self) -> int:
-        """Take an empty row for a new request. Raises ValueError when all are taken."""
+    def open_row(self, opened: ExitStack | None = None) -> int:
+        """Take an empty row, which `opened` is to close. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
         row = self._free.pop()
         self.rows.append(row)
+        if opened:
+            opened.callback(self.close_row, row)
         return row
 
     @torch.inference_mode()

@@ -374,11 +374,13 @@ class Planner(FixedK):
 
     def _reused(self, s: TextSequence, most: int) -> Task:
         """The task chosen before, where it is possible; `most` tokens, unless its K is fixed."""
+        if s.request.fixed_k:
+            return fixed(s)
         task = self._chosen.get(s, Task())
         can = task.limit and (task.drafter in s.drafting.states or task.drafter == TREE)
         if not can or (task.decision and task.decision.is_probe):
             return nothing(s)
-        return task._replace(limit=min(task.limit, limit_of(s), most if task.decision else inf))
+        return task._replace(limit=min(task.limit, limit_of(s), most))
 
     def _resting(self, s: TextSequence, is_rest: bool) -> Task:
         """The task where all rest, or are timed: no draft, but for a request with a fixed K."""

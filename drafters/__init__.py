@@ -7,14 +7,14 @@ from inspect import getfile, getsourcelines, isabstract, signature
 from pathlib import Path
 from pkgutil import resolve_name
 
-from messages import Draft, Sampling, Verdict, in_short
+from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
 from .base import Context, Drafter, restoring_settings
 from .draft_model import check_words
 from .plan import FixedK, Plan
 from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
-from .timed import TimedDrafter, line_of
+from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
     "LOG", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool", "FixedK", "Noise",
@@ -65,8 +65,9 @@ def load(name: str, context: Context) -> Drafter:
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # a user's drafter may raise anything
-        file, what = getfile(drafter_class), f"drafter {name} failed to start: {in_short(error)}"
-        if place := line_of(error, file):
+        file, fault = getfile(drafter_class), Fault.of(error)
+        what = f"drafter {name} failed to start: {fault}"
+        if place := line_of(fault, file):
             raise ValueError(what + place) from error
         line = getsourcelines(drafter_class)[1]  # nothing of it ran
         needs = "write def __init__(self), or a class method build(cls, context)"
@@ -151,9 +152,8 @@ def _class_from_file(name: str) -> type[Drafter]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        place = line_of(error, spec.origin or "")
-        what = f"drafter file {path_text!r} failed to load: {in_short(error)}{place}"
-        raise ValueError(what) from error
+        place = line_of(fault := Fault.of(error), spec.origin or "")
+        raise ValueError(f"drafter file {path_text!r} failed to load: {fault}{place}") from error
     drafter_class = getattr(module, attribute, None)
     if not (isinstance(drafter_class, type) and issubclass(drafter_class, Drafter)):
         if not isinstance(drafter_class, type) or drafter_class.__module__ != spec.name:

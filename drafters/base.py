@@ -91,7 +91,6 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    is_alone: bool = False  # of a measurement: no text that was read before helps; set by the pool
     goes_on: Doubts | None = None  # when a draft stops early; None: never. Set by the pool
     forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 

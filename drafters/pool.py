@@ -8,24 +8,19 @@ After such a fault its request goes on without that drafter, and the answer stay
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cache.prefix import PrefixCache
-from messages import (
-    Doubts,
-    Draft,
-    Request,
-    RequestError,
-    Sampling,
-    TextSequence,
-    Verdict,
-    in_short,
-)
+from messages import Doubts, Draft, Request, RequestError, TextSequence, Verdict, in_short
 from sampling import Noise
 
 from .base import Drafter, restoring_settings
@@ -120,6 +115,7 @@ class DrafterPool:
                 "layers"
             )
         self.failures: Counter[str] = Counter()  # of each drafter
+        self.log = LOG  # of these failures
         self.num_late = 0  # times that a text sat out a pass, as its grammar was slow
         # Of the last `propose`, by drafter or TREE: steps of each request (mostly tokens), and ms.
         self.spent: dict[str, tuple[list[int], float]] = {}
@@ -130,22 +126,27 @@ class DrafterPool:
         is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
         return (call if is_ours else restoring_settings()(call))(*arguments)
 
+    def _seen(self, name: str, method: str, see: Callable[[Any], Any], *arguments: Any) -> Any:
+        """What `see` makes of what a drafter's method returns: in its thread, if it has one."""
+        if isinstance(drafter := self.drafters[name], TimedDrafter):
+            return drafter.call(method, *arguments, then=see)
+        return see(self._call(name, method, *arguments))
+
     def open(self, text: DraftedText) -> None:
         """Let the drafters that a new request names read along."""
         request, failed = text.request, dict[str, Exception]()
         for name in self.readers(request):
             try:
-                prompt = list(request.prompt)  # it may be the state, which grows
-                state = self._call(name, "open", prompt, request.drafting, text.noise)
+                # Copies, as a prompt may be the state, which grows, and the target needs its noise.
+                prompt, noise = list(request.prompt), copy(text.noise)
+                state = self._call(name, "open", prompt, request.drafting, noise)
+                text.states[name] = state
                 if self.drafters[name].needs == "prediction":
                     state.take(request.prediction)
-                text.states[name] = state
                 if self.drafters[name].shares_cache:
                     state.row = text.row
                 if self.drafters[name].needs == "grammar":
                     state.matcher = text.matcher
-                if hasattr(state, "is_alone"):
-                    state.is_alone = request.is_alone
             except Exception as error:
                 failed[name] = error
         for name, error in failed.items():
@@ -302,35 +303,23 @@ class DrafterPool:
                 for state, text in zip(states, texts, strict=True):
                     state.goes_on = text.task.goes_on
             limits = [text.task.limit for text in texts]
-            proposed = self._call(name, "propose_batch", states, limits)
-            if not isinstance(proposed, list) or len(proposed) != len(texts):
-                raise ValueError("propose_batch has to return a list of one Draft for each state")
+            see = partial(self._copies, texts)
+            return self._seen(name, "propose_batch", see, states, limits)
         except Exception as error:
             if len(texts) > 1:  # one of them is to blame, and the others need not suffer for it
                 return [self._ask(name, [text])[0] for text in texts]
             self._lose(texts[0], name, "propose_batch", error)
             return [Draft()]
-        sound = []
+
+    def _copies(self, texts: list[DraftedText], proposed: Any) -> list[Draft]:
+        """Copies of drafts. Raises TypeError or ValueError for those that cannot be verified."""
+        if not isinstance(proposed, list) or len(proposed) != len(texts):
+            raise ValueError("propose_batch has to return a list of one Draft for each state")
+        copies = list[Draft]()
         for text, draft in zip(texts, proposed, strict=True):
-            try:
-                check_draft(draft, text.task.limit, text.request.sampling, self._vocab_size)
-                draft = self._copied(draft, text.request.sampling)
-                sound.append(draft if self.can_grow(text) else longest(draft))
-            except Exception as error:
-                self._lose(text, name, "propose_batch", error)
-                sound.append(Draft())
-        return sound
-
-    def _copied(self, draft: Draft, sampling: Sampling) -> Draft:
-        """A draft that its drafter cannot change before all of the batch are judged.
-
-        Under the coupled rule probs are only shown, and only if they fit: they are not copied.
-        """
-        tokens, probs = [*draft.tokens], None
-        if not why_no_q(draft.probs, (len(tokens), self._vocab_size)):
-            probs = draft.probs.detach() if sampling.is_coupled else draft.probs.detach().clone()
-        parents, sure = draft.parents and [*draft.parents], [*map(float, draft.confidence or ())]
-        return replace(draft, tokens=tokens, parents=parents, probs=probs, confidence=sure)
+            draft = copied(draft, text.request, text.task.limit, self._vocab_size)
+            copies.append(draft if self.can_grow(text) else longest(draft))
+        return copies
 
     def guess(self, text: DraftedText, name: str, max_tokens: int) -> Guess | None:
         """What a drafter would propose if it was asked; None from those that cannot tell.
@@ -347,13 +336,13 @@ class DrafterPool:
             if name not in text.states:
                 return Guess([])
             state, forced = text.states[name], self._put_first(text, name, max_tokens)
-            if (tokens := self._call(name, "guess", state, max_tokens)) is None:
+            see = partial(ids_of, most=max_tokens, vocab_size=self._vocab_size)
+            if (tokens := self._seen(name, "guess", see, state, max_tokens)) is None:
                 return None
-            check_tokens(tokens, self._vocab_size)
             has_evidence = tokens and hasattr(drafter, "evidence")
-            evidence = int(self._call(name, "evidence", state)) if has_evidence else 0
+            evidence = self._seen(name, "evidence", int, state) if has_evidence else 0
             evidence = _MOST_EVIDENCE if forced and drafter.goes_behind else evidence
-            return Guess(tokens, min(evidence, _MOST_EVIDENCE))
+            return Guess(tokens, max(0, min(evidence, _MOST_EVIDENCE)))
         except Exception as error:
             self._lose(text, name, "guess", error)
             return Guess([])
@@ -419,7 +408,7 @@ class DrafterPool:
     def _lose(self, text: DraftedText, name: str, method: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
         self.failures[name] += 1
-        LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
+        self.log.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(text, name)
         what = f"drafter {name} failed ({in_short(error)}){self._where(name, method, error)}"
         rest = " and ".join(text.states)
@@ -455,63 +444,78 @@ class DrafterPool:
         try:
             self._call(name, "close", state)
         except Exception as error:
-            LOG.warning("drafter %s failed to close", name, exc_info=error)
+            self.log.warning("drafter %s failed to close", name, exc_info=error)
             where = self._where(name, "close", error)
             text.warnings.append(f"drafter {name} failed to close: {in_short(error)}{where}")
 
 
-def check_draft(draft: object, limit: int, sampling: Sampling, vocab_size: int) -> None:
-    """Raises TypeError or ValueError, saying what is wrong, for a draft that cannot be verified."""
+def copied(draft: Any, request: Request, limit: int, vocab_size: int) -> Draft:
+    """A copy, of plain values, of a draft that can be verified: its drafter cannot change it.
+
+    Raises TypeError or ValueError, saying what is wrong, for another one. Where `probs` are only
+    shown, those that are no distributions are left out.
+    """
     if not isinstance(draft, Draft):
-        kind = type(draft).__name__
-        raise TypeError(f"propose returned a {kind}: write return Draft(tokens)")
-    check_tokens(draft.tokens, vocab_size)
-    count = len(draft.tokens)
-    if count > limit:
-        raise ValueError(f"{count} tokens proposed, {limit} asked for")
-    sure = draft.confidence
-    fits = isinstance(sure, (list, tuple)) and len(sure) in (0, count)
-    if sure is not None and not (fits and all(0 <= chance <= 1 for chance in sure)):
-        raise ValueError("confidence is not a list of one number from 0 to 1 for each token")
-    needs_q = draft.probs is not None and not sampling.is_coupled
-    if (parents := draft.parents) is not None:
-        are_places = isinstance(parents, list) and all(type(place) is int for place in parents)
-        is_tree = are_places and all(-1 <= place < i for i, place in enumerate(parents))
-        if not is_tree or len(parents) != count:
+        raise TypeError(f"propose returned a {type(draft).__name__}: write return Draft(tokens)")
+    tokens = ids_of(draft.tokens, limit + 1, vocab_size)
+    if (count := len(tokens)) > limit:
+        raise ValueError(f"more tokens proposed than the {limit} asked for")
+    confidence, parents, probs = draft.confidence, draft.parents, draft.probs  # read once
+    if confidence is not None:
+        fits = isinstance(confidence, (list, tuple))
+        confidence = [*map(float, islice(confidence, count + 1))] if fits else confidence
+        if not (fits and len(confidence) in (0, count) and all(0 <= c <= 1 for c in confidence)):
+            raise ValueError("confidence is not a list of one number from 0 to 1 for each token")
+    if parents is not None:
+        places = [*islice(parents, count + 1)] if isinstance(parents, list) else []
+        is_tree = all(type(place) is int and -1 <= place < i for i, place in enumerate(places))
+        if not is_tree or len(places) != count:
             raise ValueError(f"parents {parents!r:.100} for {count} tokens")
-        if needs_q:
-            raise ValueError("drawn tokens that branch cannot be judged by rejection")
-    if count and needs_q:
-        if why := why_no_q(draft.probs, (count, vocab_size)):
-            raise ValueError(why)
-        drawn = draft.probs[range(count), draft.tokens]
-        off = (draft.probs.sum(-1) - 1).abs().max()
-        if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
-            raise ValueError("probs are no distributions that the tokens can be drawn from")
+        parents = places
+    q, is_judged = None, not request.sampling.is_coupled
+    if is_judged and parents is not None and probs is not None:
+        raise ValueError("drawn tokens that branch cannot be judged by rejection")
+    if probs is not None and count and (is_judged or request.trace):
+        with nullcontext() if is_judged else suppress(ValueError):
+            q = q_of(probs, tokens, vocab_size)
+    return Draft(tokens, q, parents, confidence or [], int(draft.num_forwards or 0))
 
 
-def why_no_q(probs: object, shape: tuple[int, int]) -> str:
-    """Why these are no distributions q [n, V] that can be computed with; "" if they are."""
+def q_of(probs: Any, tokens: list[int], vocab_size: int) -> Tensor:
+    """A copy [n, V] float32 of what tokens were drawn from. Raises ValueError if it cannot be."""
     if not isinstance(probs, Tensor):
-        return f"probs are a {type(probs).__name__}: write a torch.Tensor, or None"
-    is_dense = probs.layout == torch.strided and not probs.is_meta
-    if not (is_dense and probs.is_floating_point()):
-        kind = f"{probs.dtype}, {probs.layout}, on {probs.device}"
-        return f"probs are a tensor of {kind}: write a dense one of floating point"
-    return "" if probs.shape == shape else f"probs of shape {[*probs.shape]} for {shape[0]} tokens"
+        raise ValueError(f"probs are a {type(probs).__name__}: write a torch.Tensor, or None")
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # a subclass may do anything in each
+        if probs.layout != torch.strided or probs.is_meta or not probs.is_floating_point():
+            kind = f"{probs.dtype}, {probs.layout}, on {probs.device}"
+            raise ValueError(f"probs are a tensor of {kind}: write a dense one of floating point")
+        if probs.shape != (len(tokens), vocab_size):
+            raise ValueError(f"probs of shape {[*probs.shape]} for {len(tokens)} tokens")
+        q = torch.empty(probs.shape, dtype=torch.float32, device=probs.device).copy_(probs)
+        drawn, off = q[range(len(tokens)), tokens], (q.sum(-1) - 1).abs().max()
+        if not (q.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
+            raise ValueError("probs are no distributions that the tokens can be drawn from")
+    return q
 
 
-def check_tokens(tokens: object, vocab_size: int) -> None:
-    """Raises TypeError or ValueError unless these are a list of ids below `vocab_size`."""
+def ids_of(tokens: Any, most: int, vocab_size: int) -> list[int] | None:
+    """The first `most` of these tokens, in a list of its own; of None, None.
+
+    Raises TypeError or ValueError unless they are a list of ids below `vocab_size`.
+    """
+    if tokens is None:
+        return None
     if not isinstance(tokens, list):
         kind = type(tokens).__name__
         raise TypeError(f"proposed a {kind}, not a list of tokens: write Draft([1, 2, 3])")
-    for token in tokens:
+    ids = [*islice(tokens, most)]
+    for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             kind = type(token).__name__
             how = "" if kind == "int" else f" (a {kind}: write int(token))"
             what = f"proposed {token!r:.100}, which is no id below {vocab_size}"
             raise ValueError(what + how)
+    return ids
 
 
 def fate(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:

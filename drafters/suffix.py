@@ -144,7 +144,7 @@ class SuffixState:
 
     num_prompt_tokens: int
     reads_past: bool  # if its rule of acceptance allows for that
-    is_alone: bool = False  # neither reads past outputs nor adds to them; the pool sets it
+    is_alone: bool = False  # neither reads past outputs nor adds to them
     evidence: int = 0  # tokens of the text that the last guess rests on
     forced: Sequence[int] = ()  # tokens with which a guess begins; the pool sets it
     index: SuffixIndex = field(default_factory=SuffixIndex)  # of the text
@@ -166,7 +166,7 @@ class SuffixDrafter(GuessingDrafter):
         self.past = PastOutputs(capacity)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> SuffixState:
-        state = SuffixState(len(prompt), reads_past=sampling.is_coupled)
+        state = SuffixState(len(prompt), sampling.is_coupled, sampling.is_alone)
         state.index.extend(prompt)
         return state
 

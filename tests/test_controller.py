@@ -17,13 +17,29 @@ from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
-from conftest import WAYS, ScriptedDrafter, before, run, run_beside_fresh, together
+from conftest import (
+    WAYS,
+    ScriptedDrafter,
+    before,
+    run,
+    run_beside_fresh,
+    scripted_engine,
+    together,
+)  # fmt: skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import simulated
 from control.estimates import Acceptance, Calibration, Costs, Lengths
-from control.planner import CHOICE_BUDGET, LOSS_BUDGET, PROBE_BUDGET, Account, Candidate, Controller
+from control.planner import (
+    CHOICE_BUDGET,
+    LOSS_BUDGET,
+    PROBE_BUDGET,
+    REUSED,
+    Account,
+    Candidate,
+    Controller,
+)  # fmt: skip
 from drafters.plan import Plan
 from drafters.pool import DraftedText, DrafterPool, Task
 from messages import Doubts, Draft, Request, Verdict
@@ -31,7 +47,7 @@ from serving import assembly
 from serving.curve import Curve
 from serving.options import Options
 from serving.statistics import Statistics
-from serving.worker import warm_up
+from serving.worker import uncounted, warm_up
 
 K = 8
 WEIGHTS = 100, {"model": 20, "other": 20, "free": 0}
@@ -861,6 +877,22 @@ def test_a_choice_serves_on_when_one_ends_or_joins(
     engine.close(alone)
 
 
+def test_a_fixed_k_drafts_in_every_cycle_whatever_serves_on(demo_engine, prompts):
+    """It joins while a choice serves on that knows nothing of it, and never has less than its K."""
+    engine = engine_of(demo_engine, {"model": 1}, model=script_of(1))
+    request = Request(prompts["code_class"], 40, "model", 4)
+    first = engine.open(request)
+    while not engine.planner._chosen:
+        engine.step([first])
+    engine.planner._owed_ms, kinds = inf, set()
+    before(engine, "accept", lambda *given: kinds.add(given[-1].kind))
+    second = engine.open(replace(request, fixed_k=True))
+    cycles = [engine.step([first, second])[second] for _ in range(8)]
+    assert [len(cycle.draft.tokens) for cycle in cycles] == [0] + [4] * 7 and kinds == {REUSED}
+    for sequence in (first, second):
+        engine.close(sequence)
+
+
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine, prompts, rule):
     """And a request that wants its K gets it all the same."""
@@ -1013,6 +1045,18 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
     monkeypatch.setattr(engine.target, "forward", lambda *_, **__: 1 / 0)
     warm_up(engine)  # whoever uses it is told
     assert engine.totals.num_faults == 0
+
+
+def test_a_measurement_silences_no_drafter_of_a_request(demo_engine, caplog):
+    """Real requests may fail meanwhile, and their log is what tells why."""
+    engine = scripted_engine(demo_engine, Mock(side_effect=KeyError("lost")))
+    with uncounted(engine) as twin:
+        for each in (twin, engine, twin):
+            run(each, [5, 6, 7], max_tokens=3, drafter="scripted")
+    assert [record.message for record in caplog.records] == [
+        "drafter scripted failed: KeyError: 'lost'"
+    ]
+    assert engine.pool.failures == {"scripted": 1}
 
 
 def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):

@@ -26,7 +26,7 @@ import drafters
 from drafters import Drafter
 from drafters.draft_model import num_frequent
 from drafters.ngram import NgramIndex
-from drafters.timed import TimedDrafter
+from drafters.timed import Fault, TimedDrafter
 from kernels import library
 from messages import Draft, Request, RequestError, in_short
 from serving import answers, log
@@ -276,7 +276,8 @@ def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
         assert s.logprobs == expected.logprobs and not s.warnings
         assert torch_s_settings() == settings
         if is_timed:
-            assert drafter._call(torch_s_settings) == settings | {"threads": 1}
+            drafter._inner.settings = torch_s_settings
+            assert drafter.call("settings") == settings | {"threads": 1}
 
 
 def test_a_file_that_changes_torch_s_settings_changes_them_for_itself_alone(tmp_path, settings):
@@ -324,11 +325,11 @@ def test_a_drafter_that_blocks_is_left_alone_until_it_returns():
     inner = Blocking()
     drafter = TimedDrafter(inner, 0.1)
     thread = drafter._thread
-    with pytest.raises(TimeoutError, match="a call took longer than 0.1 s") as caught:
+    with pytest.raises(Fault, match="a call took longer than 0.1 s") as caught:
         drafter.propose("", 3)
     line = inspect.getsourcelines(Blocking.propose)[1] + 1
     assert f"test_drafters.py, line {line})" in drafter.line_of(caught.value, "open")
-    with pytest.raises(TimeoutError, match="still busy with an earlier call"):
+    with pytest.raises(Fault, match="still busy with an earlier call"):
         drafter.propose("", 3)
     drafter.close("one")  # another request ends meanwhile
     assert inner.closed == []

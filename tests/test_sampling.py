@@ -8,17 +8,19 @@ shows that they notice faults.
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import judge, load, needs_compiler
+from conftest import ScriptedDrafter, in_turn, judge, load, logits_of, needs_compiler
 from transformers.generation import logits_process
 
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
 from drafters.draft_model import DraftModelDrafter
+from drafters.prediction import PredictionDrafter
 from kernels import library
 from messages import Request
 from sampling import Noise, penalise, truncated_softmax
@@ -244,6 +246,32 @@ def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMP
 def test_speculation_keeps_the_distribution_of_tokens(many, prompt, plain_samples, name, drafter):
     """Three views (2nd, 3rd, all three tokens): odds of a false alarm 3e-6."""
     assert smallest_p_value(many, prompt, drafter, name, plain_samples[name]) > ODDS
+
+
+def test_a_prediction_that_the_same_seed_wrote_keeps_the_distribution(many, prompt):
+    """The numbers that judged its tokens would judge them again. Odds of a false alarm: 1e-6.
+
+    With those numbers the p-value would be 1e-27.
+    """
+    ids = tuple(many.target.tokenizer(" A B C")["input_ids"])
+    sampling = Sampling(temperature=12.0, verification="rejection", allowed_token_ids=ids)
+    drafters = {
+        "scripted": ScriptedDrafter(lambda _, k: [ids[0]] * k),
+        "prediction": PredictionDrafter(),
+    }
+    engine, expected, num = core.Engine(many.target, drafters), {}, 320
+    for text in itertools.product(ids, repeat=3):
+        logits = logits_of(many.target, [*prompt, *text])[len(prompt) - 1 : -1]
+        scores = penalise(logits, sampling, prompt, core.Draft([*text[:2]]))
+        p = truncated_softmax(scores, *sampling.transforms)
+        expected[text] = num * float(p[range(3), text].prod())
+    request = Request(prompt, 3, "scripted", sampling=sampling, fixed_k=True)
+    first = in_turn(engine, [replace(request, seed=seed) for seed in range(num)], BATCH)
+    again = [replace(s.request, drafter="prediction", prediction=(*s.output,)) for s in first]
+    counts = Counter(tuple(s.output) for s in in_turn(engine, again, BATCH))
+    assert min(expected.values()) > 5 and expected.keys() >= counts.keys()
+    observed = [counts[text] for text in expected]
+    assert chi_squared(observed, [*expected.values()]).p_value > ODDS
 
 
 def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt, plain_samples):

@@ -1,0 +1,235 @@
+"""What a drafter from a file may do to the server: be slow, be wrong, and nothing else.
+
+Whatever it raises, returns or goes on to change, each text is plain decoding's, every row of the KV
+cache is free afterwards, and the next request is served. What it makes raises SystemExit here where
+it is looked at, which would end the engine's thread.
+"""
+
+import itertools
+import json
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import WAYS, ScriptedDrafter, assert_lossless, before, run
+
+from control import Controller
+from drafters import Draft, Drafter, load
+from drafters.ngram import NgramDrafter
+from drafters.timed import TimedDrafter
+from messages import Request, in_short
+
+PROMPT = [5, 6, 7, 8, 5, 6, 7]
+REJECTION = core.Sampling(1.0, 1.0, verification="rejection")
+
+
+def exits(*_, **__):
+    raise SystemExit("the drafter")
+
+
+def loops(*_, **__):
+    while True:
+        time.sleep(0.001)
+
+
+def bad(*methods, base=object, act=exits):
+    """A class whose methods raise SystemExit."""
+    return type("Bad", (base,), dict.fromkeys(methods, act))
+
+
+def raising(error):
+    """A method that raises what `error` makes."""
+
+    def act(*_, **__):
+        raise error()
+
+    return act
+
+
+def going_on(change):
+    """Change what was handed over, for as long as it is there, in a thread that goes on."""
+
+    def act(thing):
+        kept = weakref.ref(thing)
+
+        def go_on():
+            while (thing := kept()) is not None:
+                change(thing)
+                del thing
+                time.sleep(0)
+
+        threading.Thread(target=go_on, daemon=True).start()
+        return thing
+
+    return act
+
+
+class Tokens(list):
+    """Can be referred to weakly."""
+
+
+def drafting(tokens=lambda k: [7] * k, **fields):
+    """A `propose` of tokens and fields that are made anew."""
+    return lambda self, state, k: Draft(tokens(k), **{n: f(k) for n, f in fields.items()})
+
+
+def tokens_of(kind):
+    return drafting(lambda k: kind([7] * k))
+
+
+def uniform(k):
+    return torch.full((k, 4096), 1 / 4096)
+
+
+def subclass_of_tensor(k):
+    kind = type("Bad", (torch.Tensor,), {"__torch_function__": classmethod(exits)})
+    return uniform(k).as_subclass(kind)
+
+
+class Unnamed(type):
+    """A kind of classes that have no name."""
+
+    __name__ = property(exits)
+
+
+def spoil(self, state, verdict):
+    """Change all that was handed over."""
+    verdict.tokens.clear()
+    verdict.hidden.resize_(0)
+
+
+def open_and_spoil(self, prompt, sampling, noise):
+    noise.seed = 1
+    object.__setattr__(sampling, "temperature", 0.1)
+    return prompt
+
+
+endless = bad("__iter__", base=list, act=lambda *_: itertools.repeat(7))
+unlike = bad("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__index__", base=int)
+state_of = {"open": lambda *_: None, "observe": lambda *_: None}
+HOSTILE = {  # what is done -> methods of a drafter
+    "an error of what has no repr": {"open": raising(lambda: KeyError(bad("__repr__")()))},
+    "an error without words": {"open": raising(bad("__str__", "__repr__", base=Exception))},
+    "an error of no class": {"open": raising(
+        type("Bad", (Exception,), {"__class__": property(exits)}))},
+    "an error without a traceback": {"propose": raising(
+        type("Bad", (Exception,), {"__traceback__": property(exits, lambda *_: None)}))},
+    "an error whose words do not end": {"observe": raising(
+        bad("__str__", base=Exception, act=loops))},
+    "a state that cannot be looked at": state_of | {"open": lambda *_: bad("__getattribute__")()},
+    "a state that is gone": state_of | {"open": lambda *_: weakref.proxy(Tokens())},
+    "a state that is a generator": {"open": lambda *_: (token for token in [7])},
+    "tokens that exit": {"propose": tokens_of(bad("__iter__", base=list))},
+    "tokens without a length": {"propose": tokens_of(bad("__len__", "__bool__", base=list))},
+    "tokens without an end": {"propose": tokens_of(endless)},
+    "tokens that do not come": {"propose": tokens_of(bad("__iter__", base=list, act=loops))},
+    "tokens that are a generator": {"propose": tokens_of(iter)},
+    "tokens that are gone": {"propose": tokens_of(lambda ids: weakref.proxy(Tokens(ids)))},
+    "tokens that a thread goes on to change": {
+        "propose": tokens_of(lambda ids: going_on(lambda it: it.append("x"))(Tokens(ids)))},
+    "numbers that compare with nothing": {"propose": drafting(lambda k: [unlike(7)] * k)},
+    "a number without a repr": {"propose": drafting(lambda k: [bad("__repr__")()] * k)},
+    "a number of no class": {
+        "propose": drafting(lambda k: [Unnamed("Bad", (), {})()] * k)},
+    "a draft without tokens": {"propose": lambda *_: object.__new__(
+        type("Bad", (Draft,), {"tokens": property(exits)}))},
+    "what says it is a draft": {
+        "propose": lambda *_: type("Bad", (), {"__class__": Draft, "__getattr__": exits})()},
+    "a class without a name": {"propose": lambda *_: Unnamed("Bad", (), {})()},
+    "confidence that is no float": {
+        "propose": drafting(confidence=lambda k: [bad("__float__", "__le__", "__ge__")()] * k)},
+    "parents that exit": {
+        "propose": drafting(parents=lambda k: bad("__iter__", "__len__", base=list)([-1] * k))},
+    "a number of passes that is none": {
+        "propose": drafting(num_forwards=lambda k: bad("__int__", "__index__")())},
+    "probabilities with functions of their own": {"propose": drafting(probs=subclass_of_tensor)},
+    "probabilities elsewhere": {"propose": drafting(probs=lambda k: uniform(k).to("meta"))},
+    "probabilities that a thread goes on to change": {
+        "propose": drafting(probs=lambda k: going_on(lambda it: it.resize_(0))(uniform(k)))},
+    "drafts that exit": {"propose_batch": lambda *_: bad("__iter__", base=list)([Draft()])},
+    "drafts without a length": {"propose_batch": lambda *_: bad("__len__", base=list)([Draft()])},
+    "a guess that exits": {"guess": lambda *_: bad("__iter__", base=list)([7])},
+    "a guess that is not so": {"guess": lambda *_: bad("__bool__", "__len__", base=list)()},
+    "a guess without an end": {"guess": lambda *_: endless()},
+    "evidence that is no number": {
+        "guess": lambda *_: [7], "evidence": lambda *_: bad("__int__", "__index__")()},
+    "no method where one was": {"observe": property(exits)},
+    "changes of what it is given": {
+        "open": open_and_spoil, "observe": spoil, "needs_hidden": True},
+}  # fmt: skip
+
+
+def check_plain(_, draft, *__):
+    """What the engine is given has no code of the drafter's."""
+    numbers = draft.num_forwards, *draft.tokens, *(draft.parents or ())
+    assert {type(number) for number in numbers} <= {int} and type(draft) is Draft
+    assert {type(chance) for chance in draft.confidence} <= {float}
+    assert type(draft.probs) in (type(None), torch.Tensor)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_whatever_a_drafter_from_a_file_does_costs_its_own_drafts_alone(demo_engine, what):
+    methods = {"name": "hostile", "propose": drafting()} | HOSTILE[what]
+    limit_s = 0.1 if "do not" in what else 60.0
+    drafter = TimedDrafter(type("Hostile", (Drafter,), methods)(), limit_s)
+    target, loaded = demo_engine.target, {"hostile": drafter, "ngram": NgramDrafter(4, 1)}
+    engine = core.Engine(target, loaded, "hostile", controller=Controller.of(target, loaded))
+    before(engine, "accept", check_plain)
+    num_free, fields = len(target.cache._free), {"trace": True}
+    assert_lossless(engine, PROMPT, 6, "hostile", **fields, fixed_k=True)
+    assert_lossless(engine, PROMPT, 8, "auto", **fields)
+    assert_lossless(engine, PROMPT, 8, "hostile", **fields, **WAYS["sampled"])
+    fields |= {"max_tokens": 6, "fixed_k": True, "sampling": REJECTION}
+    sequence, events = run(engine, PROMPT, drafter="hostile", **fields)
+    assert len(sequence.output) == 6 and json.dumps([events, sequence.warnings])
+    assert not assert_lossless(engine, PROMPT, 4, "ngram", fixed_k=True).warnings
+    assert len(target.cache._free) == num_free
+    assert engine.pool.failures.keys() <= {"hostile"}
+
+
+@pytest.mark.parametrize("where", ["matcher", "drafter", "prefix", "planner"])
+def test_whatever_raises_as_a_request_is_opened_gives_its_row_back(demo_engine, where):
+    drafter = ScriptedDrafter(lambda *_: [7])
+    engine = core.Engine(demo_engine.target, {"scripted": drafter})
+    grammar, num_free = None, len(engine.target.cache._free)
+    if where == "matcher":
+        grammar = SimpleNamespace(matcher=exits)
+    elif where == "drafter":
+        drafter.open = exits
+    elif where == "prefix":
+        engine.pool.prefixes = SimpleNamespace(restore=exits)
+    else:
+        engine.planner.open = exits
+    with pytest.raises(SystemExit):
+        engine.open(Request(PROMPT, 4, "scripted", grammar=grammar))
+    assert len(engine.target.cache._free) == num_free and drafter.num_open == 0
+
+
+@pytest.mark.parametrize("method", ["open", "close"])
+def test_a_drafter_that_raises_leaves_no_row_of_a_single_request(demo_engine, method):
+    drafter, cache = ScriptedDrafter(lambda *_: [7]), demo_engine.target.cache
+    num_free = len(cache._free)
+    setattr(drafter, method, exits)
+    with pytest.raises(SystemExit):
+        core.speculate(demo_engine.target, drafter, PROMPT, 4, set())
+    assert len(cache._free) == num_free
+
+
+def test_an_error_s_words_are_looked_for_and_no_more():
+    for error, words in (
+        (KeyError(bad("__repr__")()), "KeyError, whose text cannot be read"),
+        (bad("__str__", base=ValueError)(), "Bad, whose text cannot be read"),
+        (Unnamed("Bad", (Exception,), {})(), "an error, whose text cannot be read"),
+    ):
+        assert in_short(error) == in_short(error, has_kind=True) == words
+
+
+def test_a_file_whose_errors_cannot_be_read_is_refused_in_one_line(tmp_path):
+    text = "class E(Exception):\n  def __str__(self): raise SystemExit\nraise E"
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=r"failed to load: E, whose text .* \(.*mine.py, line 3\)"):
+        load(f"{tmp_path}/mine.py:Mine", None)
