@@ -401,21 +401,19 @@ class Engine:
         The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
         fails or still reads its prompt returns no cycle. If it raises, `cycles` has what was done.
         """
-        cycles, times = {} if cycles is None else cycles, [self.now()]
-        if not (batch := self.pool.settled(self.read_prompts(sequences))):
-            return cycles
+        batch, cycles = self.read_prompts(sequences), {} if cycles is None else cycles
+        has_prefill, times = not all(s.num_steps for s in batch), [self.now()]
         plan = self.planner.plan(batch)
         self.pool.propose([s.drafting for s in batch], plan.tasks)
-        if not (batch := self.pool.settled(batch)):  # each waits for its grammar
+        if not (batch := self.pool.settled(batch)):  # a text may wait for its grammar
             return cycles
-        has_prefill, drafts = not all(s.num_steps for s in batch), [s.drafting.draft for s in batch]
+        drafts = [s.drafting.draft for s in batch]
         times.append(self.now())
         output = self.forward(batch, drafts)  # one pass verifies all
         times.append(self.now())
         for i, (s, draft) in enumerate(zip(batch, drafts, strict=True)):
-            hidden = {layer: states[i] for layer, states in output.hidden.items()}
             try:
-                cycles[s] = self.accept(s, draft, output.logits[i], hidden, plan)
+                cycles[s] = self.accept(s, draft, output, i, plan)
             except Exception as error:  # ends this sequence alone
                 s.fail(error)
         times.append(self.now())
@@ -435,7 +433,7 @@ class Engine:
             s.drafting.hidden[cached] = {i: states for i, (states,) in output.hidden.items()}
             s.finish_reason = s.reading.note(cached, fed, output.logits[0])
             s.statistics.prompt_ms += (self.now() - began) * 1e3
-        return [s for s in sequences if s not in reading]
+        return self.pool.settled([s for s in sequences if s not in reading])
 
     def forward(self, batch: list[Sequence], drafts: list[Draft]) -> messages.Output:
         """Run one pass for all: each text's uncached tokens (mostly the pending one) and draft."""
@@ -449,10 +447,10 @@ class Engine:
         )
 
     def accept(
-        self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor],
-        plan: drafters.Plan,
-    ) -> messages.Cycle:  # fmt: skip
+        self, s: Sequence, draft: Draft, output: messages.Output, i: int, plan: drafters.Plan
+    ) -> messages.Cycle:
         """Judge the draft, append what stays, truncate; planner and drafters learn what came."""
+        logits = output.logits[i]
         # A grammar is one more transform: what it forbids gets −inf.
         masked = s.matcher.mask(logits, draft) if s.matcher else logits
         scores = penalise(masked, s.request.sampling, s.tokens, draft)
@@ -469,7 +467,7 @@ class Engine:
         s.statistics.record(cycle.num_drafted, cycle.kinds, cycle.num_beside)
         self.totals.note(cycle.num_drafted + cycle.num_beside, cycle.num_accepted)
         self.planner.learn(plan, s, cycle)
-        hidden = {layer: cycle.along(states) for layer, states in hidden.items()}
+        hidden = {layer: cycle.along(states[i]) for layer, states in output.hidden.items()}
         self.pool.observe(s.drafting, cycle.verdict(), hidden, is_last=bool(s.finish_reason))
         if s.drafting.failure:  # a drafter's fault, with --strict
             raise s.drafting.failure

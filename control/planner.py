@@ -355,6 +355,8 @@ class Planner(FixedK):
 
     def plan(self, batch: list[TextSequence]) -> Plan:
         """Choose a drafter for each sequence, reuse what was chosen before, or let all rest."""
+        if not batch:  # all wait
+            return Plan([])
         account = self.controller.account(len(batch), frozenset(map(asked, batch)))
         plan = Plan([], account=account)
         if not account.may_draft():

@@ -79,9 +79,20 @@ class Probe(Child):
         return text
 
 
+def _translated(rules: str) -> tuple[str, str]:
+    """What is wrong with GBNF, or the same in Lark."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return "", gbnf_to_lark(rules)
+    except MemoryError:
+        raise
+    except Exception as error:  # it has many kinds
+        return f"is no GBNF: {error}", ""
+
+
 def _main() -> None:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     limit_s, *words = json.loads(sys.stdin.buffer.readline())
     tokenizer = LLTokenizer(*words)
@@ -98,19 +109,10 @@ def _main() -> None:
         matcher.compute_bitmask()
         return reason_of(matcher), ""
 
-    def translated(rules: str) -> tuple[str, str]:
-        """What is wrong with GBNF, or the same in Lark."""
-        try:
-            return "", gbnf_to_lark(rules)
-        except MemoryError:
-            raise
-        except Exception as error:  # it has many kinds
-            return f"is no GBNF: {error}", ""
-
     def attempt(answer: int, what: str, *asked: Any) -> None:
         """In a process that may be ended within any operation."""
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        why, text = {"build": built, "translate": translated}[what](*asked)
+        why, text = {"build": built, "translate": _translated}[what](*asked)
         with open(answer, "w") as pipe:
             json.dump((why[:_MOST_CHARACTERS], text), pipe)
         os._exit(0)

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from werkzeug.serving import make_server
 
 from grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
+from grammars.measure import USUAL
 from messages import Draft, Request, RequestError
 from models.calls import AnswerReader, Call, Form, Thought, form_of
 from models.loading import load_pretrained
@@ -519,7 +520,7 @@ def test_a_draft_behind_a_whole_text_changes_nothing(demo_engine):
     vocabulary = Vocabulary(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
     source = source_of(LARK, Tools(TOOLS, GENERAL, named="time", is_forced=True).grammar())
     *ids, last = target.tokenizer(call_text("time", TIME, GENERAL))["input_ids"]
-    matcher = Grammar(source, vocabulary).matcher()
+    matcher = Grammar(source, USUAL, vocabulary).matcher()
     assert not any(map(matcher.consume, ids))
     (eos, *_) = target.eos_ids
     for _ in range(2):
