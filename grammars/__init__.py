@@ -362,8 +362,7 @@ class Matcher:
         row = masks[node + 1]
         row[:] = _MASKS.take(bits).view(np.float32)[: len(row)]
         for child in draft.children(node):
-            # Behind a whole text nothing is judged.
-            if row[draft.tokens[child]] or matcher.is_stopped():  # −inf is true
+            if row[draft.tokens[child]]:  # −inf is true
                 continue
             masks[child + 1] = -inf  # as long as it is not explored: the text may come there
             if self._grammar.is_heavy:
