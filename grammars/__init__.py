@@ -49,7 +49,7 @@ from .probe import BUILD_S, OF_THE_TEXT, Probe, build, reason_of
 
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
-_MOST_COMPILED = 8  # grammars that are stored; one takes at most 32 MB
+_MOST_COMPILED = 6  # grammars that are stored; one takes up to 42 MB
 _MOST_FAILED = 64  # grammars of which is stored that they cannot be used
 _MOST_WAITING = 32  # requests with a new grammar; each may take some seconds
 _NUM_THREADS, _NICE = 8, 10  # for masks; passes of the target come first

@@ -32,11 +32,11 @@ def build(tokenizer: Any, grammar: str, row: int, mask: int) -> Any:
     """A matcher of llguidance's, whose steps and memory are bounded: see Limits in measure.py.
 
     Fuel: half of the library's limit, 5 to 70 ms; words in any script need 85,000 of it. States:
-    20,000 of them take up to 30 MB.
+    15,000 of them take up to 42 MB.
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    bounds = {"max_items_in_row": row, "step_max_items": mask, "max_lexer_states": 20_000}
+    bounds = {"max_items_in_row": row, "step_max_items": mask, "max_lexer_states": 15_000}
     limits = LLParserLimits(step_lexer_fuel=100_000, **bounds)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
