@@ -204,14 +204,14 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
         assert load(path, **options)
     for shard in (elsewhere, "../blob", "part/../../blob"):
         name(shard)
-        with pytest.raises(StartError, match=f"{index} of .*llama names .*, which is outside its"):
+        with pytest.raises(StartError, match=f"llama: {index} names .*, which is outside its"):
             load(path, **options)
         if not pickled:  # heads are read another way
-            with pytest.raises(ValueError, match=f"{index} names .*, outside its folder"):
+            with pytest.raises(ValueError, match=f"{index} names .*, which is outside"):
                 read_folder(str(path), allow_pickle=False)
     for changes in ({"metadata": None}, {"weight_map": ["x"]}, {"weight_map": {"x": 1}}):
         name("x", **changes)
-        with pytest.raises(StartError, match=f"llama: {index}, which needs a weight_map and meta"):
+        with pytest.raises(StartError, match=f"llama: {index} must have a weight_map and meta"):
             load(path, **options)
 
 
