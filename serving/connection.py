@@ -505,7 +505,13 @@ class Server:
                 self.has_died = True
             at_end()
 
-        threading.Thread(target=run, name="http", daemon=True).start()
+        self._thread = threading.Thread(target=run, name="http", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take in nothing more: an interpreter that ends has no threads for answers."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Have the loop call it, in order. From any thread.
