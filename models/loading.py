@@ -218,6 +218,7 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
         steps = get_fast_tokenizer_file(facts.get("fast_tokenizer_files", []))
         check_steps(json_of(name, steps, options))
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        check_template(getattr(tokenizer, "chat_template", None))
     packed = "quantization_config" in content
     held = sum(count for _, count in tensors.values()) or 1 << 60  # other files are not looked into
     with bounded(name, held * (16 if packed else 2) + _SOME_NUMBERS):
@@ -343,6 +344,13 @@ def check_generation_config(name: str) -> None:
         ends = end if isinstance(end, list) else [] if end is None else [end]
         if not all(type(token) is int for token in ends):
             raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
+
+
+def check_template(template: Any) -> None:
+    """Raises ValueError unless a chat template is a text, or several by name; there may be none."""
+    for each in template.values() if isinstance(template, dict) else [template or ""]:
+        if not isinstance(each, str):
+            raise ValueError(f"its chat_template is no text: {each!r:.80}")
 
 
 def _bound_cache(tokenizer: Tokenizer) -> None:

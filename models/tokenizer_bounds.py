@@ -20,6 +20,7 @@ from messages import Json, in_short
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor"), ("decoder",)
 _MOST_TIMES = 16  # as long as before
+_LONGEST_PATTERN = 10_000  # those of real tokenizers have a thousand
 _TIMES = {"ByteLevel": 2, "BertNormalizer": 3}  # a byte of two; spaces around a character
 _LONGEST_ENTRY = 33  # bytes of Unicode's own table, which is applied once
 _ESCAPE = re.compile(r"\\[pPxuo]\{[^}]*\}|\\.", re.DOTALL)
@@ -54,7 +55,9 @@ def check_steps(content: Json) -> None:
         if (times := _growth(steps)) > _MOST_TIMES:
             raise ValueError(f"its {parts[0]} can make a text {times:.2g} times as long")
         for pattern in (step["Regex"] for step in steps if "Regex" in step):
-            if _is_nested(pattern.replace(_HARMLESS, "")):
+            if len(pattern) > _LONGEST_PATTERN:
+                raise ValueError(f"it has a pattern of {len(pattern)} characters")
+            if is_endless(pattern):
                 raise ValueError(f"{pattern[:80]!r} has a repetition inside a repetition")
 
 
@@ -89,9 +92,9 @@ def _growth(steps: list[Json]) -> float:
     return max([others, *of.values()])
 
 
-def _is_nested(pattern: str) -> bool:
+def is_endless(pattern: str) -> bool:
     """Whether a repetition repeats what has one in it, as in (x+x+)+y. Not: (?:\\d{3})+, (a+b)?."""
-    before, text = "", _ESCAPE.sub("a", pattern)
+    before, text = "", _ESCAPE.sub("a", pattern.replace(_HARMLESS, ""))
     while text != before:  # classes may have classes in them
         before, text = text, _CLASS.sub("a", text)
     while (group := _GROUP.search(text)) and not _REPEATED.search(text):

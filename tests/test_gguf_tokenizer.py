@@ -230,7 +230,6 @@ def test_llama_cpp_s_own_examples_are_equal(tmp_path):
         for text, ids in zip(content.split("\n__ggml_vocab_test__\n"), lines, strict=False):
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert tokens == list(map(int, ids.split())), (vocabulary.name, text)
-            is_read = text and not tokenize_plain(text, tokenizer, len(text)) == tokens
-            assert not is_read, (vocabulary.name, text)
+            assert tokenize_plain(text, tokenizer, 9999) == tokens, (vocabulary.name, text)
             num_equal += 1
     assert num_equal == 602
