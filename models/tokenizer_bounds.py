@@ -53,7 +53,8 @@ def check_steps(content: Json) -> None:
     for parts in _PARTS:
         steps = [*_steps([content.get(part) for part in parts])]
         if (times := _growth(steps)) > _MOST_TIMES:
-            raise ValueError(f"its {parts[0]} can make a text {times:.2g} times as long")
+            by = f"by its {', '.join(parts)}"
+            raise ValueError(f"it can make a text {times:.2g} times as long ({by})")
         for pattern in (step["Regex"] for step in steps if "Regex" in step):
             if len(pattern) > _LONGEST_PATTERN:
                 raise ValueError(f"it has a pattern of {len(pattern)} characters")
