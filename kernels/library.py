@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
@@ -133,7 +133,7 @@ def load() -> ctypes.CDLL:
                 raise ValueError(f"the compiler failed before (remove {refused} to try again)")
             try:
                 _compile(place)
-            except Refused:
+            except ValueError:
                 refused.touch()
                 raise
             file = _whole(place)
@@ -211,21 +211,13 @@ def _passed(path: Path) -> Iterator[Path]:
 
 def _whole(place: Path) -> IO[bytes] | None:
     """The library, opened, if it is as it was compiled: half of one would end the process."""
-    with suppress(OSError), _opened(place.with_suffix(".sha256")) as digest:
-        file = _opened(place)
-        if hashlib.sha256(file.read()).hexdigest().encode() == digest.read():
-            return file
-        file.close()
-    return None
-
-
-def _opened(place: Path) -> IO[bytes]:
-    """Raises OSError for what is no file: a pipe would be waited for."""
-    file = open(place, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{place} is no file")
-    return file
+    digest = place.with_suffix(".sha256")
+    if not (place.is_file() and digest.is_file()):  # a pipe would be waited for
+        return None
+    file = open(place, "rb")
+    if hashlib.sha256(file.read()).hexdigest() == digest.read_text("utf-8"):
+        return file
+    return file.close()
 
 
 def _key() -> str:
@@ -238,12 +230,11 @@ def _key() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-class Refused(ValueError):
-    """The compiler found an error in the code, as it will each time."""
-
-
 def _run(*arguments: str | Path) -> None:
-    """Call the compiler. Raises ValueError where it fails: for lack of memory or room, say."""
+    """Call the compiler. Raises ValueError for an error in the code, as it would be each time.
+
+    Raises ChildProcessError where it fails otherwise: for lack of memory or room, say.
+    """
     done = subprocess.run(
         [*compiler(), *arguments], capture_output=True, text=True, timeout=_SECONDS,
         env=os.environ | {"LC_ALL": "C"},
@@ -253,11 +244,12 @@ def _run(*arguments: str | Path) -> None:
         first = next((line for line in said if "error" in line), said[-1])
         # A fatal or internal error has another cause.
         is_refused = done.returncode == 1 and re.search(r"\.[ch]:[\d:]+ error: ", done.stderr)
-        raise (Refused if is_refused else ValueError)(f"the compiler failed: {first[:200]}")
+        kind = ValueError if is_refused else ChildProcessError
+        raise kind(f"the compiler failed: {first[:200]}")
 
 
 def _compile(file: Path) -> None:
-    """Compile all sources at once, the largest first. Raises ValueError or OSError.
+    """Compile all sources at once, the largest first. Raises what `_run` raises, or OSError.
 
     The library is made beside its place: several processes may do so at once.
     """

@@ -58,13 +58,7 @@ def weight_files(name: str, explicit: str | None = None) -> list[str]:
         # It may be a link, as the hub has them.
         if wrong := [part for part in parts if part.is_absolute() or ".." in part.parts]:
             raise ValueError(f"{each} names {wrong[0]}, which is outside its folder")
-        places = [
-            cached_file(name, str(part), _raise_exceptions_for_missing_entries=False)
-            for part in parts
-        ]
-        if None in places:
-            raise ValueError(f"{each} names {parts[places.index(None)]}, which is no file")
-        return places
+        return [cached_file(name, str(part)) for part in parts]
     return []
 
 

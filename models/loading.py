@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.modules.module as hooks
 from safetensors import safe_open
 from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
 from .gguf_tokenizer import tokenizer_of
-from .prompts import Tokenizer
+from .prompts import Tokenizer, call_form
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 from .template import renderer
@@ -168,6 +167,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     _bound_cache(read.tokenizer)
     _show_tags(read.tokenizer)
     if getattr(read.tokenizer, "chat_template", None):
+        with _explained(place, "its chat_template: ", options):
+            call_form(read.tokenizer)
         renderer.start()  # by its first prompt it will be ready
     return _fit(read, name, options)
 
@@ -218,7 +219,6 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
         steps = get_fast_tokenizer_file(facts.get("fast_tokenizer_files", []))
         check_steps(json_of(name, steps, options))
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-        check_template(getattr(tokenizer, "chat_template", None))
     packed = "quantization_config" in content
     held = sum(count for _, count in tensors.values()) or 1 << 60  # other files are not looked into
     with bounded(name, held * (16 if packed else 2) + _SOME_NUMBERS):
@@ -270,9 +270,7 @@ def check_layers(name: str, content: Any, most: int) -> None:
     for key, value in content.items() if isinstance(content, dict) else ():
         check_layers(name, value, most)
         if "layer" in key and isinstance(value, int) and value > most:
-            raise StartError(
-                f"{name} has too few tensors for its config.json: {key} is {value!s:.20}"
-            )
+            raise StartError(f"{name} has too few tensors: its {key} is {value!s:.20}")
 
 
 @contextmanager
@@ -290,11 +288,10 @@ def bounded(name: str, most: int) -> Iterator[None]:
             if count > most:
                 raise StartError(f"{name} has far fewer weights than its config.json asks for")
 
-    with ExitStack() as stack:
-        for kind in ("parameter", "buffer"):
-            register = getattr(hooks, f"register_module_{kind}_registration_hook")
-            stack.callback(register(note).remove)
-        yield
+    hooks = nn.modules.module
+    with hooks.register_module_parameter_registration_hook(note):
+        with hooks.register_module_buffer_registration_hook(note):
+            yield
 
 
 def check_types(name: str, model: PreTrainedModel, tensors: dict[str, tuple[str, int]]) -> None:
@@ -344,13 +341,6 @@ def check_generation_config(name: str) -> None:
         ends = end if isinstance(end, list) else [] if end is None else [end]
         if not all(type(token) is int for token in ends):
             raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
-
-
-def check_template(template: Any) -> None:
-    """Raises ValueError unless a chat template is a text, or several by name; there may be none."""
-    for each in template.values() if isinstance(template, dict) else [template or ""]:
-        if not isinstance(each, str):
-            raise ValueError(f"its chat_template is no text: {each!r:.80}")
 
 
 def _bound_cache(tokenizer: Tokenizer) -> None:
