@@ -269,7 +269,7 @@ def check_layers(name: str, content: Any, most: int) -> None:
     """Raises StartError if a config asks for more layers than `most`, which transformers lists."""
     for key, value in content.items() if isinstance(content, dict) else ():
         check_layers(name, value, most)
-        if "layer" in key and isinstance(value, int) and value > most:
+        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > most:
             raise StartError(f"{name} has too few tensors: its {key} is {value!s:.20}")
 
 

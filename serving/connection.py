@@ -312,7 +312,12 @@ class Connection(asyncio.Protocol):
         }
         self._enter(State.ANSWER)
         is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK
-        self.server.threads[is_quick].submit(self.respond, self.environ)
+        try:
+            self.server.threads[is_quick].submit(self.respond, self.environ)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            self.abort()  # Python ends, as a start has failed, and has no threads for answers
 
     def when_left(self, act: Callable[[], None]) -> None:
         """Have `act` called, once or twice, if the client leaves before its answer is complete."""
@@ -505,13 +510,7 @@ class Server:
                 self.has_died = True
             at_end()
 
-        self._thread = threading.Thread(target=run, name="http", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Take in nothing more: an interpreter that ends has no threads for answers."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        threading.Thread(target=run, name="http", daemon=True).start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Have the loop call it, in order. From any thread.

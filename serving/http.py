@@ -259,11 +259,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options, error_forms: J
     server.start(at_end=lambda: ends.put(None))
     url = url_of(options.host, port)
     say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
-    try:
-        server.app = app = _loaded(load, flush_log)
-    except BaseException:
-        server.stop()
-        raise
+    server.app = app = _loaded(load, flush_log)
     is_loading = False
     say(f"serving on {url}: open it in a browser, or send requests (POST /generate, /v1/…)")
     wait_for(ends)
