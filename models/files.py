@@ -5,6 +5,7 @@ import json
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,15 @@ def weight_files(name: str, explicit: str | None = None) -> list[str]:
             content["metadata"].items()  # transformers asks for it
             parts = sorted({Path(part) for part in content["weight_map"].values()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{each} must have a weight_map and metadata") from error
+            raise ValueError(f"{each} needs a weight_map and metadata") from error
         # It may be a link, as the hub has them.
         if wrong := [part for part in parts if part.is_absolute() or ".." in part.parts]:
             raise ValueError(f"{each} names {wrong[0]}, which is outside its folder")
-        return [cached_file(name, str(part)) for part in parts]
+        find = partial(cached_file, name, _raise_exceptions_for_missing_entries=False)
+        places = [find(str(part)) for part in parts]
+        if None in places:
+            raise ValueError(f"{each} names {parts[places.index(None)]}, which is no file")
+        return places
     return []
 
 

@@ -248,7 +248,10 @@ def json_of(name: str, file: str, options: ModelOptions) -> Json:
     """What a file of the model says; {} if there is none."""
     with _explained(name, f"{file}: ", options):
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-        return dict(json.loads(Path(path).read_text("utf-8"))) if path else {}
+        content = json.loads(Path(path).read_text("utf-8")) if path else {}
+        if not isinstance(content, dict):
+            raise ValueError("it must hold an object")
+        return content
 
 
 def headers_of(name: str, files: list[str], options: ModelOptions) -> dict[str, tuple[str, int]]:
