@@ -136,7 +136,7 @@ def load() -> ctypes.CDLL:
             except ValueError:
                 refused.touch()
                 raise
-            file = _whole(place)
+            file = _whole(place) or open(place, "rb")  # another process may be between the two
         with file:  # what was hashed; the number stays, as another file of it would pass for this
             library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
         library.describe.restype = ctypes.c_char_p

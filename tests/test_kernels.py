@@ -247,7 +247,7 @@ def test_a_compiler_that_refuses_is_not_called_again_and_one_that_could_not_work
     for _ in range(2):
         library._tell.cache_clear()
         library.use(True)
-    said = [message.partition("slower: ")[2] for message in caplog.messages]
+    said = [message for message in caplog.messages if "slower: " in message]
     assert not library.is_used and not [*tmp_path.rglob("*.so")]
     assert "the compiler failed: " in said[0] and "error" in said[0]
     assert ("the compiler failed before" in said[1]) == COMPILERS[script]
@@ -273,7 +273,7 @@ def test_a_library_without_what_is_asked_for_is_a_line(unloaded, tmp_path, caplo
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
     library.use(True)
     assert not library.is_used and "the kernels cannot be compiled: " in caplog.text
-    assert "undefined symbol: describe" in caplog.text and "\n" not in caplog.messages[0]
+    assert "undefined symbol: describe" in caplog.text and "\n" not in caplog.messages[-1]
 
 
 ANOTHER = 12345  # user
