@@ -61,7 +61,7 @@ def _handed_on(body: Json, fields: Json, how: Json, engine: Engine) -> Json:
     sent = {name: body.get(name) for name in (*READ, NAMES, IDS)} | fields.pop("masks") | how
     if engine.kind == "vllm" and how.get("continue_final_message"):
         sent["add_generation_prompt"] = False
-    sent["typical_p"] = fields["sampling"].typical_p % 1  # 1 is off
+    sent["typical_p"] = fields["sampling"].penalties.get("typical_p")  # None if it is off
     sent["stream_options"] = (body.get("stream_options") or {}).get("continuous_usage_stats")
     wanted = {
         name: value
@@ -127,7 +127,7 @@ def rates(counts: Json) -> Json:
 
     `counts` has numbers by the names of the `speculative_decoding` block.
     """
-    counted = Statistics(*(counts.get(name) or 0 for name in _COUNTS)).counters(0)
+    counted = Statistics(**{name: counts.get(name) or 0 for name in _COUNTS}).counters(0)
     known = counts | {n: counted[n] for n in ("draft_acceptance_rate", "mean_acceptance_length")}
     return {name: known.get(name) for name in counted}
 

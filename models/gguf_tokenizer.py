@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
+from .fim import fim_of
 from .gguf_file import BadFile, GgufFile, Texts
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -77,7 +78,8 @@ _last: list[tuple[dict[str, Any], Tokenizer]] = []  # what the last one was made
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer of an opened model, tried on a few texts.
 
-    Its `turn_ends` are ids that end an answer as EOS does; files seldom name them all. A draft's
+    Its `turn_ends` are ids that end an answer as EOS does; files seldom name them all. Those in
+    `user_defined` are tokens also where the texts of special tokens are text. A draft's
     file mostly has its target's vocabulary. Then both share what was made of it. Raises BadFile, or
     what tokenizers raises for a vocabulary without sense.
     """
@@ -107,6 +109,9 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     ends += map(int, facts.get("eos_token_ids", ()))
     tokenizer.turn_ends = {*ends, *map(backend.token_to_id, _ENDS)} - {None}
     tokenizer.fim_ids = {key[4:7]: facts[key] for key in facts if key in _FIM}
+    fim = fim_of(tokenizer)  # whose tokens stand for no text
+    defined = np.flatnonzero(facts.get("token_type", np.empty(0)) == _USER_DEFINED).tolist()
+    tokenizer.user_defined = {*defined} - ({*fim[:5], *fim.ends} if fim else set())
     if is_new and (reason := _why_wrong(tokenizer, len(facts["tokens"]))):
         _last.clear()
         raise BadFile(f"{file.name}: {reason}")

@@ -7,36 +7,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers import Tokenizer as Backend
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_utils import PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import get_fast_tokenizer_file
+from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
 
-from messages import in_short
+from messages import Json, in_short
 
 from . import StartError, gguf_check, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
 from .catalogue import entry_of, likely, place_of
-from .files import outside, returned_pages, unmap_weights, why_not_loaded
+from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
 from .fim import fim_of
 from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
 from .gguf_tokenizer import tokenizer_of
-from .prompts import Tokenizer
+from .prompts import Tokenizer, call_form
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 from .template import renderer
+from .tokenizer_bounds import check_steps, panics_caught
 
 LOG = logging.getLogger("loading")
 PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for users that ask for it
+_SOME_LAYERS, _SOME_NUMBERS = 1000, 1 << 26  # may be asked for, however few a model's files hold
 _opened: dict[str, GgufFile] = {}  # until they are read, so that headers are parsed once
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
@@ -61,7 +66,8 @@ class ModelOptions(Protocol):
 def _explained(name: str, part: str, options: ModelOptions) -> Iterator[None]:
     """Turn whatever a part of a model fails with into a StartError."""
     try:
-        yield
+        with panics_caught():
+            yield
     except StartError:
         raise
     except Exception as error:  # a broken folder raises any of a dozen kinds
@@ -161,6 +167,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     _bound_cache(read.tokenizer)
     _show_tags(read.tokenizer)
     if getattr(read.tokenizer, "chat_template", None):
+        with _explained(place, "its chat_template: ", options):
+            call_form(read.tokenizer)
         renderer.start()  # by its first prompt it will be ready
     return _fit(read, name, options)
 
@@ -197,13 +205,23 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
     _check_folder(name)
     trust = {"trust_remote_code": options.trust_remote_code}
     # First: a wrong id fails here, after one small file.
-    config = AutoConfig.from_pretrained(name, **trust)
+    content = json_of(name, "config.json", options)
+    files = weight_files(name, content.get("transformers_weights"))
+    if options.allow_pickle and not files:
+        weight_files(name, WEIGHTS_INDEX_NAME)  # which transformers would open, whatever they are
+    tensors = headers_of(name, files, options)
+    check_layers(name, content, max(len(tensors), _SOME_LAYERS))
+    AutoConfig.from_pretrained(name, **trust)
     with _explained(name, "its generation_config.json: ", options):
         check_generation_config(name)
-    check_indexes(name, config, options)
     with _explained(name, "its tokenizer: ", options):
+        facts = json_of(name, "tokenizer_config.json", options)
+        steps = get_fast_tokenizer_file(facts.get("fast_tokenizer_files", []))
+        check_steps(json_of(name, steps, options))
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-    try:
+    packed = "quantization_config" in content
+    held = sum(count for _, count in tensors.values()) or 1 << 60  # other files are not looked into
+    with bounded(name, held * (16 if packed else 2) + _SOME_NUMBERS):
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             **trust,
@@ -212,9 +230,8 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
             ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
             output_loading_info=True,
         )
-    except (SafetensorError, OSError):
-        check_files(name, options)  # the error itself does not say which file
-        raise
+    if not packed:
+        check_types(name, model, tensors)
     return _Read(model, tokenizer, report)
 
 
@@ -227,30 +244,66 @@ def _check_folder(name: str) -> None:
         raise StartError(f"model folder {name} has no config.json")
 
 
-def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) -> None:
-    """Raises StartError if an index of shards names a file outside the model's folder.
+def json_of(name: str, file: str, options: ModelOptions) -> Json:
+    """What a file of the model says; {} if there is none."""
+    with _explained(name, f"{file}: ", options):
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        content = json.loads(Path(path).read_text("utf-8")) if path else {}
+        if not isinstance(content, dict):
+            raise ValueError("it must hold an object")
+        return content
 
-    transformers would open that file.
+
+def headers_of(name: str, files: list[str], options: ModelOptions) -> dict[str, tuple[str, int]]:
+    """The tensors of a model's safetensors files, by name: their type and how many numbers.
+
+    Raises StartError, which names the file that is broken.
     """
-    pickled = WEIGHTS_INDEX_NAME if options.allow_pickle else None
-    for index in (SAFE_WEIGHTS_INDEX_NAME, pickled, getattr(config, "transformers_weights", None)):
-        if not str(index).endswith(".json"):
-            continue
-        if (file := cached_file(name, index, _raise_exceptions_for_missing_entries=False)) is None:
-            continue
-        with _explained(name, f"{index}, which needs a weight_map and metadata: ", options):
-            content = json.loads(Path(file).read_text("utf-8"))
-            content["metadata"].items()  # transformers asks for it
-            wrong = outside(content["weight_map"].values())
-        if wrong:
-            raise StartError(f"{index} of {name} names {wrong}, which is outside its folder")
+    tensors = dict[str, tuple[str, int]]()
+    for file in files:
+        with _explained(name, f"{Path(file).name}: ", options), safe_open(file, "pt") as part:
+            for key in part.keys():  # noqa: SIM118 (it is no dict)
+                tensor = part.get_slice(key)
+                tensors[key] = tensor.get_dtype(), prod(tensor.get_shape())
+    return tensors
 
 
-def check_files(name: str, options: ModelOptions) -> None:
-    """Raises StartError if one of the model's safetensors files cannot be opened."""
-    for file in sorted(Path(cached_file(name, "config.json")).parent.glob("*.safetensors")):
-        with _explained(name, f"{file.name}: ", options), safe_open(file, "pt"):
-            pass
+def check_layers(name: str, content: Any, most: int) -> None:
+    """Raises StartError if a config asks for more layers than `most`, which transformers lists."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        check_layers(name, value, most)
+        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > most:
+            raise StartError(f"{name} has too few tensors: its {key} is {value!s:.20}")
+
+
+@contextmanager
+def bounded(name: str, most: int) -> Iterator[None]:
+    """Within it transformers builds no model of more than so many numbers. Raises StartError.
+
+    What a file lacks it would fill with random numbers, and only then say so.
+    """
+    count = 0
+
+    def note(module: nn.Module, key: str, weight: Tensor | None) -> None:
+        nonlocal count
+        if weight is not None and weight.is_meta:  # as it is built; those that are read come later
+            count += weight.numel()
+            if count > most:
+                raise StartError(f"{name} has far fewer weights than its config.json asks for")
+
+    hooks = nn.modules.module
+    with hooks.register_module_parameter_registration_hook(note):
+        with hooks.register_module_buffer_registration_hook(note):
+            yield
+
+
+def check_types(name: str, model: PreTrainedModel, tensors: dict[str, tuple[str, int]]) -> None:
+    """Raises StartError if files hold integers for floats: transformers would convert them."""
+    floats = {key for key, weight in model.state_dict().items() if weight.is_floating_point()}
+    for key, (kind, _) in tensors.items():
+        is_float = kind.startswith(("F", "BF"))
+        if not is_float and (key in floats or key.endswith(".weight")):
+            raise StartError(f"{name} has {kind} numbers in {key}, which must be floats")
 
 
 def check_weights(name: str, report: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from messages import Json, Model, RequestError, check_prompt
 from .calls import Form, form_of
 from .catalogue import ROOT
 from .template import renderer
+from .tokenizer_bounds import panics_caught
 from .tools import Tools, check_results, read_calls, turns_for_template
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
@@ -35,7 +36,7 @@ TEMPLATE_FIELDS = (
 _MOST_OF_TEMPLATE = 10_000
 _TEMPLATES_OWN = {  # names that the renderer itself gives, or takes for its own
     "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "return_assistant_tokens_mask", "limit_s",
+    "continue_final_message", "return_assistant_tokens_mask", "self",
 }  # fmt: skip
 _REASONING = "reasoning_content"
 _ROLES = "system", "developer", "user", "assistant", "tool"
@@ -122,8 +123,9 @@ def tokenize(
 def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
     """A tokenizer's parts without its special and added tokens; None of one in Python.
 
-    Runs of spaces that were added as tokens stay tokens. Other added ones may steer the model, as
-    those of infill do. Ids behind the vocabulary cannot be kept.
+    Runs of spaces that were added as tokens stay tokens, and so do those that a GGUF file calls
+    user-defined. Other added ones may steer the model, as those of infill do. Ids behind the
+    vocabulary cannot be kept.
     """
     if (whole := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
@@ -131,9 +133,9 @@ def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
     for part in ("normalizer", "pre_tokenizer"):
         if value := getattr(whole, part):
             setattr(backend, part, value)
-    added = whole.get_added_tokens_decoder().items()
-    spaces = [(i, each) for i, each in added if each.content.isspace()]
-    backend.add_tokens([each for i, each in spaces if backend.token_to_id(each.content) == i])
+    added, defined = whole.get_added_tokens_decoder(), getattr(tokenizer, "user_defined", ())
+    kept = [(i, each) for i, each in added.items() if each.content.isspace() or i in defined]
+    backend.add_tokens([each for i, each in kept if backend.token_to_id(each.content) == i])
     return backend
 
 
@@ -144,7 +146,7 @@ def tokenize_plain(
     if (backend := _backend_of_text(tokenizer)) is None:
         return tokenize(text, tokenizer, max_length, name, add_special_tokens=False)
     check_characters(len(text), tokenizer, max_length, name)
-    with long_texts.take(len(text)):
+    with long_texts.take(len(text)), panics_caught():
         return backend.encode(text, add_special_tokens=False).ids
 
 
@@ -335,7 +337,9 @@ def _render(
             turns = turns_for_template(turns, form, tools)
             asked["tools"] = tools.tools if tools and form.in_template else None
         asked |= {"chat_template": source, "conversations": [turns]}
-        text = renderer.render(_TEMPLATE_LIMIT_S, **asked | tokenizer.special_tokens_map)
+        named = tokenizer.special_tokens_map
+        asked |= {name: token for name, token in named.items() if name not in _TEMPLATES_OWN}
+        text = renderer.render(_TEMPLATE_LIMIT_S, asked)
     except ValueError as error:
         raise _wrong(f"the chat template {error}") from error
     if text and not is_text(text):

@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 1 << 24
 class Renderer(Child):
     """The child that renders."""
 
-    def render(self, limit_s: float, **asked: Any) -> str:
+    def render(self, limit_s: float, asked: dict[str, Any]) -> str:
         """What transformers' render_jinja_template makes of `asked`.
 
         Raises ValueError for whatever the template does instead: "took longer than 5 s".

@@ -312,7 +312,12 @@ class Connection(asyncio.Protocol):
         }
         self._enter(State.ANSWER)
         is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK
-        self.server.threads[is_quick].submit(self.respond, self.environ)
+        try:
+            self.server.threads[is_quick].submit(self.respond, self.environ)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            self.abort()  # Python ends, as a start has failed, and has no threads for answers
 
     def when_left(self, act: Callable[[], None]) -> None:
         """Have `act` called, once or twice, if the client leaves before its answer is complete."""

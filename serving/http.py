@@ -24,7 +24,7 @@ from messages import TOO_SLOW, Json, RequestError, engine_failure, in_short
 from models.catalogue import abandon
 from page import register_page
 
-from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
+from .connection import CLIENT_BEHIND, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
 from .log import Progress, log_to_stderr, name_requests
 from .options import Options
 from .parsing import model_id
@@ -54,7 +54,8 @@ def base_app(options: Options) -> Flask:
         """Refuse callers without access. Answer OPTIONS where other pages may call."""
         if refusal := request.environ.get(REFUSAL):
             raise refusal
-        guard.check(request.environ)
+        if CLIENT_BEHIND not in request.environ:  # the server has checked heads that it read
+            guard.check(request.environ)
         # A browser asks before it calls, and without a key.
         is_question = options.allow_origin and request.method == "OPTIONS"
         return Response(status=204) if is_question else None

@@ -151,5 +151,8 @@ BROKEN = {  # how, by what the error says
     "eader": lambda f: (f / "model.safetensors").write_bytes(b"abc"),
     "lacks norm.weight": weights_changed(lambda w: w.pop("norm.weight")),
     "fc.weight is [8, 96] instead of [32, 96]": holding("fc.weight", lambda w: w["fc.weight"][:8]),
+    "norm.weight has numbers of another kind, torch.int32": holding(
+        "norm.weight", lambda w: w["norm.weight"].int()
+    ),
     "norm.weight has numbers that": holding("norm.weight", lambda w: w["norm.weight"] * torch.nan),
 }

@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 from messages import RequestError
 from models import prompts as reading
 from models.prompts import chat_prompt, tokenize
+from serving.connection import CLIENT_BEHIND
 
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
 GENERATE, COMPLETIONS, CHAT = ROUTES
@@ -54,6 +55,13 @@ def test_a_wrong_path_or_method_is_a_json_error(client, wanted, method, path):
     message = answer.json["error"]["message"]
     assert (wanted == 405) == (" needs " in message)
     assert message.isprintable() and len(message) <= 300
+
+
+def test_access_is_checked_once(client):
+    """By the server, when it has read a head; by the application where there is no server."""
+    for environ, status in (({}, 403), ({CLIENT_BEHIND: bool}, 200)):
+        asked = {"headers": {"Host": "evil.example"}, "environ_overrides": environ}
+        assert client.get("/health", **asked).status_code == status
 
 
 TYPE = {"Content-Type": "application/json"}
@@ -135,7 +143,7 @@ BAD_CHATS = {
     "add_generation_prompt": [1, "no"],
     "continue_final_message": [1, True],
     "add_special_tokens": ["no"],
-    "chat_template_kwargs": [[], "x", {"messages": []}, {"x": "a" * 10_000}],
+    "chat_template_kwargs": [[], "x", {"messages": []}, {"self": 1}, {"x": "a" * 10_000}],
 }  # fmt: skip
 BAD_TEXTS = {"prompt": PROMPTS, "logprobs": [21, -1, 1.0, "all"]}
 REFUSED = {
@@ -261,6 +269,14 @@ def test_a_template_is_written_as_transformers_writes_it(template):
     tokenizer = noting(template)
     expected = tokenizer.real.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
     assert reading._render(HI, tokenizer) == expected
+
+
+def test_a_special_token_may_have_any_name():
+    """Those of the renderer's own are its own; a template may write the others."""
+    tokenizer = noting("{{ own }}{{ messages[0].content }}")
+    names = *reading._TEMPLATES_OWN, "limit_s", "asked", "own"
+    tokenizer.special_tokens_map = {name: f"<{name}>" for name in names}
+    assert reading._render(HI, tokenizer) == f"<own>{HI[0]['content']}"
 
 
 MEMORY, TIME = "needs more than 512 MiB of memory", r"took longer than 0\.2 s"

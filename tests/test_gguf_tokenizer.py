@@ -150,11 +150,17 @@ def test_an_ordinary_token_that_a_key_names_stays_one(tmp_path, name):
     assert (39 in tokenizer.turn_ends) == (name == "eos")
 
 
-def test_a_text_in_which_special_tokens_are_text_has_those_of_spaces(tmp_path):
+def test_a_text_in_which_special_tokens_are_text_has_the_user_defined_ones(tmp_path):
+    """As llama.cpp reads it, which takes the tokens of infill for special ones in any case."""
     tokenizer = tokenizer_of(byte_level(tmp_path, "mpt"))
     ids = tokenize_plain("a    b</s><tool>", tokenizer, 100)
     words = tokenizer.convert_ids_to_tokens(ids)
-    assert words[:3] == ["a", "    ", "b"] and not {"</s>", "<tool>"} & {*words}
+    assert words[:3] == ["a", "    ", "b"] and words[-1] == "<tool>" and "</s>" not in words
+    named = {f"fim_{part}_token_id": i for part, i in (("pre", 4), ("suf", 2), ("mid", 3))}
+    tokenizer = tokenizer_of(byte_level(tmp_path, "mpt", **named))
+    ids = tokenize_plain("a    b<tool>", tokenizer, 100)
+    words = tokenizer.convert_ids_to_tokens(ids)
+    assert words[1] == "    " and "<tool>" not in words
 
 
 NOT_PIECES = [
@@ -224,5 +230,6 @@ def test_llama_cpp_s_own_examples_are_equal(tmp_path):
         for text, ids in zip(content.split("\n__ggml_vocab_test__\n"), lines, strict=False):
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert tokens == list(map(int, ids.split())), (vocabulary.name, text)
+            assert tokenize_plain(text, tokenizer, 9999) == tokens, (vocabulary.name, text)
             num_equal += 1
     assert num_equal == 602

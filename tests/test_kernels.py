@@ -5,6 +5,7 @@ gets the logits of plain decoding. They are near those of transformers' modules,
 nothing can be compiled.
 """
 
+import hashlib
 import math
 import os
 import re
@@ -226,23 +227,96 @@ def test_without_a_compiler_transformers_modules_run(tiny_folder, unloaded):
         load(tiny_folder("llama"), quantize="int8")
 
 
+SAYS = "echo '{}' >&2\n{}"
+FULL = "linear.c:9:1: fatal error: error writing to /tmp/a.s: No space left on device"
+COMPILERS = {  # and whether it is called once, as it would say the same again
+    SAYS.format("linear.c:1: error: no such header", "exit 1"): True,
+    SAYS.format(FULL, "exit 1"): False,
+    SAYS.format("ld: final link failed: No space left on device: error", "exit 1"): False,
+    SAYS.format("linear.c:1: internal compiler error: Killed, an error", "exit 1"): False,
+    SAYS.format("linear.c:1: error: all is well", "kill -9 $$"): False,
+}
+
+
+@pytest.mark.parametrize("script", COMPILERS)
+def test_a_compiler_that_refuses_is_not_called_again_and_one_that_could_not_work_is(
+    script, unloaded, tmp_path, caplog
+):
+    write_program(tmp_path / "broken", f"echo $$ >> {tmp_path}/calls\n{script}")
+    unloaded("broken")
+    for _ in range(2):
+        library._tell.cache_clear()
+        library.use(True)
+    said = [message for message in caplog.messages if "slower: " in message]
+    assert not library.is_used and not [*tmp_path.rglob("*.so")]
+    assert "the compiler failed: " in said[0] and "error" in said[0]
+    assert ("the compiler failed before" in said[1]) == COMPILERS[script]
+
+
 @pytest.mark.parametrize(("compiler", "mode", "reason"), [
-    ("broken", 0o700, "the compiler failed: linear.c:1: error: no such header"),
     ('"x', 0o700, "CC is no command: No closing quotation"),
     ("", 0o777, "or others may write there"),
-], ids=["a compiler that fails", "no command", "a folder where others may write"])  # fmt: skip
+], ids=["no command", "a folder where others may write"])  # fmt: skip
 def test_a_line_says_why_nothing_is_compiled(compiler, mode, reason, unloaded, tmp_path, caplog):
-    """A compiler that failed is not called again."""
-    write_program(tmp_path / "broken", "echo 'linear.c:1: error: no such header' >&2\nexit 1")
     (folder := tmp_path / "speculative-decoding" / "compiled").mkdir(parents=True)
     folder.chmod(mode)
     unloaded(compiler)
     for _ in range(2):
         library.use(True)
     assert not library.is_used and reason in caplog.text and not [*tmp_path.rglob("*.so")]
-    is_broken = compiler == "broken"
-    assert ("the compiler failed before" in caplog.text) == is_broken
-    assert caplog.text.count("which is slower") == 1 + is_broken  # each reason is told once
+    assert caplog.text.count("which is slower") == 1  # the reason is told once
+
+
+def test_a_library_without_what_is_asked_for_is_a_line(unloaded, tmp_path, caplog, monkeypatch):
+    unloaded("gcc" if shutil.which("gcc") else "cc")
+    (tmp_path / "one.c").write_text("int little;\n")
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    library.use(True)
+    assert not library.is_used and "the kernels cannot be compiled: " in caplog.text
+    assert "undefined symbol: describe" in caplog.text and "\n" not in caplog.messages[-1]
+
+
+ANOTHER = 12345  # user
+PLACES = {  # what is made of the cache folder, and whether code in it is run
+    "as it comes": (lambda cache: None, True),
+    "others may write to it": (lambda cache: cache.chmod(0o777), False),
+    "a group may write to it": (lambda cache: cache.chmod(0o775), False),
+    "others may write beside it, and not rename it": (lambda cache: cache.chmod(0o1777), True),
+    "others may write a level below": (lambda cache: (cache / APP).chmod(0o770), False),
+    "a link of one's own": (lambda cache: link(cache), True),
+    "a link where others may write": (lambda cache: (link(cache), cache.chmod(0o777)), False),
+    "a link to where others may write": (lambda cache: link(cache).parent.chmod(0o777), False),
+    "another's": (lambda cache: os.chown(cache, ANOTHER, ANOTHER), False),
+    "a level below is another's": (lambda cache: os.chown(cache / APP, ANOTHER, ANOTHER), False),
+    "another's link": (
+        lambda cache: (link(cache), cache.chmod(0o1777),
+                       os.chown(cache / APP, ANOTHER, ANOTHER, follow_symlinks=False)), False),
+}  # fmt: skip
+APP = "speculative-decoding"
+
+
+def link(cache):
+    """Put a link in the place of the program's folder, which lies elsewhere now: where it lies."""
+    (cache / APP).rename(where := cache.with_name("elsewhere") / APP)
+    (cache / APP).symlink_to(where)
+    return where
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_code_is_run_only_where_nobody_else_could_put_it(name, tmp_path, monkeypatch):
+    """Neither in the folder nor on the way to it, links followed."""
+    change, is_safe = PLACES[name]
+    if "another's" in name and os.geteuid():
+        pytest.skip("gives folders to another user")
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path / "cache"))
+    folder = library.own_folder()
+    assert all(place.stat().st_mode & 0o777 == 0o700 for place in (folder, folder.parent))
+    change(cache)
+    try:
+        assert library.own_folder().samefile(folder) and is_safe
+    except PermissionError as error:
+        assert not is_safe and "others may write there (chmod go-w" in str(error)
 
 
 @pytest.mark.slow
@@ -267,6 +341,24 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
         assert said == "little\n"
         times.append(file.stat().st_mtime_ns)
     assert times[0] == times[1] < times[2]
+
+
+def test_a_pipe_in_the_place_of_what_was_compiled_is_not_waited_for(tmp_path):
+    (place := tmp_path / "a.so").write_bytes(b"library")
+    (digest := tmp_path / "a.sha256").write_text(hashlib.sha256(b"library").hexdigest())
+    with library._whole(place):
+        pass
+    for file in (digest, place):
+        content = file.read_bytes()
+        file.unlink()
+        assert library._whole(place) is None
+        os.mkfifo(file)
+        assert library._whole(place) is None
+        file.unlink()
+        file.mkdir()
+        assert library._whole(place) is None
+        file.rmdir()
+        file.write_bytes(content)
 
 
 def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
@@ -308,7 +400,9 @@ def bits(tmp_path, cpu, *options, asked="0 12 2", runner=(), compiler=None, kern
 
 def library_bits(tmp_path, asked="0 12 2"):
     """With the library that is loaded here."""
-    return bits(tmp_path, "native", asked=asked, kernels=library.load()._name)
+    return bits(
+        tmp_path, "native", asked=asked, kernels=library.own_folder() / f"{library._key()}.so"
+    )
 
 
 def test_all_that_is_in_c_has_the_same_bits_with_any_threads(tmp_path):

@@ -7,6 +7,8 @@ depend on the texts beside one.
 
 import gc
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,21 +17,23 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, assemble, load, logits_of, open_rows
+from conftest import ROOT, TARGET, application, assemble, load, logits_of, open_rows
 from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
-from models import catalogue, loading, reference, structure
+from models import catalogue, gguf_tokenizer, loading, reference, structure, tokenizer_bounds
 from models.files import read_folder, why_not_loaded
 from models.loading import StartError
+from models.prompts import tokenize, tokenize_plain
 from models.structure import FULL, UnsupportedModel, examine, window_of
 from serving.options import Options
 
@@ -87,6 +91,61 @@ def test_roundings_of_bfloat16_and_short_contexts_are_no_fault(folder, name, opt
 
 
 # ----------------------------------------------------------------------------------- refused
+def steps_of(**parts):
+    """Give tokenizer.json these parts, and a token that is read by them."""
+
+    def edit(folder):
+        file = folder / "tokenizer.json"
+        content = json.loads(file.read_text("utf-8")) | parts
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+        token = {"id": 4096, "content": "aaaa", "normalized": True} | plain
+        content["added_tokens"].append(token)
+        file.write_text(json.dumps(content), "utf-8")
+
+    return edit
+
+
+def in_turn(steps, name):
+    return {"type": "Sequence", name: steps}
+
+
+def replaces(old, new, kind="String"):
+    return {"type": "Replace", "pattern": {kind: old}, "content": new}
+
+
+def splits(pattern):
+    part = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return in_turn([part], "pretokenizers")
+
+
+def with_a_pipe(folder):
+    weights = load_file(folder / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pipe.safetensors")}
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "pipe.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+
+
+def with_template(folder):
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text("utf-8")) | {"chat_template": 5}
+    file.write_text(json.dumps(content), "utf-8")
+
+
+HUNDREDS = [replaces("a", "a" * 100)] * 8
+LENGTHENED = [
+    steps_of(normalizer=replaces("a", "b" * 100_000)),
+    steps_of(normalizer=in_turn(HUNDREDS, "normalizers")),
+    steps_of(normalizer=in_turn([replaces("(?<=a)", "a", "Regex")] * 30, "normalizers")),
+    steps_of(normalizer=in_turn([{"type": "NFKC"}, replaces("ل", "ﷺ")] * 4, "normalizers")),
+    steps_of(normalizer=in_turn([{"type": "Prepend", "prepend": "a" * 40}], "normalizers")),
+    steps_of(pre_tokenizer=in_turn(
+        [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+        * 30, "pretokenizers")),
+    steps_of(post_processor={
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+        "pair": [], "special_tokens": {}}),
+]  # fmt: skip
 UP, EXPERT = "model.layers.1.mlp.up", "model.layers.1.block_sparse_moe.experts.3.w1.weight"
 REFUSED = [  # a family, an edit of its folder or none, and what is said
     ("llama", weights_changed(lambda w: w.update({f"{UP}.weight": w.pop(f"{UP}_proj.weight")})),
@@ -101,6 +160,20 @@ REFUSED = [  # a family, an edit of its folder or none, and what is said
     ("bert", saying(is_decoder=False), "has no KV cache in transformers"),
     ("jamba", saying(), r"\(jamba\) has recurrent layers of a kind that .* .JambaMambaMixer."),
     ("inkling_text", saying(), r"\(inkling_text\) keeps several states in one layer"),
+    *(("llama", edit, r"can make a text .* times as long \(by its norm") for edit in LENGTHENED),
+    ("llama", steps_of(decoder=in_turn(HUNDREDS, "decoders")), "1e.16 times as long .by its decod"),
+    ("llama", steps_of(pre_tokenizer=splits("(x+x+)+y|[^x]")),
+     r"its tokenizer: '\(x\+x\+\)\+y\|\[\^x\]' has a repetition inside a repetition$"),
+    ("llama", with_template, "llama: its chat_template: 'int' object has no"),
+    ("llama", with_a_pipe, "index.json names pipe.safetensors, which is no file$"),
+    *(("llama", saying(num_hidden_layers=n), f"too few tensors: its num_hidden_layers is {n}$")
+      for n in (10**5, 10**12)),
+    *(("llama", saying(**{name: n}), "llama has far fewer weights than its config.json asks for$")
+      for name, n in (("intermediate_size", 10**7), ("vocab_size", 10**8), ("head_dim", 10**12))),
+    ("mixtral", saying(num_local_experts=10**9), "far fewer weights"),
+    *(("llama", holding(f"{UP}_proj.weight", lambda w, k=kind: w[f"{UP}_proj.weight"].to(k)),
+       f"llama has {said} numbers in {UP}_proj.weight, which must be floats$")
+      for kind, said in ((torch.int32, "I32"), (torch.bool, "BOOL"))),
 ]  # fmt: skip
 
 
@@ -109,6 +182,62 @@ def test_what_cannot_be_served_is_refused_with_the_reason(folder, family, edit, 
     edit(path := folder(family))
     with pytest.raises(ValueError, match=message):  # as a StartError is
         load(path)
+
+
+PATTERNS = [pattern for split in gguf_tokenizer._SPLITS.values() for pattern in split] + [
+    # GPT-4's, o200k's, Kimi-K2's, SuperBPE's, Aya's and K-EXAONE's, as far as they repeat.
+    r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s+(?!\S)|\s+",
+    r"[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re)?| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+",
+    r"[\p{Han}]+|[\p{Lu}\p{M}&&[^\p{Han}]]*[\p{Ll}&&[^\p{Han}]]+(?i:'s|'t)?",
+    r"(?=(\d{3})+(?!\d))", r"\d{1,3}(?=(?:\d{3})*\b)", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\s+",
+    "(?:ab)?", "(a{1,3}b)?", "(a+b)?", "(?:\r?\n)+", "[(a+)+]", r"\(a+\)+", "[^]a+(]*",
+]  # fmt: skip
+ENDLESS = [
+    "(x+x+)+y", "(x*)*", "(x+){2,}", "((x+)y){5}", "(?:(?:a|b*)c)*", "(x{1,50}){1,50}",
+    r"(?<n>\p{L}+)+", r"([\p{L}&&[^(]]x+)+", r"(\(x+)*",
+]  # fmt: skip
+
+
+def test_patterns_of_real_tokenizers_are_used_and_those_that_may_never_end_are_not():
+    assert [pattern for pattern in PATTERNS if tokenizer_bounds.is_endless(pattern)] == []
+    assert [pattern for pattern in ENDLESS if not tokenizer_bounds.is_endless(pattern)] == []
+
+
+NORMALIZERS = {
+    "llama": [{"type": "Prepend", "prepend": "▁"}, replaces(" ", "▁")],
+    "albert": [
+        replaces("``", '"'), replaces("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"},
+        {"type": "Lowercase"}, replaces(" {2,}", " ", "Regex"),
+    ],
+    "bert": [{"type": "BertNormalizer"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_normalizers_of_real_tokenizers_are_used(name):
+    words = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    steps = in_turn(NORMALIZERS[name], "normalizers")
+    tokenizer_bounds.check_steps({"normalizer": steps, "pre_tokenizer": words, "decoder": words})
+
+
+def test_a_tokenizer_that_fails_costs_one_request(folder, monkeypatch):
+    """The library's panic, which is no Exception, would end the thread, and nobody would answer."""
+    steps_of(pre_tokenizer=splits("(x|xx)+y|[^x]"))(path := folder("llama"))
+    engine, text = load(path), "x" * 60
+    tokenizer, said = engine.target.tokenizer, "the tokenizer failed: .*retry-limit"
+    for read in (tokenize, tokenize_plain):
+        with pytest.raises(RuntimeError, match=said) as caught:
+            read(text, tokenizer, 100)
+    with application(engine, Options(str(path))) as client:
+        answer = client.post("/generate", json={"prompt": text})
+        assert answer.status_code == 500 and re.search(said, answer.json["error"]["message"])
+        assert client.post("/generate", json={"prompt": "ab", "max_tokens": 2}).status_code == 200
+        broken = Mock(decode=Mock(side_effect=caught.value.__cause__))
+        monkeypatch.setattr(tokenizer, "_tokenizer", broken)  # also in the engine's thread
+        fields = {"prompt": [5, 6], "max_tokens": 4, "stop": "a"}
+        assert client.post("/generate", json=fields).status_code == 500
+        monkeypatch.undo()
+        assert client.post("/generate", json=fields).status_code == 200
 
 
 def test_a_weight_with_an_empty_report_is_passed_over():
@@ -204,14 +333,14 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
         assert load(path, **options)
     for shard in (elsewhere, "../blob", "part/../../blob"):
         name(shard)
-        with pytest.raises(StartError, match=f"{index} of .*llama names .*, which is outside its"):
+        with pytest.raises(StartError, match=f"llama: {index} names .*, which is outside its"):
             load(path, **options)
         if not pickled:  # heads are read another way
-            with pytest.raises(ValueError, match=f"{index} names .*, outside its folder"):
+            with pytest.raises(ValueError, match=f"{index} names .*, which is outside"):
                 read_folder(str(path), allow_pickle=False)
     for changes in ({"metadata": None}, {"weight_map": ["x"]}, {"weight_map": {"x": 1}}):
         name("x", **changes)
-        with pytest.raises(StartError, match=f"llama: {index}, which needs a weight_map and meta"):
+        with pytest.raises(StartError, match=f"llama: {index} needs a weight_map and meta"):
             load(path, **options)
 
 

@@ -17,15 +17,28 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
-from subprocess import PIPE, run
+from subprocess import PIPE, Popen, run
 
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, application
 from safetensors.torch import load_file
-from server import COLOURS, GOOD, PATHS, SCRIPT, end_of, module_server, process, serving, until
+from server import (
+    COLOURS,
+    GOOD,
+    PATHS,
+    SCRIPT,
+    Client,
+    end_of,
+    free_port,
+    module_server,
+    process,
+    serving,
+    until,
+)  # fmt: skip
 
 from kernels import library
 from page import INDEX, files
@@ -76,6 +89,25 @@ def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
         assert server.generate(**GOOD)[0] == 200
         with socket.socket() as probe:  # to this machine alone: 0.0.0.0 would have this one, too
             assert probe.connect_ex(("127.0.0.2", server.port)) != 0
+
+
+def test_a_start_that_fails_says_so_in_one_line_while_clients_ask(tmp_path):
+    """Python has no threads for answers while it ends."""
+    (tmp_path / "config.json").write_text("{")
+    client = Client(free_port())
+    command = [sys.executable, SCRIPT, "--port", str(client.port), "--model", str(tmp_path)]
+    with Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as started:
+
+        def ask(_):
+            while started.poll() is None:
+                with suppress(OSError, HTTPException):
+                    client.call("GET", "/health")
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, range(4)))
+        *others, last = started.stderr.read().splitlines()
+    assert started.returncode == 2 and last.startswith("error: cannot load")
+    assert all(json.loads(line)["logger"] == "progress" for line in others)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tgkill is Linux's")
