@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 MOST_BYTES = 512 << 20  # of memory, beside what the child takes at first
-TOO_LONG = -signal.SIGALRM  # how a child ends whose time is over
+TOO_LONG = -signal.SIGPROF  # how a child ends whose time is over
 
 
 class Child:
@@ -77,5 +77,5 @@ def serve(answer: Callable[..., Any]) -> None:
     """In the child: answer each line with what `answer` makes of its values."""
     while line := sys.stdin.buffer.readline():
         text = json.dumps(answer(*json.loads(line)))
-        signal.setitimer(signal.ITIMER_REAL, 0)  # which `answer` may have set
+        signal.setitimer(signal.ITIMER_PROF, 0)  # which `answer` may have set
         print(text, flush=True)

@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Json, Model, RequestError, check_prompt
+from messages import TOO_SLOW, Json, Model, RequestError, check_prompt
 
 from .calls import Form, form_of
 from .catalogue import ROOT
@@ -29,7 +29,7 @@ from .tools import Tools, check_results, read_calls, turns_for_template
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
 _MESSAGE_COST = 50  # characters that take as long as a message
-_TEMPLATE_LIMIT_S = 5.0
+_TEMPLATE_LIMIT_S = 5.0  # of a processor: a thousand times what templates take
 TEMPLATE_FIELDS = (
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template_kwargs",
 )  # fmt: skip
@@ -321,7 +321,8 @@ def _render(
 ) -> str:
     """The conversation as the chat template writes it.
 
-    Raises RequestError where the template refuses, or takes too long or too much memory.
+    Raises RequestError: 400 where the template refuses or takes too much memory, 503 where it takes
+    too long.
     """
     how = how or {}
     has_tools = tools or any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
@@ -340,6 +341,9 @@ def _render(
         named = tokenizer.special_tokens_map
         asked |= {name: token for name, token in named.items() if name not in _TEMPLATES_OWN}
         text = renderer.render(_TEMPLATE_LIMIT_S, asked)
+    except TimeoutError:  # no mistake of the client's
+        why = f"the model's chat template took longer than {_TEMPLATE_LIMIT_S:g} s on this machine"
+        raise RequestError(why, status=503, code=TOO_SLOW) from None
     except ValueError as error:
         raise _wrong(f"the chat template {error}") from error
     if text and not is_text(text):

@@ -301,11 +301,13 @@ def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for template, said in HOSTILE.items():
         monkeypatch.setattr(reading, "_TEMPLATE_LIMIT_S", 0.2 if said == TIME else LIMIT_S)
-        with pytest.raises(RequestError, match=f"^the chat template {said}") as caught:
+        with pytest.raises(RequestError, match=f"chat template {said}") as caught:
             chat_prompt(HI, noting(template), CONTEXT)
-        assert caught.value.status == 400 and len(caught.value.message) <= 300
+        how = (503, "machine_too_slow") if said == TIME else (400, None)  # no client's mistake
+        assert (caught.value.status, caught.value.code) == how
+        assert len(caught.value.message) <= 300
         child = reading.renderer.child
-        assert (child.poll() == -signal.SIGALRM) == (said == TIME)
+        assert (child.poll() == -signal.SIGPROF) == (said == TIME)
         if said != TIME and sys.platform == "linux":
             status = Path(f"/proc/{child.pid}/status").read_text()
             peak = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
