@@ -301,7 +301,7 @@ class Sequence:
 
     def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        known = () if request.sampling.is_coupled else request.prediction  # maybe the seed's own
+        known = () if request.sampling.is_coupled else request.prediction  # see Noise
         self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next

@@ -31,7 +31,7 @@ AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
 PLAIN = "none"  # for no drafter
 _MOST_EVIDENCE, _MOST_FORCED = 8, 16
-_MASKS_S = 0.005  # of a pass's time, for the masks of its texts: most take 0.1 ms
+_MASKS_S, _AGAIN_S = 0.005, 0.001  # a pass waits for masks, and looks again where all texts wait
 LOG = logging.getLogger("drafters")
 
 
@@ -245,8 +245,11 @@ class DrafterPool:
             if text not in late and (draft := text.draft) is not None:
                 is_drawn = draft.probs is not None and not text.request.sampling.is_coupled
                 text.draft = text.matcher.cut(draft, is_drawn)
-        self.num_late += len(late)
-        return [s for s in sequences if s.drafting not in late]
+        if ready := [s for s in sequences if s.drafting not in late]:
+            self.num_late += len(late)
+        elif late:
+            time.sleep(_AGAIN_S)
+        return ready
 
     def _forced(self, text: DraftedText) -> list[int]:
         """What the grammar forces next, where several drafters draft for a text, and none draws."""

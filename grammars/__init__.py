@@ -43,6 +43,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import TOO_SLOW, Draft, RequestError
 from models.prompts import Turns
+from models.tokenizer_bounds import panics_caught
 
 from .measure import USUAL, Limits
 from .probe import BUILD_S, OF_THE_TEXT, Probe, build, reason_of
@@ -53,6 +54,7 @@ _MOST_COMPILED = 6  # grammars that are stored; one takes up to 42 MB
 _MOST_FAILED = 64  # grammars of which is stored that they cannot be used
 _MOST_WAITING = 32  # requests with a new grammar; each may take some seconds
 _NUM_THREADS, _NICE = 8, 10  # for masks; passes of the target come first
+_FAST_S = 0.005  # a pass waits for masks that mostly take 0.1 ms, and for no slower ones
 _LONG_TOKEN = 32  # bytes
 LOG = logging.getLogger("engine")
 # For each byte of llguidance's bits eight numbers to add: 0, or −inf for what is forbidden. Looking
@@ -120,7 +122,7 @@ def in_characters(rules: str, is_source: bool = False) -> str:
         if code[0] == "\\\\":
             return code[0]
         number = int(code[1] or code[2] or code[3], 16)
-        if not 0 < number < 0x110000 or 0xD800 <= number < 0xE000:
+        if number >= 0x110000 or 0xD800 <= number < 0xE000:
             raise ValueError(f"{code[0]} is no character")
         return f"\\x{number:02x}" if is_source and number < 128 else chr(number)
 
@@ -151,6 +153,7 @@ class CannotGoOn(RequestError, ValueError):
 class Vocabulary:
     """The tokens of a model, as grammars need them. Building one takes about a second."""
 
+    @panics_caught()
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: frozenset[int]) -> None:
         """`size` is the number of the model's logits. Raises ValueError for a slow tokenizer."""
         from llguidance import LLTokenizer
@@ -165,14 +168,16 @@ class Vocabulary:
         self.tokenizer = LLTokenizer(*words)
         added = tokenizer.added_tokens_encoder.items()
         self.special = [text for text, i in added if self.tokenizer.is_special_token(i)]
-        self._compiled: dict[str, Grammar] = {}  # by source, the last one used last
-        self._failed: dict[str, tuple[bool, str]] = {}  # by source: is it our fault, and why
+        # By what was asked for and its text; the last one used is last.
+        self._made: dict[tuple[str, str], Any] = {}
+        self._failed: dict[tuple[str, str], tuple[bool, str]] = {}  # is it our fault, and why
         self._lock, places = threading.Lock(), threading.BoundedSemaphore(_MOST_WAITING)
         self._turns = Turns("new grammars", 0, 0, places)
 
     def in_lark(self, rules: str) -> str:
         """GBNF as rules of Lark's. Raises as `compiled` does."""
-        return self._made(rules, lambda: self._probe.in_lark(in_characters(rules, is_source=True)))
+        codes = in_characters(rules, is_source=True)  # llguidance drops a code's first zeros
+        return self._once("rules", rules, lambda: self._probe.in_lark(codes))
 
     def compiled(self, source: str, limits: Limits = USUAL) -> "Grammar":
         """The grammar of this source. New ones are compiled one at a time.
@@ -185,47 +190,43 @@ class Vocabulary:
             self._probe.check(source, *limits)
             return Grammar(source, limits, self)
 
-        return self._made(source, build)
+        return self._once("grammar", source, build)
 
-    def _made(self, source: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes of a source, once; what it raises is raised again for that source."""
-        if (made := self._known(source)) is None:
+    def _once(self, what: str, text: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes of a text; what it raises is raised again for that text."""
+        if (made := self._known(what, text)) is None:
             with self._turns.take(1):
-                if (made := self._known(source)) is None:  # else others had asked for the same
-                    made = self._make(source, make)
+                if (made := self._known(what, text)) is None:  # else others had asked for the same
+                    made = self._make(what, text, make)
         return made
 
-    def _make(self, source: str, make: Callable[[], Any]) -> Any:
+    def _make(self, what: str, text: str, make: Callable[[], Any]) -> Any:
+        stored, most, made = self._failed, _MOST_FAILED, None
         try:
             made = make()
+            stored, most, value = self._made, _MOST_COMPILED, made
         except TimeoutError:
-            LOG.error("a grammar took longer than %g s to build: %.500r", BUILD_S, source)
-            why = "the grammar took too long to build on this machine"
-            self._store(self._failed, _MOST_FAILED, source, (True, why))
+            LOG.error("a grammar took longer than %g s to build: %.500r", BUILD_S, text)
+            value = True, "the grammar took too long to build on this machine"
         except ValueError as error:
-            self._store(self._failed, _MOST_FAILED, source, (False, str(error)))
-        else:
-            self._store(self._compiled, _MOST_COMPILED, source, made)
-            return made
-        return self._known(source)
-
-    def _store(self, stored: dict[str, Any], most: int, source: str, value: Any) -> None:
+            value = False, str(error)
         with self._lock:
-            stored[source] = value
+            stored[what, text] = value
             for oldest in [*stored][:-most]:
                 del stored[oldest]
+        return made or self._known(what, text)
 
-    def _known(self, source: str) -> Any:
-        """What was made of a source; None if it is new. Raises what making it raised."""
+    def _known(self, what: str, text: str) -> Any:
+        """What was made of a text; None if it is new. Raises what making it raised."""
         with self._lock:
-            is_ours, why = self._failed.get(source, (False, ""))
+            is_ours, why = self._failed.get((what, text), (False, ""))
             if is_ours:
                 raise RequestError(why, status=503, code=TOO_SLOW)
             if why:
                 raise ValueError(why)
-            if grammar := self._compiled.pop(source, None):
-                self._compiled[source] = grammar
-            return grammar
+            if made := self._made.pop((what, text), None):
+                self._made[what, text] = made
+            return made
 
 
 _vocabulary_of, _building = lru_cache(2)(Vocabulary), threading.Lock()
@@ -247,8 +248,8 @@ class Grammar:
         self._first.compute_bitmask()  # the first mask takes longest
         if why := reason_of(self._first):
             raise ValueError(why)
-        # Matchers of one grammar wait for each other, as they share its states.
-        self.under_way: list[Future[Any]] = []  # of the masks that are being computed
+        self.under_way: list[Future[Any]] = []  # masks of its texts that are being computed
+        self.is_slow = False  # they took longer than a pass waits
         self.is_heavy = False  # a mask was too much: its texts draft nothing more
 
     def build(self) -> None:
@@ -292,9 +293,14 @@ class Matcher:
             self._grammar.under_way.append(self._explored)
 
     def settle(self, deadline: float) -> bool:
-        """Wait until the masks of all texts of this grammar are computed, or the time is over."""
+        """Whether the masks of all texts of this grammar are computed.
+
+        Matchers of one grammar share its states, so `consume` would wait for another's mask. It
+        waits until the deadline, but not where the grammar was slow before.
+        """
         under_way = self._grammar.under_way
-        wait(under_way, max(0.0, deadline - time.monotonic()))
+        if not self._grammar.is_slow:
+            wait(under_way, max(0.0, deadline - time.monotonic()))
         under_way[:] = [masks for masks in under_way if not masks.done()]
         return not under_way
 
@@ -319,7 +325,7 @@ class Matcher:
         if len(places) < len(paths):
             masks = masks[[0, *(i + 1 for i in places)]]
             draft = _part(draft, places)
-        self._seen = draft, masks
+        self._draft, self._seen = draft, (draft, masks)
         return draft
 
     def mask(self, scores: Tensor, draft: Draft) -> Tensor:
@@ -334,19 +340,22 @@ class Matcher:
             _, masks = self._explored.result()
         return scores + torch.from_numpy(masks).to(scores.device)
 
+    @panics_caught()
     def _explore(self, draft: Draft) -> tuple[set[int], np.ndarray]:
         """The drafted tokens that the text may go on with, and the masks [n + 1, V] to be added.
 
         Raises ValueError where the grammar cannot go on behind the pending token.
         """
         kept, shape = set[int](), (len(draft.tokens) + 1, self._vocabulary.size)
-        masks = np.zeros(shape, np.float32)
+        masks, began = np.zeros(shape, np.float32), time.monotonic()
         try:
             self._walk(self._matcher.deep_copy(), draft, -1, kept, masks)
         except CannotGoOn as error:  # others may have used up what llguidance allows
             self._grammar.is_heavy = True
             self._begin_anew(self._tokens, error)
             self._walk(self._matcher.deep_copy(), draft, -1, kept, masks)
+        finally:
+            self._grammar.is_slow = time.monotonic() - began > _FAST_S
         return kept, masks
 
     def _walk(
@@ -385,6 +394,7 @@ class Matcher:
         self._matcher = self._grammar.copy()
         self._matcher.consume_tokens(tokens)
 
+    @panics_caught()
     def consume(self, token: int) -> bool:
         """Go on with a token of the text. Returns whether the text is whole: nothing may follow.
 
@@ -398,6 +408,7 @@ class Matcher:
         self._tokens.append(token)
         return self._matcher.is_stopped()
 
+    @panics_caught()
     def forced(self, most: int) -> list[int]:
         """At most `most` tokens of the text that must follow, as the tokenizer would write it.
 

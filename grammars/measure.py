@@ -8,7 +8,7 @@ llguidance 1.9 do not bound all of its time. On one core of an EPYC (Zen 4) it t
     1.5 s    for 5,000 properties of one object, in which each may be left out
     13 s     for a first mask of 1,000 alternatives, each of which may be any of them again
 
-and at most 1.9 s for anything within these limits.
+and at most 2.2 s for whatever was tried within these limits.
 """
 
 import json
@@ -25,12 +25,16 @@ _MOST = {
     "characters of rules": 1 << 16,  # which are translated in Python if they are GBNF
     "schemas in it": 10_000,
     "properties of one object": 2_000,
+    "properties of one object that may be left out": 490,  # a row has four items for each
     "alternatives": 1_000,
     "characters in classes": 40_000,
-    "as the least common multiple of multipleOf": 50_000,
+    "classes of Unicode": 2_000,
+    "as the least common multiple of multipleOf": 100_000,
 }
-_FEW, _VERY_FEW = 200, 20  # alternatives
-_AMBIGUOUS_ROW, _MASK = 500, 300_000  # items; the latter are divided by the alternatives
+_FEW = 200  # alternatives, with which rows are as those of an unambiguous grammar
+_AMBIGUOUS_ROW, _MASK = 500, 300_000  # items; the latter are shared by at least 20 alternatives
+_UNICODE = re.compile(r"\\[pPwW]")
+_COMPOUND = {"$ref", "anyOf", "oneOf", "allOf", "items", "prefixItems", "properties"}
 _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*")
 # What Lark's rules hold and do not read: comments, special tokens, regular expressions and texts.
 # An open one ends with the rules, or its line: then no search begins twice at the same place.
@@ -52,24 +56,40 @@ def schemas_in(part: Any, has_names: bool = False) -> Iterator[Json]:
                 yield from schemas_in(each, not has_names and key in _NAMED)
 
 
-def _check(what: str, size: float) -> None:
-    if size > _MOST[what]:
-        raise ValueError(f"has {size} {what}, and at most {_MOST[what]} are read")
+def _check(what: str, size: int) -> None:
+    if size > (most := _MOST[what]):
+        count = size if size < 1e9 else f"{float(min(size, 10**300)):.3g}"
+        raise ValueError(f"has {count} {what}, and at most {most} are read")
 
 
 def _multiple(schema: Json) -> int:
-    """How many states the multiples of a schema's number need. Example: 617 for 12.34, 617 / 50."""
-    try:
-        return Fraction(str(schema.get("multipleOf", 1))).numerator
-    except (ValueError, ZeroDivisionError):  # it is no number, and llguidance says so
+    """How many states the multiples of a schema's number need. Examples: 12.34 -> 617; 500 -> 5."""
+    value = schema.get("multipleOf")
+    if type(value) not in (int, float) or not math.isfinite(value):  # llguidance says so
         return 1
+    number = Fraction(str(value)).numerator
+    while number and number % 10 == 0:  # zeros at the end need no more
+        number //= 10
+    return number
 
 
 def _num_alternatives(schema: Json) -> int:
-    """How many schemas may come at one place. That there may be null does not count."""
+    """How many schemas that hold others may come at one place; one of them is no choice."""
     every = [some for key in ("anyOf", "oneOf") if isinstance(some := schema.get(key), list)]
-    counts = [len([each for each in some if each != {"type": "null"}]) for some in every]
+    counts = [
+        sum(isinstance(each, dict) and not _COMPOUND.isdisjoint(each) for each in some)
+        for some in every
+    ]
     return sum(count for count in counts if count > 1)
+
+
+def check_length(value: Any, is_lark: bool) -> str:
+    """A grammar's `value` as a text. Raises ValueError for one that is too long to be read."""
+    is_text = isinstance(value, str)
+    text = value if is_text else json.dumps(value, ensure_ascii=False)
+    kind = " of rules" if is_lark else " of a regular expression" if is_text else ""
+    _check(f"characters{kind}", len(text))
+    return text
 
 
 class Limits(NamedTuple):
@@ -91,23 +111,24 @@ def limits_of(value: Any, is_lark: bool, schemas: list[Any]) -> Limits:
 
     Raises ValueError for a grammar that is too large.
     """
-    is_text = isinstance(value, str)
-    text = value if is_text else json.dumps(value, ensure_ascii=False)
-    kind = " of rules" if is_lark else " of a regular expression" if is_text else ""
-    _check(f"characters{kind}", len(text))
-    nodes, patterns, multiple = list(schemas_in(schemas)), [text] if is_text else [], 1
+    text, nodes, multiple = check_length(value, is_lark), list(schemas_in(schemas)), 1
+    patterns = [text] if isinstance(value, str) else []
     _check("schemas in it", len(nodes))
     for node in nodes:
         if isinstance(named := node.get("properties"), dict):
+            required = node.get("required")
+            needed = {*map(str, required)} if isinstance(required, list) else set[str]()
             _check("properties of one object", len(named))
+            _check("properties of one object that may be left out", len(named.keys() - needed))
         patterns += [part for part in (node.get("pattern"),) if isinstance(part, str)]
         patterns += [*named] if isinstance(named := node.get("patternProperties"), dict) else []
         multiple = math.lcm(multiple, _multiple(node))
         _check("as the least common multiple of multipleOf", multiple)
     classes = (found for pattern in patterns for found in _CLASS.findall(pattern))
     _check("characters in classes", sum(map(len, classes)))
+    _check("classes of Unicode", sum(len(_UNICODE.findall(pattern)) for pattern in patterns))
     breadth = HELD.sub(" ", text).count("|") if is_lark else 0
     breadth += sum(map(_num_alternatives, nodes))
     _check("alternatives", breadth)
     is_plain = not is_lark and breadth <= _FEW
-    return Limits(USUAL.row if is_plain else _AMBIGUOUS_ROW, _MASK // max(_VERY_FEW, breadth))
+    return Limits(USUAL.row if is_plain else _AMBIGUOUS_ROW, _MASK // max(20, breadth))

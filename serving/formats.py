@@ -27,7 +27,7 @@ from grammars import (
     source_of,
     vocabulary_of,
 )
-from grammars.measure import HELD, Limits, limits_of, schemas_in
+from grammars.measure import HELD, Limits, check_length, limits_of, schemas_in
 from messages import Engine, Json, one_line
 from models.prompts import Conversation, Tokenizer, is_text
 
@@ -158,6 +158,7 @@ def _limits_of(kind: str, value: Any, special: Collection[str]) -> Limits:
     `special` are the texts of tokens that no text has. Raises ValueError for what is too large, and
     for what llguidance takes, and does something else with.
     """
+    check_length(value, kind == LARK)
     schemas = [] if isinstance(value, str) else [value]
     parts = [value]  # in which a special token's text would be taken for the token
     if kind == LARK and not is_gbnf(value):  # rules of Lark's may name a token, their schemas not
@@ -175,8 +176,8 @@ def _limits_of(kind: str, value: Any, special: Collection[str]) -> Limits:
         if token in plain:
             raise ValueError(f"holds {token}, which is a token of its own")
     for schema in schemas_in(schemas):  # keys would have to be counted: a text may repeat one
-        required = schema.get("required")
-        least, known = schema.get("minProperties"), isinstance(required, list) and len(required)
+        required, least = schema.get("required"), schema.get("minProperties")
+        known = len(required) if isinstance(required, list) else 0
         if isinstance(least, int) and least > known:
             raise ValueError("minProperties beyond the required ones is not supported")
     return limits
