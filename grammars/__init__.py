@@ -302,6 +302,7 @@ class Matcher:
         if not self._grammar.is_slow:
             wait(under_way, max(0.0, deadline - time.monotonic()))
         under_way[:] = [masks for masks in under_way if not masks.done()]
+        self._grammar.is_slow |= bool(under_way)
         return not under_way
 
     def cut(self, draft: Draft, is_drawn: bool = False) -> Draft:

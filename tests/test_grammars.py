@@ -6,6 +6,7 @@ grammar forbids is cut from drafts, and what it forces is a draft. Requests over
 test_formats.py.
 """
 
+import importlib
 import json
 import os
 import re
@@ -508,7 +509,22 @@ def test_a_faulty_matcher_ends_one_text_alone(demo_engine, prompts, expected, mo
             assert s is broken or not s.warnings
 
 
-def test_a_text_whose_grammar_is_slow_sits_out_and_others_go_on(demo_engine, prompt, expected):
+def before_each(monkeypatch, name):
+    """What a function is called with from now on, lists as they are then."""
+    module, _, function = name.rpartition(".")
+    inner, calls = getattr(importlib.import_module(module), function), []
+
+    def noted(*given):
+        calls.append([[*each] if isinstance(each, list) else each for each in given])
+        return inner(*given)
+
+    monkeypatch.setattr(name, noted)
+    return calls
+
+
+def test_a_text_whose_grammar_is_slow_sits_out_and_others_go_on(
+    demo_engine, prompt, expected, monkeypatch
+):
     """So do texts of the same grammar, as they share its states. Then each goes on as ever."""
     names = ["schema", "schema", "regex", None]
     requests = [
@@ -523,12 +539,14 @@ def test_a_text_whose_grammar_is_slow_sits_out_and_others_go_on(demo_engine, pro
         return walk(*given)
 
     slow.matcher._walk = waiting
+    waits = before_each(monkeypatch, "grammars.wait")
     try:
         while going := [s for s in sequences if not s.finish_reason and s in others]:
             demo_engine.step([*sequences[:2], *going])
     finally:
         may_go.set()
     assert not slow.output and not sequences[1].output and demo_engine.pool.num_late > before
+    assert sum(slow.matcher._explored in masks for masks, _ in waits) == 1  # no pass waits again
     finish(demo_engine, sequences)
     for name, s in zip(names, sequences, strict=True):
         assert s.output == expected(prompt, name, 24, "greedy") and not s.warnings
