@@ -24,12 +24,13 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any
 
 from messages import in_short
+
+if TYPE_CHECKING:  # functions import it: models/ahead.py needs this file before
+    import torch
+    from torch import Tensor
 
 LOG = logging.getLogger("kernels")
 PROGRESS = logging.getLogger("progress.once")  # shown on a terminal, too
@@ -45,12 +46,19 @@ _SECONDS = 300
 _library: ctypes.CDLL | None = None
 _outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `exclusive`
 is_used = False
-# Memory for numbers that C writes: torch's defaults may be of another type and device.
-room = partial(torch.empty, dtype=torch.float32, device="cpu")
+
+
+def room(*shape: int) -> "Tensor":
+    """Memory for numbers that C writes: torch's defaults may be of another type and device."""
+    import torch
+
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def num_threads() -> int:
     """How many threads compute a call: as many as torch has outside `exclusive`."""
+    import torch
+
     return _outside.get() or torch.get_num_threads()
 
 
@@ -61,6 +69,8 @@ def exclusive() -> Iterator[None]:
     Its other threads wait busily for a while for what comes next, and would take the cores from
     the kernels'. Where kernels are not used, it computes with all.
     """
+    import torch
+
     if not is_used:
         yield
         return
@@ -116,7 +126,7 @@ def _tell(reason: str) -> None:
     LOG.warning("the models run in transformers' modules, which is slower: %s", reason)
 
 
-def load() -> ctypes.CDLL:
+def load(compiles: bool = True) -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
 
     What a compiler has refused is not tried again: it takes a while.
@@ -131,6 +141,8 @@ def load() -> ctypes.CDLL:
         if (file := _whole(place)) is None:
             if (refused := place.with_suffix(".refused")).exists():
                 raise ValueError(f"the compiler failed before (remove {refused} to try again)")
+            if not compiles:
+                raise ValueError("the kernels are not compiled yet")
             try:
                 _compile(place)
             except ValueError:
@@ -163,15 +175,19 @@ def checked(result: int) -> int:
 
 
 def address(
-    tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32
+    tensor: "Tensor | None", *shape: int, dtype: "torch.dtype | None" = None
 ) -> ctypes.c_void_p:
     """A tensor's address for C, which trusts that so many numbers of the type lie in a row.
 
-    NULL for None, and for a tensor without numbers. Without a `shape` the caller knows the size.
+    NULL for None, and for a tensor without numbers. Without a `shape` the caller knows the size;
+    without a `dtype` it is float32.
     """
+    import torch
+
     if tensor is None:
         return ctypes.c_void_p()
-    assert tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous(), "not what C reads"
+    is_asked = tensor.dtype is (dtype or torch.float32)
+    assert is_asked and tensor.is_cpu and tensor.is_contiguous(), "not what C reads"
     assert not shape or tensor.shape == shape, f"{list(tensor.shape)} is not {list(shape)}"
     return ctypes.c_void_p(tensor.data_ptr())
 
