@@ -33,7 +33,7 @@ from kernels.decoder import Rows
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from messages import Doubts, Request
-from models import gguf_tensors
+from models import gguf_file
 from serving import trace
 
 pytestmark = needs_compiler
