@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.initialization import no_init_weights
@@ -122,9 +123,20 @@ def load_model(
     return model, report
 
 
+class _Meta(DeviceContext):
+    """The device "meta", but for what has numbers: torch would import sympy there, for 0.2 s."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
+        if function in (torch.arange, torch.tensor):  # of rotations, which `_filled` computes anew
+            return function(*args, **(options or {}))
+        return super().__torch_function__(function, types, args, options)
+
+
 def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights. Raises BadFile if it has many more than the file."""
-    with torch.device("meta"), no_init_weights():  # which would take a third of a second
+    with _Meta(torch.device("meta")), no_init_weights():
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
     asked = sum(weight.numel() for weight in empty.parameters())
     held = sum(prod(tensor.shape) for tensor in file.tensors.values())
