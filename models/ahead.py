@@ -20,6 +20,8 @@ from .gguf_file import GgufFile, Tensor
 _PIECE = 1 << 22  # bytes that are read at once: each time a thread waits for the import's
 _SWITCH_S = 0.0005  # how long it waits at most
 _ELSE = {"-h", "--help", "--help-all", "--device", "--engine", "--no-kernels", "--quantize"}
+# Tensors whose rows llama.cpp has put into another order, by family.
+_MOVED = {"llama": ("attn_q.weight", "attn_k.weight")}
 _Job = tuple[GgufFile, Tensor, Future]
 _files: dict[str, GgufFile] = {}  # until somebody opens them
 _opening: list[Thread] = []
@@ -67,9 +69,7 @@ def _open(target: str, draft: str) -> None:
         jobs = deque[_Job]()
         for path in dict.fromkeys(on_disk(target, draft)):
             file = _files[path] = GgufFile(path)
-            # llama.cpp has put the rows of these into another order.
-            is_llama = file.metadata.get("general.architecture") == "llama"
-            moved = ("attn_q.weight", "attn_k.weight") if is_llama else ()
+            moved = _MOVED.get(file.metadata.get("general.architecture"), ())
             for tensor in sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes):
                 if tensor.form and len(tensor.shape) == 2 and not tensor.name.endswith(moved):
                     made = file.ahead[tensor.name] = Future()
