@@ -34,7 +34,7 @@ from typing import Any
 _FILES = {
     "start": ("setup", "speed_up", "report_of"),
     "forward": ("KernelForward", "Report"),
-    "library": ("are_used", "exclusive", "load", "own_folder"),
+    "library": ("are_used", "exclusive", "own_folder", "load", "LANES", "lay_out"),
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",
         "run_mtp_layer",
@@ -42,7 +42,6 @@ _FILES = {
     "chain": ("draft_chain", "can_chain", "vocabulary_of"),
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence", "score_rows"),
     "weights": ("Panels", "why_not_int8"),
-    "panels": ("LANES", "lay_out"),
     "patches": ("put_panels", "num_weights", "with_globals"),
     "experts": ("matrices_of", "put_experts"),
     "recurrent": ("Rule", "convolve", "convolve_in_python", "step", "step_in_python"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .panels import FORMS, LANES, lay_out
+from .library import FORMS, LANES, lay_out
 from .structs import STRUCTS
 
 BLOCK = 32  # inputs of a block

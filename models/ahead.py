@@ -9,23 +9,19 @@ An error here is no error: who opens the file, or reads the matrix, meets it aga
 
 import os
 import sys
-from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
-from threading import Thread
 
-from .gguf_file import GgufFile, Tensor
+from .gguf_file import FORMS, GgufFile
 
 _PIECE = 1 << 22  # bytes that are read at once: each time a thread waits for the import's
-_SWITCH_S = 0.0005  # how long it waits at most
+_SWITCH_S, _USUAL_S = 0.0005, sys.getswitchinterval()  # how long it waits at most
 _ELSE = {"-h", "--help", "--help-all", "--device", "--engine", "--no-kernels", "--quantize"}
 # Tensors whose rows llama.cpp has put into another order, by family.
 _MOVED = {"llama": ("attn_q.weight", "attn_k.weight")}
-_Job = tuple[GgufFile, Tensor, Future]
 _files: dict[str, GgufFile] = {}  # until somebody opens them
-_opening: list[Thread] = []
-_usual_s = sys.getswitchinterval()
+_begun: dict[ThreadPoolExecutor, Future[None]] = {}
 
 
 def begin(words: list[str]) -> None:
@@ -37,57 +33,41 @@ def begin(words: list[str]) -> None:
     is_packed = given["--dtype"] in ("auto", "packed") and not os.path.exists("/dev/nvidiactl")
     if given["--model"] and is_packed and not given.keys() & _ELSE:
         sys.setswitchinterval(_SWITCH_S)
-        names = given["--model"], given["--draft-model"]
-        _opening.append(Thread(target=_open, args=names, daemon=True))
-        _opening[0].start()
+        pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1))  # the import has a core
+        _begun[pool] = pool.submit(_open, pool, given["--model"], given["--draft-model"])
 
 
 def open_file(path: str) -> GgufFile:
     """A GGUF file, with what was laid out of it. Raises BadFile."""
-    for thread in _opening:
-        thread.join()
+    wait(_begun.values())
     return _files.pop(path, None) or GgufFile(path)
 
 
 def end() -> None:
     """Give back what nobody has opened."""
-    while _opening:
-        _opening.pop().join()
-        sys.setswitchinterval(_usual_s)
+    wait(_begun.values())
     while _files:
         _files.popitem()[1].close()
+    while _begun:
+        _begun.popitem()[0].shutdown(wait=False)
+        sys.setswitchinterval(_USUAL_S)
 
 
-def _open(target: str, draft: str) -> None:
+def _open(pool: ThreadPoolExecutor, target: str, draft: str) -> None:
     """Open the files that are on this machine, and let threads work on their matrices."""
     with suppress(Exception):
-        import kernels
+        from kernels import lay_out, load
 
-        from .catalogue import on_disk
+        from . import catalogue, gguf_hub
 
-        kernels.load(compiles=False)
-        jobs = deque[_Job]()
-        for path in dict.fromkeys(on_disk(target, draft)):
+        load(compiles=False)
+        target, its_draft = catalogue.PAIRS.get(target, (target, ""))
+        for name in dict.fromkeys((target, draft or its_draft)):
+            path = gguf_hub.on_disk(name) if gguf_hub.is_named(name) else name
             file = _files[path] = GgufFile(path)
             moved = _MOVED.get(file.metadata.get("general.architecture"), ())
             for tensor in sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes):
-                if tensor.form and len(tensor.shape) == 2 and not tensor.name.endswith(moved):
-                    made = file.ahead[tensor.name] = Future()
-                    jobs.append((file, tensor, made))
-        for _ in range(max(1, len(os.sched_getaffinity(0)) - 1)):  # the import has a core
-            Thread(target=_work, args=(jobs,), daemon=True).start()
-
-
-def _work(jobs: deque[_Job]) -> None:
-    """Lay out one matrix after another, until there is none left or all are given back."""
-    from kernels import lay_out
-
-    while jobs:
-        with suppress(IndexError):  # another thread was faster
-            file, tensor, made = jobs.popleft()
-            if made.set_running_or_notify_cancel():
-                try:
-                    made.set_result(lay_out(tensor.form, tensor.shape, file.rows(tensor, _PIECE)))
-                except BaseException as error:
-                    made.set_exception(error)
-            made = None  # who works on the next one holds none
+                form, is_matrix = FORMS.get(tensor.type.name), len(tensor.shape) == 2
+                if form and is_matrix and not tensor.name.endswith(moved):
+                    rows = file.rows(tensor, _PIECE)
+                    file.ahead[tensor.name] = pool.submit(lay_out, form, tensor.shape, rows)

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,7 +27,6 @@ from filelock import FileLock
 from messages import in_short
 
 from . import StartError, gguf_hub
-from .gguf_file import is_gguf
 
 PROGRESS = logging.getLogger("progress.once")
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,15 +133,6 @@ def place_of(name: str) -> str:
             "names another place)"
         ) from error
     return str(file)
-
-
-def on_disk(target: str, draft: str) -> Iterator[str]:
-    """The GGUF files of these two models, as far as they need not be fetched."""
-    target, its_draft = PAIRS.get(target, (target, ""))
-    for name in (target, draft or its_draft):
-        place = gguf_hub.on_disk(name) if gguf_hub.is_named(name) else name
-        if place and is_gguf(place):
-            yield place
 
 
 def with_model(options: Any) -> Any:

@@ -83,11 +83,6 @@ class Tensor:
         block, num_bytes = GGML_QUANT_SIZES[self.type]
         return self.shape[-1] // block * num_bytes
 
-    @property
-    def form(self) -> str | None:
-        """The kernels' name for its type; None for a type that they do not multiply."""
-        return FORMS.get(self.type.name)
-
 
 class Texts:
     """An array of texts. Each is decoded when asked for."""

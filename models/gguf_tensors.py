@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from kernels import Panels
 
 from .files import returned_pages
-from .gguf_file import BadFile, GgufFile, Tensor
+from .gguf_file import FORMS, BadFile, GgufFile, Tensor
 
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
@@ -128,7 +128,7 @@ class Conversion:
         shape = rows.shape if is_flat else tensor.shape
         self.shape = shape[::-1] if self.is_transposed else shape
         if self.is_matrix and np.array_equal(np.sort(rows, axis=None), numbers):
-            self.form = tensor.form
+            self.form = FORMS.get(tensor.type.name)
             if not np.array_equal(rows.ravel(), numbers):
                 self._order = rows.ravel().astype(np.int64)
 
@@ -170,7 +170,7 @@ class Experts:
         if kind == "gate" and up and up.shape == tensor.shape:
             count, outputs, inputs = tensor.shape
             self._parts, self.shape = [tensor, up], (count, 2 * outputs, inputs)
-        forms = {part.form for part in self._parts}
+        forms = {FORMS.get(part.type.name) for part in self._parts}
         self.form = forms.pop() if len(forms) == 1 else None  # None: it is unpacked
         self.target = None if kind == "up" else tables.names.get(f"{layer}{kind}{rest}")
 

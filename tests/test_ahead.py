@@ -30,8 +30,7 @@ def begun(tmp_path):
     def begin(case=TINY, *words):
         write(path := tmp_path / "model.gguf", case, Q8_0)
         ahead.begin(["--port", "0", "--model", str(path), *words])
-        for thread in ahead._opening:
-            thread.join()
+        wait(ahead._begun.values())
         made = ahead._files[str(path)].ahead if ahead._files else {}
         wait(made.values())
         return path, {name: weakref.ref(future.result()) for name, future in made.items()}
@@ -87,7 +86,7 @@ def test_what_nobody_opens_is_given_back(begun):
     ["--no-kernels"], ["--device=cuda"], ["--engine", "http://a"],
 ], ids=" ".join)  # fmt: skip
 def test_nothing_is_laid_out_where_it_would_not_be_used(words, begun):
-    assert begun(TINY, *words)[1] == {} and not ahead._opening
+    assert begun(TINY, *words)[1] == {} and not ahead._begun
 
 
 def test_a_draft_model_is_laid_out_behind_its_target_and_both_once(begun, tmp_path):
@@ -96,7 +95,7 @@ def test_a_draft_model_is_laid_out_behind_its_target_and_both_once(begun, tmp_pa
     ahead.end()
     write(tmp_path / "draft.GGUF", TINY, Q8_0)
     ahead.begin([f"--model={path}", f"--draft-model={tmp_path / 'draft.GGUF'}"])
-    ahead._opening[0].join()
+    wait(ahead._begun.values())
     assert [*ahead._files] == [str(path), str(tmp_path / "draft.GGUF")]
 
 
@@ -113,7 +112,7 @@ def test_an_error_is_the_one_that_reading_meets(damage, tmp_path, monkeypatch):
         path.write_bytes(content)
         if begins:
             ahead.begin(["--model", str(path)])
-            ahead._opening[0].join()
+            wait(ahead._begun.values())
             assert bool(ahead._files) == (damage == "becomes shorter")
         with pytest.raises(BadFile) as error:
             load(path)
@@ -132,8 +131,7 @@ usual, seen = builtins.__import__, []
 def watched(name, *args, **options):
     if name == "torch" and not seen:
         from models import ahead
-        for thread in ahead._opening:
-            thread.join()
+        ahead.wait(ahead._begun.values())
         seen.extend(made.result() for file in ahead._files.values() for made in file.ahead.values())
         assert "torch" not in sys.modules
     return usual(name, *args, **options)
