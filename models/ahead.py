@@ -49,7 +49,7 @@ def end() -> None:
     while _files:
         _files.popitem()[1].close()
     while _begun:
-        _begun.popitem()[0].shutdown(wait=False)
+        _begun.popitem()[0].shutdown(wait=False, cancel_futures=True)
         sys.setswitchinterval(_USUAL_S)
 
 

@@ -81,6 +81,12 @@ def test_what_nobody_opens_is_given_back(begun):
     assert made and not any(matrix() is not None for matrix in made.values())
 
 
+def test_a_command_ends_without_what_it_did_not_open(begun, main):
+    _, made = begun()
+    assert main("--prompt", "a", "--max-tokens", "1")[0] == 0
+    assert not ahead._begun and not any(matrix() is not None for matrix in made.values())
+
+
 @pytest.mark.parametrize("words", [
     ["--help"], ["--dtype", "float32"], ["--dtype=bfloat16"], ["--quantize", "int8"],
     ["--no-kernels"], ["--device=cuda"], ["--engine", "http://a"],

@@ -267,6 +267,13 @@ def test_a_line_says_why_nothing_is_compiled(compiler, mode, reason, unloaded, t
     assert caplog.text.count("which is slower") == 1  # the reason is told once
 
 
+def test_a_library_that_is_only_looked_for_is_not_compiled(unloaded, tmp_path):
+    """So a start tells that it compiles once it can tell anything."""
+    with pytest.raises(ValueError, match="not compiled yet"):
+        library.load(compiles=False)
+    assert not [*tmp_path.rglob("*.so")]
+
+
 def test_a_library_without_what_is_asked_for_is_a_line(unloaded, tmp_path, caplog, monkeypatch):
     unloaded("gcc" if shutil.which("gcc") else "cc")
     (tmp_path / "one.c").write_text("int little;\n")
