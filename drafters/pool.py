@@ -235,20 +235,18 @@ class DrafterPool:
 
         A grammar may be slow: its text sits out a pass, and the others do not wait for it.
         """
-        deadline, ready = time.monotonic() + _MASKS_S, list[TextSequence]()
-        texts = [(s, s.drafting) for s in sequences]
-        for _, text in texts:
-            if text.matcher and text.draft is not None:
+        constrained = [s.drafting for s in sequences if s.drafting.matcher]
+        for text in constrained:
+            if text.draft is not None:
                 text.matcher.explore(text.draft)
-        for s, text in texts:
-            if text.matcher is None or text.matcher.settle(deadline):
-                ready.append(s)
-        for text in (s.drafting for s in ready):
-            if text.matcher and (draft := text.draft) is not None:
+        deadline = time.monotonic() + _MASKS_S
+        late = [text for text in constrained if not text.matcher.settle(deadline)]
+        for text in constrained:
+            if text not in late and (draft := text.draft) is not None:
                 is_drawn = draft.probs is not None and not text.request.sampling.is_coupled
                 text.draft = text.matcher.cut(draft, is_drawn)
-        self.num_late += len(sequences) - len(ready)
-        return ready
+        self.num_late += len(late)
+        return [s for s in sequences if s.drafting not in late]
 
     def _forced(self, text: DraftedText) -> list[int]:
         """What the grammar forces next, where several drafters draft for a text, and none draws."""
