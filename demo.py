@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from control.planner import TREE
 from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
-from models.loading import StartError
+from models import StartError, ahead
 from models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
 from models.shortage import is_shortage, raise_interrupts, report_shortage, tell_error
 from serving import trace
@@ -108,6 +108,8 @@ def exit_status(act: Callable[[], int]) -> int:
         if not is_shortage(error):
             raise
         return report_shortage(error)
+    finally:
+        ahead.end()  # or Python would wait for it
 
 
 # ------------------------------------------------------------------------------ one prompt

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # models/ahead.py works while torch is imported
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Draft:
     """
 
     tokens: list[int] = field(default_factory=list)
-    probs: Tensor | None = None
+    probs: "Tensor | None" = None
     parents: list[int] | None = None
     confidence: list[float] = field(default_factory=list)
     num_forwards: int = 0
@@ -223,11 +223,11 @@ class Draft:
         sure = [self.confidence[i] for i in path] if self.confidence else []
         return Draft([self.tokens[i] for i in path], probs, confidence=sure)
 
-    def q(self, i: int, like: Tensor) -> Tensor:
+    def q(self, i: int, like: "Tensor") -> "Tensor":
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""
         if self.probs is not None:
             return self.probs[i].to(like)
-        q = torch.zeros_like(like)
+        q = like.new_zeros(like.shape)
         q[self.tokens[i]] = 1.0
         return q
 
@@ -256,7 +256,7 @@ class Verdict:
     drafted: int
     accepted: int
     tokens: list[int]
-    hidden: Tensor | None = None
+    hidden: "Tensor | None" = None
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == self.accepted + 1, (
@@ -342,8 +342,8 @@ Json = dict[str, Any]  # an object of JSON, or what is to become one
 class Output:
     """What a pass gives, text by text."""
 
-    logits: list[Tensor]  # [num_logits, V] float32
-    hidden: dict[int, list[Tensor]]  # by layer asked for, [tokens fed, D] of each text
+    logits: "list[Tensor]"  # [num_logits, V] float32
+    hidden: "dict[int, list[Tensor]]"  # by layer asked for, [tokens fed, D] of each text
 
 
 # Names for the core's classes in annotations. No file can import the core: it is the main program.
@@ -370,8 +370,8 @@ class Cycle:
     held: int  # tokens in the KV cache after the verify
     cached: int  # and after the truncation
     recurrent: Sequence[Any]  # the target's layers that keep a state instead of keys and values
-    logits: Tensor  # [n + 1, V] of the target, after the pending and each drafted token
-    scores: Tensor  # [n + 1, V], penalised
+    logits: "Tensor"  # [n + 1, V] of the target, after the pending and each drafted token
+    scores: "Tensor"  # [n + 1, V], penalised
     times: list[float] = field(default_factory=list)  # seconds: began, drafted, verified, done
 
     def __post_init__(self) -> None:
@@ -391,7 +391,7 @@ class Cycle:
         """The drafted tokens on the text's path."""
         return [self.draft.tokens[i] for i in self.path]
 
-    def along(self, rows: Tensor) -> Tensor:
+    def along(self, rows: "Tensor") -> "Tensor":
         """The text's part of rows [m + n, …]: the first m, and those of its path in the draft."""
         if self.draft.parents is None:
             return rows

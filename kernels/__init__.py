@@ -17,6 +17,7 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
                                  what sampling.py computes, with the same bits
     score_rows                   log-probabilities, with about those of torch
     Panels, LANES                a matrix in panels of so many outputs: floats, or a file's bytes
+    lay_out, load                how its rows come to lie so; the compiled kernels
     put_panels, put_experts      let a module compute with panels; matrices_of names the experts'
     num_weights, why_not_int8    of a model, packed or not; why a device has no int8
     Rule, convolve, step         what recurrent layers do to their states, in C and …_in_python
@@ -33,14 +34,14 @@ from typing import Any
 _FILES = {
     "start": ("setup", "speed_up", "report_of"),
     "forward": ("KernelForward", "Report"),
-    "library": ("are_used", "exclusive", "own_folder"),
+    "library": ("are_used", "exclusive", "own_folder", "load", "LANES", "lay_out"),
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",
         "run_mtp_layer",
     ),
     "chain": ("draft_chain", "can_chain", "vocabulary_of"),
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence", "score_rows"),
-    "weights": ("Panels", "LANES", "why_not_int8"),
+    "weights": ("Panels", "why_not_int8"),
     "patches": ("put_panels", "num_weights", "with_globals"),
     "experts": ("matrices_of", "put_experts"),
     "recurrent": ("Rule", "convolve", "convolve_in_python", "step", "step_in_python"),

@@ -7,6 +7,7 @@ Without one, transformers' modules run, which is slower; `load` says why.
 import ctypes
 import hashlib
 import logging
+import mmap
 import os
 import platform
 import re
@@ -17,19 +18,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from messages import in_short
+
+if TYPE_CHECKING:  # functions import it: models/ahead.py needs this file before
+    import torch
+    from torch import Tensor
 
 LOG = logging.getLogger("kernels")
 PROGRESS = logging.getLogger("progress.once")  # shown on a terminal, too
@@ -42,15 +46,27 @@ _FLAGS = (
 ).split()
 _LINKING = "-shared", "-pthread", "-Wl,-Bsymbolic"
 _SECONDS = 300
+LANES = 16  # outputs of a panel
+# As in linear.h.
+FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
+_MOST_INPUTS = 1 << 24
+_LARGE_PAGE = 1 << 21  # bytes
 _library: ctypes.CDLL | None = None
 _outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `exclusive`
 is_used = False
-# Memory for numbers that C writes: torch's defaults may be of another type and device.
-room = partial(torch.empty, dtype=torch.float32, device="cpu")
+
+
+def room(*shape: int) -> "Tensor":
+    """Memory for numbers that C writes: torch's defaults may be of another type and device."""
+    import torch
+
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def num_threads() -> int:
     """How many threads compute a call: as many as torch has outside `exclusive`."""
+    import torch
+
     return _outside.get() or torch.get_num_threads()
 
 
@@ -61,6 +77,8 @@ def exclusive() -> Iterator[None]:
     Its other threads wait busily for a while for what comes next, and would take the cores from
     the kernels'. Where kernels are not used, it computes with all.
     """
+    import torch
+
     if not is_used:
         yield
         return
@@ -116,7 +134,7 @@ def _tell(reason: str) -> None:
     LOG.warning("the models run in transformers' modules, which is slower: %s", reason)
 
 
-def load() -> ctypes.CDLL:
+def load(compiles: bool = True) -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
 
     What a compiler has refused is not tried again: it takes a while.
@@ -131,6 +149,8 @@ def load() -> ctypes.CDLL:
         if (file := _whole(place)) is None:
             if (refused := place.with_suffix(".refused")).exists():
                 raise ValueError(f"the compiler failed before (remove {refused} to try again)")
+            if not compiles:
+                raise ValueError("the kernels are not compiled yet")
             try:
                 _compile(place)
             except ValueError:
@@ -144,6 +164,36 @@ def load() -> ctypes.CDLL:
         return library
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
+
+
+def lay_out(form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray]) -> np.ndarray:
+    """A GGUF tensor's bytes in panels: the same numbers in another order. uint8 [bytes].
+
+    `pieces` are uint8 [rows, bytes of a row] of a matrix [outputs, inputs]; all but the last one
+    have whole panels of rows.
+    """
+    (outputs, inputs), call, number, first = shape, load(), FORMS.index(form), 0
+    assert 0 < outputs < 1 << 31 and 0 < inputs <= _MOST_INPUTS
+    call.bytes_of.restype = ctypes.c_size_t
+    data = _room(call.bytes_of(number, outputs, inputs))
+    panels = ctypes.c_void_p(data.ctypes.data)
+    for piece in pieces:
+        assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
+        assert first + len(piece) <= outputs
+        at = ctypes.c_void_p(piece.ctypes.data)
+        call.repack(number, at, first, len(piece), inputs, panels)
+        first += len(piece)
+    assert first == outputs
+    return data
+
+
+def _room(size: int) -> np.ndarray:
+    """Memory [size] in pages of its own, in large ones where the system has them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # of a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def compute(name: str, *arguments: Any, threads: int | None = None) -> None:
@@ -163,15 +213,19 @@ def checked(result: int) -> int:
 
 
 def address(
-    tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32
+    tensor: "Tensor | None", *shape: int, dtype: "torch.dtype | None" = None
 ) -> ctypes.c_void_p:
     """A tensor's address for C, which trusts that so many numbers of the type lie in a row.
 
-    NULL for None, and for a tensor without numbers. Without a `shape` the caller knows the size.
+    NULL for None, and for a tensor without numbers. Without a `shape` the caller knows the size;
+    without a `dtype` it is float32.
     """
+    import torch
+
     if tensor is None:
         return ctypes.c_void_p()
-    assert tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous(), "not what C reads"
+    is_asked = tensor.dtype is (dtype or torch.float32)
+    assert is_asked and tensor.is_cpu and tensor.is_contiguous(), "not what C reads"
     assert not shape or tensor.shape == shape, f"{list(tensor.shape)} is not {list(shape)}"
     return ctypes.c_void_p(tensor.data_ptr())
 

@@ -8,24 +8,18 @@ An 8-bit block is 32 successive inputs of an output: whole numbers and a scale.
 """
 
 import ctypes
-import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import library
+from .library import FORMS, LANES, lay_out
 from .structs import STRUCTS
 
-LANES = 16  # outputs of a panel
 BLOCK = 32  # inputs of a block
 DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
-# As in linear.h.
-FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
-_MOST_INPUTS = 1 << 24
-_LARGE_PAGE = 1 << 21  # bytes
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
 _Matrix, _Layer = STRUCTS["matrix"], STRUCTS["layer"]
 
@@ -34,36 +28,23 @@ class Panels:
     """A weight matrix [outputs, inputs] in one of FORMS, with a bias or without."""
 
     def __init__(
-        self, form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray],
+        self, form: str, shape: tuple[int, int], rows: Iterable[np.ndarray] | np.ndarray,
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Take over a GGUF tensor's bytes: the same numbers in another order.
-
-        `pieces` are uint8 [rows, bytes of a row]; all but the last one have whole panels of rows.
-        """
+        """Take over a GGUF tensor's rows, as `lay_out` takes them or as it has made them."""
         self.outputs, self.inputs = shape
-        assert 0 < self.outputs < 1 << 31 and 0 < self.inputs <= _MOST_INPUTS
         self.struct = _Matrix(outputs=self.outputs, inputs=self.inputs)
         self._alone = Panels.side_by_side([self])
-        self._fill(form, pieces)
+        self._fill(form, rows)
         self.set_bias(bias)
 
-    def _fill(self, form: str, pieces: Iterable[np.ndarray]) -> None:
-        """Lay these rows out in panels."""
-        call, number, first = library.load(), FORMS.index(form), 0
-        call.bytes_of.restype = ctypes.c_size_t
-        size = call.bytes_of(number, self.outputs, self.inputs)
-        data = _room(size)
-        panels = library.address(data, size, dtype=torch.uint8)
-        for piece in pieces:
-            assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
-            assert first + len(piece) <= self.outputs
-            at = ctypes.c_void_p(piece.ctypes.data)
-            call.repack(number, at, first, len(piece), self.inputs, panels)
-            first += len(piece)
-        assert first == self.outputs
-        self.form, self._data = form, data
-        self.struct.form, self.struct.panels = number, panels
+    def _fill(self, form: str, rows: Iterable[np.ndarray] | np.ndarray) -> None:
+        """Hold these rows in panels."""
+        is_done = isinstance(rows, np.ndarray)
+        self.form = form
+        self._data = rows if is_done else lay_out(form, (self.outputs, self.inputs), rows)
+        self.struct.form = FORMS.index(form)
+        self.struct.panels = ctypes.c_void_p(self._data.ctypes.data)
 
     def set_bias(self, bias: Tensor | None) -> None:
         """What is added to the outputs, or nothing."""
@@ -105,7 +86,7 @@ class Panels:
 
     @property
     def num_bytes(self) -> int:
-        return self._data.numel()
+        return self._data.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> x W + bias [..., outputs], float32."""
@@ -124,16 +105,6 @@ class Panels:
         indexes, written = library.address(flat, dtype=torch.int64), library.address(embeddings)
         library.load().read_rows(ctypes.byref(self.struct), len(flat), indexes, written)
         return embeddings.view(*ids.shape, self.inputs)
-
-
-def _room(size: int) -> Tensor:
-    """Memory [size] in large pages, where the system has them."""
-    if size < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # of a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def why_not_int8(device: str) -> str | None:

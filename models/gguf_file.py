@@ -23,6 +23,7 @@ import stat
 import struct
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +34,14 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from kernels import LANES
+
 from . import StartError
+
+FORMS = {  # the kernels' names for GGUF's types
+    "F32": "FLOAT", "F16": "FLOAT16", "BF16": "HALF", "Q8_0": "Q8", "Q4_0": "Q4", "Q4_1": "Q4M",
+    "Q5_0": "Q5", "Q5_1": "Q5M", "Q4_K": "Q4K", "Q5_K": "Q5K", "Q6_K": "Q6K",
+}  # fmt: skip
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _HEAD = 32 << 20  # bytes that are read of a file; no header is longer
@@ -108,6 +116,7 @@ class GgufFile(AbstractContextManager):
         self.name = self.paths[0]
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.ahead: dict[str, Future[np.ndarray]] = {}  # what ahead.py makes, by tensor's name
         self._files: list[int] = []
         self._digest = hashlib.sha256()  # of headers, samples, and what the system tells of files
         try:
@@ -126,6 +135,7 @@ class GgufFile(AbstractContextManager):
 
     def close(self) -> None:
         """Metadata and table stay; nothing can be read any more."""
+        self.stop()
         while self._files:
             os.close(self._files.pop())
 
@@ -139,6 +149,24 @@ class GgufFile(AbstractContextManager):
         data = np.empty(num_bytes, np.uint8)
         _fill(self._files[tensor.part], data, tensor.offset + start, self.paths[tensor.part])
         return data
+
+    def rows(self, tensor: Tensor, num_bytes: int) -> Iterator[np.ndarray]:
+        """The rows of a matrix in pieces of whole panels, of about `num_bytes`, for `lay_out`."""
+        count, step = tensor.shape[0], max(1, num_bytes // (tensor.row_bytes * LANES)) * LANES
+        for begin in range(0, count, step):
+            rows = min(step, count - begin)
+            piece = self.read(tensor, begin * tensor.row_bytes, rows * tensor.row_bytes)
+            yield piece.reshape(rows, -1)
+
+    def laid_out(self, tensor: Tensor) -> np.ndarray | None:
+        """A matrix's panels, if ahead.py has begun with them. Raises what reading it has raised."""
+        made = self.ahead.pop(tensor.name, None)
+        return None if made is None or made.cancel() else made.result()
+
+    def stop(self) -> None:
+        """Give back what ahead.py has made and nobody has taken."""
+        wait([made for made in self.ahead.values() if not made.cancel()])
+        self.ahead.clear()
 
     def _add(self, part: int) -> None:
         """Read the header of a part. The first one's metadata are the model's."""

@@ -31,7 +31,7 @@ def is_named(name: str) -> bool:
 def fetch(name: str) -> str:
     """The file on this machine, or its first part. Raises BadFile, in one line that says why."""
     repository, wanted = _NAME.fullmatch(name).groups()
-    if cached := _cached(repository, wanted or _USUAL):
+    if cached := on_disk(name):
         return cached
     try:
         files = [entry.rfilename for entry in model_info(repository, timeout=_SECONDS).siblings]
@@ -51,6 +51,12 @@ def fetch(name: str) -> str:
     except Exception as error:
         raise BadFile(f"cannot fetch {chosen[0]} of {repository}: {in_short(error)}") from error
     return paths[0]
+
+
+def on_disk(name: str) -> str | None:
+    """The file that `fetch` returns, if nobody need be asked for it."""
+    repository, wanted = _NAME.fullmatch(name).groups()
+    return _cached(repository, wanted or _USUAL)
 
 
 def choose(files: list[str], wanted: str | None) -> list[str]:

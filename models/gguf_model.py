@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.initialization import no_init_weights
 from transformers.integrations.gguf import GGUF_ARCHS
 
 import kernels
 from kernels import Panels, matrices_of, put_experts, put_panels
 
 from . import StartError
+from .ahead import open_file
 from .gguf_config import config_of, refuse_unread
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
 from .gguf_tensors import Tables, Weights, for_all_tensors, unpacked
@@ -34,7 +37,7 @@ Report = dict[str, Any]  # what transformers tells of the weights: missing_keys 
 
 def open_model(path: str) -> GgufFile:
     """A GGUF file that has a family, a vocabulary and weights. Raises BadFile."""
-    file = GgufFile(path)
+    file = open_file(path)
     if lacking := _what_it_lacks(file):
         file.close()
         raise BadFile(f"{path} {lacking}")
@@ -84,6 +87,8 @@ def load_model(
     Where the report (see check_weights) has missing or mismatched weights the model is empty.
     Raises BadFile, and StartError where it `is_strict` and one of the matrices would be unpacked.
     """
+    if dtype is not None:
+        file.stop()
     empty = empty_model(file, config, dtype or torch.float32)
     if file.metadata["general.architecture"] in GGUF_ARCHS:
         weights, unread = _transformed(file, empty)
@@ -118,9 +123,20 @@ def load_model(
     return model, report
 
 
+class _Meta(DeviceContext):
+    """The device "meta", but for what has numbers: torch would import sympy there, for 0.2 s."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
+        if function in (torch.arange, torch.tensor):  # of rotations, which `_filled` computes anew
+            return function(*args, **(options or {}))
+        return super().__torch_function__(function, types, args, options)
+
+
 def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights. Raises BadFile if it has many more than the file."""
-    with torch.device("meta"):
+    with _Meta(torch.device("meta")), no_init_weights():
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
     asked = sum(weight.numel() for weight in empty.parameters())
     held = sum(prod(tensor.shape) for tensor in file.tensors.values())

@@ -6,11 +6,12 @@ Names, and the rows that llama.cpp has put into another order, are read from tra
 Floats are the numbers of gguf's `dequantize`, rounded once to the dtype asked for. Panels hold
 a file's blocks as they are: only their order changes, and a matrix lies in memory once.
 
-A new type of blocks goes into FORMS, once the kernels multiply it; gguf unpacks it without that.
+A new type of blocks goes into gguf_file.py's FORMS, once the kernels multiply it; gguf unpacks it
+without that.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import gguf
@@ -26,18 +27,14 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from kernels import LANES, Panels
+from kernels import Panels
 
 from .files import returned_pages
-from .gguf_file import BadFile, GgufFile, Tensor
+from .gguf_file import FORMS, BadFile, GgufFile, Tensor
 
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
-FORMS = {  # the kernels' names for GGUF's types
-    "F32": "FLOAT", "F16": "FLOAT16", "BF16": "HALF", "Q8_0": "Q8", "Q4_0": "Q4", "Q4_1": "Q4M",
-    "Q5_0": "Q5", "Q5_1": "Q5M", "Q4_K": "Q4K", "Q5_K": "Q5K", "Q6_K": "Q6K",
-}  # fmt: skip
 MIXTURES = "qwen2moe", "qwen3moe"  # families whose experts' matrices Experts puts together
 EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)(_exps)\.weight")
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
@@ -147,22 +144,15 @@ class Conversion:
 
     def panels(self, file: GgufFile) -> Panels:
         """The tensor's weights [outputs, inputs] in panels."""
+        made = file.laid_out(self.tensor)
+        if self.form and self._order is not None:
+            rows = file.read(self.tensor).reshape(len(self._order), -1)[self._order]
+            return Panels(self.form, self.tensor.shape, [rows])
         if self.form:
-            return Panels(self.form, self.tensor.shape, self._pieces(file))
+            rows = made if made is not None else file.rows(self.tensor, _PIECE_BYTES)
+            return Panels(self.form, self.tensor.shape, rows)
         floats = self.floats(file, torch.bfloat16)
         return Panels.of(floats.T if self.is_transposed else floats)
-
-    def _pieces(self, file: GgufFile) -> Iterator[np.ndarray]:
-        """Rows as they are in the file, in transformers' order."""
-        tensor, count = self.tensor, self.tensor.shape[0]
-        if self._order is not None:
-            yield file.read(tensor).reshape(count, -1)[self._order]
-            return
-        step = max(1, _PIECE_BYTES // (tensor.row_bytes * LANES)) * LANES
-        for begin in range(0, count, step):
-            rows = min(step, count - begin)
-            piece = file.read(tensor, begin * tensor.row_bytes, rows * tensor.row_bytes)
-            yield piece.reshape(rows, -1)
 
 
 class Experts:

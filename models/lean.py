@@ -5,10 +5,16 @@ torch.distributed.tensor wherever torch was built with it. Both bring a thousand
 server would start a second later for code that it never runs. So in the compiler's place stands a
 module that leaves marked functions as they are, and is replaced by the compiler once anything else
 is asked of it. And while transformers is imported, torch says that it is not distributed.
+
+transformers also reads its 2,600 files twice, line by line, for the names that they export. Here it
+reads them once, and no lines before the names.
 """
 
+import functools
 import importlib
 import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -18,6 +24,7 @@ import torch.distributed
 
 _COMPILER = "torch._dynamo"
 _MARKS = "disable", "allow_in_graph", "assume_constant_result"
+_SCAN, _NAMES = "create_import_structure_from_path", "fetch__all__"  # in transformers
 _ALONE = f"{_COMPILER}._trace_wrapped_higher_order_op"  # what transformers imports of it
 
 
@@ -64,13 +71,27 @@ def _load() -> ModuleType:
     return importlib.import_module(_COMPILER)
 
 
+def _cached(*given: Any, **options: Any) -> Any:
+    """functools.lru_cache, which keeps all of what transformers reads of its own files."""
+    if [getattr(function, "__name__", None) for function in given] != [_SCAN]:
+        return lru_cache(*given, **options)
+    names = given[0].__globals__
+    names[_NAMES] = partial(_names, names[_NAMES])
+    return lru_cache(None)(*given)
+
+
+def _names(usual: Callable[[str], list[str]], content: str) -> list[str]:
+    """What a file exports: as `usual` reads it, without the lines before the last __all__."""
+    return usual(content[content.rfind("\n__all__") + 1 :])
+
+
 if "transformers" not in sys.modules and _COMPILER not in sys.modules:
     sys.modules[_COMPILER] = _LazyCompiler(_COMPILER)
     sys.meta_path.insert(0, _Parts)
-    is_available = torch.distributed.is_available
+    is_available, functools.lru_cache = torch.distributed.is_available, _cached
     torch.distributed.is_available = lambda: False
     try:
         import transformers.masking_utils
         import transformers.modeling_utils  # noqa: F401
     finally:
-        torch.distributed.is_available = is_available
+        torch.distributed.is_available, functools.lru_cache = is_available, lru_cache

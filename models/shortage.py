@@ -75,4 +75,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 gc.set_threshold(10_000)
 
 # Last, as from here on an import may fail for lack of memory.
+from . import ahead  # noqa: E402
+
+if sys.argv[0].endswith("08_speculative_decoding.py"):
+    ahead.begin(sys.argv[1:])
 from . import lean  # noqa: E402, F401

@@ -27,6 +27,8 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as _MAKERS
 
+import kernels
+
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> seen
 
@@ -112,6 +114,7 @@ class _Watch:
         return make_and_note
 
 
+@kernels.exclusive()
 @torch.inference_mode()
 def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
     """Let the model read a few tokens.

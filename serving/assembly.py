@@ -11,7 +11,7 @@ from cache import PrefixCache
 from control import Controller
 from drafters.base import Sample
 from messages import Engine, Model
-from models import StartError, loading
+from models import StartError, ahead, loading
 from models.reference import check, contents_of, refusal
 
 from . import answers
@@ -41,6 +41,7 @@ def assemble_engine(
     loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
     target = load_model(options.model, options)
     draft = load_draft(options, load_model)
+    ahead.end()
     context = drafters.Context(target, sample, draft, **options.for_drafters)
     target.contents = contents_of(target.model)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)

@@ -33,7 +33,7 @@ from kernels.decoder import Rows
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from messages import Doubts, Request
-from models import gguf_tensors
+from models import gguf_file
 from serving import trace
 
 pytestmark = needs_compiler
@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size,
 @pytest.mark.parametrize("form", TYPES)
 def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     """Scales that are no numbers, infinite or subnormal are among them; rows come in pieces."""
-    assert gguf_tensors.FORMS[TYPES[form][0]] == form
+    assert gguf_file.FORMS[TYPES[form][0]] == form
     kind = gguf.GGMLQuantizationType[TYPES[form][0]]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(1).integers(0, 256, (200, 3 * num_bytes), dtype=np.uint8)
@@ -181,7 +181,7 @@ def test_attention_of_any_shape_is_that_of_torch(heads, kv_heads, width, tmp_pat
 def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
     engine = load(tiny_folder("llama"), quantize="int8")
     panels, block = engine.target.compiled.decoder.embedding, 512 + 32  # of Q8
-    scales = panels._data.view(torch.float16)
+    scales = panels._data.view(np.float16)
     begin = 900 // 16 * (panels.inputs // 32) * block + 512 + 2 * (900 % 16)
     scales[begin // 2] = torch.nan
     # The rows behind it get it through its keys and values alone.
@@ -265,6 +265,13 @@ def test_a_line_says_why_nothing_is_compiled(compiler, mode, reason, unloaded, t
         library.use(True)
     assert not library.is_used and reason in caplog.text and not [*tmp_path.rglob("*.so")]
     assert caplog.text.count("which is slower") == 1  # the reason is told once
+
+
+def test_a_library_that_is_only_looked_for_is_not_compiled(unloaded, tmp_path):
+    """So a start tells that it compiles once it can tell anything."""
+    with pytest.raises(ValueError, match="not compiled yet"):
+        library.load(compiles=False)
+    assert not [*tmp_path.rglob("*.so")]
 
 
 def test_a_library_without_what_is_asked_for_is_a_line(unloaded, tmp_path, caplog, monkeypatch):
@@ -577,7 +584,7 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     engine = load("embedded", drafter="draft_model")
     decoder = engine.draft_model.compiled.decoder
-    decoder.output._data.view(torch.float32)[0] = torch.nan
+    decoder.output._data.view(np.float32)[0] = np.nan
     sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
     assert "no probabilities" in sequence.warnings[0]
 

@@ -1,0 +1,157 @@
+"""What is laid out of a GGUF file while torch is imported is what the model computes with.
+
+Nobody else holds it. Where it is not used it is given back before weights are read, and an error is
+the one that reading itself would have met.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from concurrent.futures import wait
+
+import pytest
+import torch
+from conftest import ROOT, load, logits_of, needs_compiler
+from gguf_files import CASES, Q8_0, TINY, write
+
+from models import ahead, gguf_model
+from models.gguf_file import BadFile, GgufFile
+
+pytestmark = needs_compiler
+TEXT = [311, 42, 7, 900, 13]
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Begin with a case's file and more words; the path, and what is laid out by tensors' names."""
+
+    def begin(case=TINY, *words):
+        write(path := tmp_path / "model.gguf", case, Q8_0)
+        ahead.begin(["--port", "0", "--model", str(path), *words])
+        wait(ahead._begun.values())
+        made = ahead._files[str(path)].ahead if ahead._files else {}
+        wait(made.values())
+        return path, {name: weakref.ref(future.result()) for name, future in made.items()}
+
+    yield begin
+    ahead.end()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_model_computes_with_what_was_laid_out_ahead(name, begun):
+    """Rows that llama.cpp has put into another order are left to who knows the order."""
+    path, made = begun(CASES[name])
+    engine = load(path)
+    used = {id(panels._data) for panels in engine.target.compiled.decoder.panels}
+    assert len(made) > 10 and {id(matrix()) for matrix in made.values()} <= used
+    assert any("attn_q.weight" in name for name in made) == (name == "qwen2")
+    assert torch.equal(logits_of(engine.target, TEXT), logits_of(load(path).target, TEXT))
+    del engine
+    gc.collect()
+    assert not any(matrix() is not None for matrix in made.values())
+
+
+def test_what_has_another_order_is_not_taken(begun, monkeypatch):
+    """As of a family that is not known to have one."""
+    monkeypatch.setattr(ahead, "_MOVED", {})
+    path, made = begun()
+    logits = logits_of(load(path).target, TEXT)
+    assert any("attn_q.weight" in name for name in made)
+    assert torch.equal(logits, logits_of(load(path).target, TEXT))
+
+
+def test_nothing_lies_in_memory_twice_where_weights_are_unpacked(begun, monkeypatch):
+    path, made = begun()
+    read, alive = gguf_model.for_all_tensors, []
+
+    def watched(work, file):
+        alive.append([name for name, matrix in made.items() if matrix() is not None])
+        read(work, file)
+
+    monkeypatch.setattr(gguf_model, "for_all_tensors", watched)
+    load(path, dtype="float32")
+    assert made and alive == [[]]
+
+
+def test_what_nobody_opens_is_given_back(begun):
+    _, made = begun()
+    (file,) = ahead._files.values()
+    ahead.end()
+    assert made and not file.ahead and not any(matrix() is not None for matrix in made.values())
+
+
+def test_a_command_ends_without_what_it_did_not_open(begun, main):
+    _, made = begun()
+    assert main("--prompt", "a", "--max-tokens", "1")[0] == 0
+    assert not ahead._begun and not any(matrix() is not None for matrix in made.values())
+
+
+@pytest.mark.parametrize("words", [
+    ["--help"], ["--dtype", "float32"], ["--dtype=bfloat16"], ["--quantize", "int8"],
+    ["--no-kernels"], ["--device=cuda"], ["--engine", "http://a"],
+], ids=" ".join)  # fmt: skip
+def test_nothing_is_laid_out_where_it_would_not_be_used(words, begun):
+    assert begun(TINY, *words)[1] == {} and not ahead._begun
+
+
+def test_a_draft_model_is_laid_out_behind_its_target_and_both_once(begun, tmp_path):
+    path, _ = begun(TINY, "--draft-model", str(tmp_path / "model.gguf"), "--dtype=packed")
+    assert [*ahead._files] == [str(path)]
+    ahead.end()
+    write(tmp_path / "draft.GGUF", TINY, Q8_0)
+    ahead.begin([f"--model={path}", f"--draft-model={tmp_path / 'draft.GGUF'}"])
+    wait(ahead._begun.values())
+    assert [*ahead._files] == [str(path), str(tmp_path / "draft.GGUF")]
+
+
+@pytest.mark.parametrize("damage", ["another kind", "cut off", "becomes shorter"])
+def test_an_error_is_the_one_that_reading_meets(damage, tmp_path, monkeypatch):
+    write(path := tmp_path / "model.gguf", TINY, Q8_0)
+    content, rows, said = path.read_bytes(), GgufFile.rows, []
+    half = len(content) // 2
+    if damage == "becomes shorter":
+        monkeypatch.setattr(GgufFile, "rows", lambda *a: os.truncate(path, half) or rows(*a))
+    else:
+        content = content[:half] if damage == "cut off" else b"GGML" + content[4:]
+    for begins in (False, True):
+        path.write_bytes(content)
+        if begins:
+            ahead.begin(["--model", str(path)])
+            wait(ahead._begun.values())
+            assert bool(ahead._files) == (damage == "becomes shorter")
+        with pytest.raises(BadFile) as error:
+            load(path)
+        ahead.end()
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_the_program_begins_before_torch_and_reads_no_more_than_it_needs(tmp_path):
+    """Whatever is imported for it there would not be done beside torch's import, but before it."""
+    write(path := tmp_path / "model.gguf", CASES["qwen2"], Q8_0)
+    code = """
+import builtins, sys
+usual, seen = builtins.__import__, []
+
+def watched(name, *args, **options):
+    if name == "torch" and not seen:
+        from models import ahead
+        ahead.wait(ahead._begun.values())
+        seen.extend(made.result() for file in ahead._files.values() for made in file.ahead.values())
+        assert "torch" not in sys.modules
+    return usual(name, *args, **options)
+
+sys.argv = ["08_speculative_decoding.py", "--model", sys.argv[1], "--port", "1"]
+builtins.__import__ = watched
+import models.shortage
+from models import gguf_config, gguf_model
+assert len(seen) > 10
+with gguf_model.open_model(sys.argv[2]) as file:
+    gguf_model.empty_model(file, gguf_config.config_of(file), gguf_model.torch.float32)
+assert "sympy" not in sys.modules
+from transformers.utils import import_utils
+assert import_utils.create_import_structure_from_path.cache_info().hits > 100
+"""
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, cwd=ROOT)
