@@ -37,6 +37,9 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
     else if (has_minima(form)) m = load_half(scales + 32);
     ilanes dots[MOST_ROWS];
     EACH {
+#if VECTOR_BYTES == 32
+      __asm__("" : "+r"(x));
+#endif
       ivec first[MOST_ROWS], second[MOST_ROWS], above = {0};
       ROWS first[r] = second[r] = (ivec){0};
       if (has_start && !is_16) ROWS first[r] = START(r);
@@ -65,6 +68,9 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
           else
 #endif
           *sum = form == Q8 ? dot_bytes(*sum, weights, inputs4) : dot_small(*sum, weights, inputs4);
+#if VECTOR_BYTES == 32
+          __asm__("" : "+x"(*sum));
+#endif
         }
       }
 #if IN_16_BITS
