@@ -2,22 +2,27 @@
 
 #include "tiles.h"
 
-#if VECTOR_BYTES == 32 && !defined(__AVXVNNI__)
-#define IN_16_BITS 1  // eight sums of four products of 15 · 127 fit, so pairs are added up last
+#if VECTOR_BYTES == 32 && !defined(__AVXVNNI__)  // products are added up in 16 bits first, as far as they fit
+#define IN_16_BITS(function, a, b) (ivec)_mm256_##function##_epi16((__m256i)(a), (__m256i)(b))
+enum { HAS_16_BITS = 1 };
 #else
-#define IN_16_BITS 0
+#define IN_16_BITS(function, a, b) ((void)(b), a)
+enum { HAS_16_BITS = 0 };
 #endif
 
 INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }
 
 #define ROW(r) ((const inputs_block *)(x + (r) * x_step))
 #define START(r) same(form == Q8 ? &ROW(r)->start_128 : form == Q5 ? &ROW(r)->start_16 : &ROW(r)->start_8)
+#define GROUPS _Pragma("GCC unroll 4") for (int g = c; g < c + chunk; ++g)
 
 INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
                        lanes sums[][WIDTH]) {
   const layout l = layouts[form];
   const int is_k = form >= Q4K;
-  const int is_16 = IN_16_BITS && !l.plane && form != Q8;
+  const int is_16 = HAS_16_BITS && form != Q8;
+  const int fitting = form == Q6K ? 2 : l.plane ? 4 : 8;  // groups whose products fit: with numbers up to 63, 31, 15
+  const int chunk = is_16 && fitting < 8 ? fitting : 1;  // groups whose weights are in registers at once
   const int has_start = form == Q4 || form == Q5 || (form == Q8 && !SIGNED_WEIGHTS);
   // Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
   const int is_split = form == Q6K || R <= 2;
@@ -37,45 +42,55 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
     else if (has_minima(form)) m = load_half(scales + 32);
     ilanes dots[MOST_ROWS];
     EACH {
-      ivec first[MOST_ROWS], second[MOST_ROWS], above = {0};
+      AGAIN(x);
+      ivec first[MOST_ROWS], second[MOST_ROWS], part[MOST_ROWS], factors[2], above = {0};
       ROWS first[r] = second[r] = (ivec){0};
       if (has_start && !is_16) ROWS first[r] = START(r);
-      if (form == Q6K) ROWS first[r] = same(ROW(r)->starts_32), second[r] = same(ROW(r)->starts_32 + 1);
+      if (form == Q6K && !is_16) ROWS first[r] = same(ROW(r)->starts_32), second[r] = same(ROW(r)->starts_32 + 1);
+      for (int h = 0; h < 2; ++h)
+        factors[h] = form == Q6K ? (halves[h].v[i] & 0xffff) | halves[h].v[i] << 16 : 0x10001 - (ivec){0};
 #pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) {
-        const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
-        if (form == Q8 || g % 2 == 0) PREFETCH(from, 4096);
-        ivec weights = load_bytes(from);
-        if (form != Q8) weights = (g % 2 ? weights >> 4 : weights) & 0x0f0f0f0f;
-        if (form == Q8 && SIGNED_WEIGHTS) weights ^= (int32_t)0x80808080;
-        if (l.plane) {
-          if (g == 0 || (form == Q6K && g == 4)) {
-            from = bits + 64 * (g / 4) + VECTOR_BYTES * i;
-            PREFETCH(from, 4096);
-            above = load_bytes(from);
+      for (int c = 0; c < 8; c += chunk) {
+        ivec weights[4];
+        GROUPS {
+          const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
+          if (form == Q8 || g % 2 == 0) PREFETCH(from, 4096);
+          ivec numbers = load_bytes(from);
+          if (form != Q8) numbers = (g % 2 ? numbers >> 4 : numbers) & 0x0f0f0f0f;
+          if (form == Q8 && SIGNED_WEIGHTS) numbers ^= (int32_t)0x80808080;
+          if (l.plane) {
+            if (g == 0 || (form == Q6K && g == 4)) {
+              from = bits + 64 * (g / 4) + VECTOR_BYTES * i;
+              PREFETCH(from, 4096);
+              above = load_bytes(from);
+            }
+            const int up = form == Q6K ? 4 - 2 * (g % 4) : 4 - g;
+            numbers |= (up >= 0 ? above << (up & 7) : above >> (-up & 7)) & (form == Q6K ? 0x30303030 : 0x10101010);
           }
-          const int up = form == Q6K ? 4 - 2 * (g % 4) : 4 - g;
-          weights |= (up >= 0 ? above << (up & 7) : above >> (-up & 7)) & (form == Q6K ? 0x30303030 : 0x10101010);
+          weights[g - c] = numbers;
         }
-        ROWS {
+        ROWS GROUPS {
           const ivec inputs4 = same(ROW(r)->q + 4 * g);
-          ivec *const sum = is_split && (form == Q6K ? g / 4 : g % 2) ? second + r : first + r;
-#if IN_16_BITS
-          if (is_16) *sum = (ivec)_mm256_add_epi16((__m256i)*sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs4));
-          else
-#endif
-          *sum = form == Q8 ? dot_bytes(*sum, weights, inputs4) : dot_small(*sum, weights, inputs4);
+          if (is_16) {
+            const ivec products = IN_16_BITS(maddubs, weights[g - c], inputs4);
+            part[r] = g % fitting ? IN_16_BITS(add, part[r], products) : products;
+            ORDER(part[r]);
+            if (g % fitting == fitting - 1) {
+              first[r] += IN_16_BITS(madd, part[r], factors[g / 4]);
+              ORDER(first[r]);
+            }
+          } else {
+            ivec *const sum = is_split && (form == Q6K ? g / 4 : g % 2) ? second + r : first + r;
+            *sum = form == Q8 ? dot_bytes(*sum, weights[g - c], inputs4) : dot_small(*sum, weights[g - c], inputs4);
+            ORDER(*sum);
+          }
         }
       }
-#if IN_16_BITS
-      if (is_16) ROWS {  // the sums of two would not fit
-        first[r] = (ivec)_mm256_madd_epi16((__m256i)first[r], _mm256_set1_epi16(1));
-        if (is_split) second[r] = (ivec)_mm256_madd_epi16((__m256i)second[r], _mm256_set1_epi16(1));
-        if (has_start) first[r] += START(r);
-      }
-#endif
       ROWS {
-        if (form == Q6K) dots[r].v[i] = first[r] * halves[0].v[i] + second[r] * halves[1].v[i];
+        if (is_16 && has_start) first[r] += START(r);
+        if (is_16 && form == Q6K)  // half of each start times twice its scale, as a start does not fit
+          first[r] += IN_16_BITS(madd, same(ROW(r)->starts_16), (halves[0].v[i] << 1 & 0xffff) | halves[1].v[i] << 17);
+        if (form == Q6K && !is_16) dots[r].v[i] = first[r] * halves[0].v[i] + second[r] * halves[1].v[i];
         else dots[r].v[i] = is_split ? first[r] + second[r] : first[r];
       }
     }

@@ -260,3 +260,12 @@ INLINE ivec dot_bytes(ivec sums, ivec weights, ivec x) {
 #endif
 
 #define PREFETCH(from, ahead) __builtin_prefetch((const char *)(from) + (ahead), 0, 3)
+// With 16 registers gcc would keep vectors on the stack: it shares what is read through a pointer for both vectors of
+// `lanes`, and does all products before it adds them up. These keep it from that.
+#if VECTOR_BYTES == 32
+#define AGAIN(from) __asm__("" : "+r"(from))
+#define ORDER(sum) __asm__("" : "+x"(sum))
+#else
+#define AGAIN(from)
+#define ORDER(sum)
+#endif

@@ -43,7 +43,7 @@ static void quantise(const float *x, int count, inputs_block *to) {
   to->start_128 = -128 * (sums[0] + sums[1]);
   to->start_8 = -8 * (sums[0] + sums[1]);
   to->start_16 = -16 * (sums[0] + sums[1]);
-  for (int i = 0; i < 2; ++i) to->starts_32[i] = -32 * sums[i];
+  for (int i = 0; i < 2; ++i) to->starts_32[i] = -32 * sums[i], to->starts_16[i] = (int16_t)(-16 * sums[i]);
 }
 
 void prepare_some(int form, int inputs, int begin, int end, const float *x, void *prepared) {
@@ -99,20 +99,22 @@ INLINE void add_products(const int R, const int P, const int form, const int is_
 INLINE void add_pairs(const int R, const int P, const uint8_t *w, size_t panel, int inputs, const float *x, size_t x_step,
                       lanes sums[][WIDTH]) {
   for (int k = 0; k < (inputs + 1) / 2; ++k) {
-    ilanes pairs[WIDTH];
-    PANELS {
-      PREFETCH(w + p * panel + (size_t)k * 64, 2048);
-      memcpy(&pairs[p], w + p * panel + (size_t)k * 64, 64);
-    }
+    PANELS PREFETCH(w + p * panel + (size_t)k * 64, 2048);
 #if HAS_BF16_DOT
+    ilanes pairs[WIDTH];
+    PANELS memcpy(&pairs[p], w + p * panel + (size_t)k * 64, 64);
     ROWS PANELS sums[r][p].v[0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][p].v[0], (__m512bh)pairs[p].v[0],
                                                         (__m512bh)iall(four(x + r * x_step + k)).v[0]);
 #else
-    PANELS {
-      lanes even, odd;
-      EACH even.v[i] = (vec)(pairs[p].v[i] << 16), odd.v[i] = (vec)(pairs[p].v[i] & (int32_t)0xffff0000);
-      ROWS sums[r][p] = fma16(all(x[r * x_step + 2 * k]), even, sums[r][p]);
-      ROWS sums[r][p] = fma16(all(x[r * x_step + 2 * k + 1]), odd, sums[r][p]);
+    PANELS EACH {
+      AGAIN(x);
+      const ivec pairs = load_bytes(w + p * panel + (size_t)k * 64 + VECTOR_BYTES * i);
+      const vec even = (vec)(pairs << 16), odd = (vec)(pairs & (int32_t)0xffff0000);
+      ROWS {
+        sums[r][p].v[i] = vec_fma(x[r * x_step + 2 * k] - (vec){}, even, sums[r][p].v[i]);
+        sums[r][p].v[i] = vec_fma(x[r * x_step + 2 * k + 1] - (vec){}, odd, sums[r][p].v[i]);
+        ORDER(sums[r][p].v[i]);
+      }
     }
 #endif
   }

@@ -14,12 +14,13 @@ enum { MOST_ROWS = 2, FEW_ROWS = 2, WIDTH = 1, NARROW = 1 };
 #endif
 
 // Inputs of blocks: q = round(x / s), and beside it s and s times the sum of q. Weights' offsets are taken away in
-// integers, so there is what sums begin at: the sum of q times each offset; of Q6K's that of either half. (Of a
-// shift in the tile gcc makes one of scalars, which then go to vectors one by one.)
+// integers, so there is what sums begin at: the sum of q times each offset; of Q6K's that of either half, and half of
+// that, which fits 16 bits. (Of a shift in the tile gcc makes one of scalars, which then go to vectors one by one.)
 typedef struct {
   int8_t q[32];
   float scale, total;
   int32_t start_128, start_8, start_16, starts_32[2];
+  int16_t starts_16[2];
 } inputs_block;
 
 typedef struct {  // where a tile's sums go
