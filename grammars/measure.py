@@ -29,7 +29,7 @@ _MOST = {
     "alternatives": 1_000,
     "characters in classes": 40_000,
     "classes of Unicode": 2_000,
-    "as the least common multiple of multipleOf": 100_000,
+    "states for multipleOf": 100_000,
 }
 _FEW = 200  # alternatives, with which rows are as those of an unambiguous grammar
 _AMBIGUOUS_ROW, _MASK = 500, 300_000  # items; the latter are shared by at least 20 alternatives
@@ -123,7 +123,7 @@ def limits_of(value: Any, is_lark: bool, schemas: list[Any]) -> Limits:
         patterns += [part for part in (node.get("pattern"),) if isinstance(part, str)]
         patterns += [*named] if isinstance(named := node.get("patternProperties"), dict) else []
         multiple = math.lcm(multiple, _multiple(node))
-        _check("as the least common multiple of multipleOf", multiple)
+        _check("states for multipleOf", multiple)
     classes = (found for pattern in patterns for found in _CLASS.findall(pattern))
     _check("characters in classes", sum(map(len, classes)))
     _check("classes of Unicode", sum(len(_UNICODE.findall(pattern)) for pattern in patterns))
