@@ -188,7 +188,9 @@ def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
     assert status == 0 and out.count("identical output: yes") == len(terminal.read_prompts())
     columns = ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
     assert all(word in out for word in (*columns, "plain decoding"))
-    assert "α is the chance" in out and "the last choice of ngram: " in out and "α ." in out
+    # Which K it is depends on the machine, and on what else it does.
+    reason = r"the last choice of ngram: (ngram, K=[1-9]|K=0 |a probe, )"
+    assert "α is the chance" in out and re.search(reason, out)
     status, out, _ = main(*SHORT_DEMO, *SAMPLED, "--verification", "rejection")
     verdict = "identical output: not compared (verified by rejection)"
     assert status == 0 and out.count(verdict) == len(terminal.read_prompts())
