@@ -9,6 +9,7 @@
 #include "../kernels/c/decoder.h"
 #include "../kernels/c/sampling.h"
 
+int apply_linear(const layer *, int, const float *, float *, int);
 int apply_convolution(const convolution *, const conv_text *, int, int);
 int apply_rule(const rule *, const rule_input *, int, int);
 void tabulate(float *, float *, int, int, const double *, double);
@@ -113,6 +114,22 @@ static uint32_t repacked(int form, uint32_t hash) {
   return hash_of(panels, bytes_of(form, outputs, inputs), hash);
 }
 
+// Products of the largest numbers with the largest inputs of either sign, whose sums need the most bits.
+static uint32_t farthest(int form, int threads, uint32_t hash) {
+  enum { INPUTS = 256, ROWS_OF = 8 };
+  const layer l = new_layer(form, LANES, INPUTS);
+  const layout parts = layouts[form];
+  uint8_t *step = (uint8_t *)l.parts[0]->panels;
+  float x[ROWS_OF * INPUTS], y[ROWS_OF * LANES];
+  for (int b = 0; b < num_blocks(INPUTS); ++b, step += step_bytes(form)) {
+    if (b % 8 == 0) step += parts.shared;
+    memset(step, form == Q8 ? 0 : 255, (size_t)(parts.numbers + parts.plane));  // 0 is -128
+  }
+  for (int i = 0; i < ROWS_OF * INPUTS; ++i) x[i] = i / INPUTS % 3 == 0 ? 1 : i / INPUTS % 3 == 1 ? -1 : i % 3 - 1;
+  if (apply_linear(&l, ROWS_OF, x, y, threads)) exit(1);
+  return hash_of(y, sizeof y, hash);
+}
+
 // Of two texts, one of which goes on where its state is written.
 static uint32_t stepped(int threads, uint32_t hash) {
   const int channels = 1 + next(130), taps = 1 + next(5), corrects = next(2), rows = next(8);
@@ -210,6 +227,7 @@ int main(int count, char **arguments) {
     }
     uint32_t hash = 2166136261u;
     for (int form = 0; form < NUM_FORMS; ++form) hash = repacked(form, hash);
+    for (int form = Q8; form < NUM_FORMS; ++form) hash = farthest(form, threads, hash);
     for (int i = 0; i < 3; ++i) hash = stepped(threads, hash);
     hash = chosen(sizes[seed % 9], hash);
     int held[3] = {0};
