@@ -31,7 +31,7 @@ AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
 PLAIN = "none"  # for no drafter
 _MOST_EVIDENCE, _MOST_FORCED = 8, 16
-_MASKS_S, _AGAIN_S = 0.005, 0.001  # a pass waits for masks, and looks again where all texts wait
+_AGAIN_S = 0.001  # until it is looked again where all texts wait for their grammars
 LOG = logging.getLogger("drafters")
 
 
@@ -239,8 +239,8 @@ class DrafterPool:
         for text in constrained:
             if text.draft is not None:
                 text.matcher.explore(text.draft)
-        deadline = time.monotonic() + _MASKS_S
-        late = [text for text in constrained if not text.matcher.settle(deadline)]
+        began = time.monotonic()
+        late = [text for text in constrained if not text.matcher.settle(began)]
         for text in constrained:
             if text not in late and (draft := text.draft) is not None:
                 is_drawn = draft.probs is not None and not text.request.sampling.is_coupled

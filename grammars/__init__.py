@@ -282,9 +282,9 @@ class Matcher:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
         self._tokens: list[int] = []  # of the text
-        self._draft: Draft | None = None  # that is explored
+        # The draft that is explored: which of its tokens may come, and all masks.
+        self._draft: Draft | None = None
         self._explored: Future[tuple[set[int], np.ndarray]] = Future()
-        self._seen: tuple[Draft, np.ndarray] | None = None  # a draft that was cut, and its masks
 
     def explore(self, draft: Draft) -> None:
         """Begin to compute the masks behind the pending token and each drafted one."""
@@ -292,15 +292,15 @@ class Matcher:
             self._draft, self._explored = draft, _threads.submit(self._explore, draft)
             self._grammar.under_way.append(self._explored)
 
-    def settle(self, deadline: float) -> bool:
+    def settle(self, began: float) -> bool:
         """Whether the masks of all texts of this grammar are computed.
 
-        Matchers of one grammar share its states, so `consume` would wait for another's mask. It
-        waits until the deadline, but not where the grammar was slow before.
+        Matchers of one grammar share its states, so `consume` would wait for another's mask. Waits
+        until _FAST_S after `began`, but not where the grammar was slow before.
         """
         under_way = self._grammar.under_way
         if not self._grammar.is_slow:
-            wait(under_way, max(0.0, deadline - time.monotonic()))
+            wait(under_way, max(0.0, began + _FAST_S - time.monotonic()))
         under_way[:] = [masks for masks in under_way if not masks.done()]
         self._grammar.is_slow |= bool(under_way)
         return not under_way
@@ -311,8 +311,6 @@ class Matcher:
         `is_drawn`: it is judged by rejection and was drawn from q. To drop a token because of what
         was drawn would change the distribution, so the first forbidden one stays, to be rejected.
         """
-        if self._seen and draft is self._seen[0]:  # it is verified again
-            return draft
         self.explore(draft)
         try:
             kept, masks = self._explored.result()
@@ -324,10 +322,10 @@ class Matcher:
             kept = kept | {i for i, path in enumerate(paths) if kept.issuperset(path[:-1])}
         places = sorted(kept)
         if len(places) < len(paths):
+            self._draft, self._explored = _part(draft, places), Future()
             masks = masks[[0, *(i + 1 for i in places)]]
-            draft = _part(draft, places)
-        self._draft, self._seen = draft, (draft, masks)
-        return draft
+            self._explored.set_result(({*range(len(places))}, masks))
+        return self._draft
 
     def mask(self, scores: Tensor, draft: Draft) -> Tensor:
         """Scores [n + 1, V] with −inf for what is forbidden after the pending and drafted tokens.
@@ -335,10 +333,8 @@ class Matcher:
         Rows behind a forbidden token stay as they are; behind what was not explored all is −inf.
         Raises ValueError where the grammar cannot go on: a mask or a state may be too large.
         """
-        seen, masks = self._seen or (None, None)
-        if draft is not seen:
-            self.explore(draft)
-            _, masks = self._explored.result()
+        self.explore(draft)
+        _, masks = self._explored.result()
         return scores + torch.from_numpy(masks).to(scores.device)
 
     @panics_caught()
@@ -401,7 +397,7 @@ class Matcher:
 
         Raises ValueError for a forbidden token.
         """
-        self._draft = self._seen = None
+        self._draft = None
         self._matcher.consume_token(token)
         if self._matcher.is_error():
             self._begin_anew([*self._tokens, token], CannotGoOn(reason_of(self._matcher)))

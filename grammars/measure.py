@@ -83,13 +83,12 @@ def _num_alternatives(schema: Json) -> int:
     return sum(count for count in counts if count > 1)
 
 
-def check_length(value: Any, is_lark: bool) -> str:
-    """A grammar's `value` as a text. Raises ValueError for one that is too long to be read."""
+def check_length(value: Any, is_lark: bool) -> None:
+    """Raises ValueError for a grammar's `value` that is too long to be read."""
     is_text = isinstance(value, str)
     text = value if is_text else json.dumps(value, ensure_ascii=False)
     kind = " of rules" if is_lark else " of a regular expression" if is_text else ""
     _check(f"characters{kind}", len(text))
-    return text
 
 
 class Limits(NamedTuple):
@@ -103,7 +102,7 @@ USUAL = Limits()
 
 
 def limits_of(value: Any, is_lark: bool, schemas: list[Any]) -> Limits:
-    """The limits for a grammar's `value`, whose parts `schemas` are schemas.
+    """The limits for a grammar's `value` of checked length, whose parts `schemas` are schemas.
 
     Where rules are ambiguous, a row's time grows with the cube of its items: 2 ms for 500, 110 ms
     for 2,000. JSON is not, and 500 properties that may be left out need a row of 2,000. A mask of
@@ -111,8 +110,8 @@ def limits_of(value: Any, is_lark: bool, schemas: list[Any]) -> Limits:
 
     Raises ValueError for a grammar that is too large.
     """
-    text, nodes, multiple = check_length(value, is_lark), list(schemas_in(schemas)), 1
-    patterns = [text] if isinstance(value, str) else []
+    nodes, multiple = list(schemas_in(schemas)), 1
+    patterns = [value] if isinstance(value, str) else []
     _check("schemas in it", len(nodes))
     for node in nodes:
         if isinstance(named := node.get("properties"), dict):
@@ -127,7 +126,7 @@ def limits_of(value: Any, is_lark: bool, schemas: list[Any]) -> Limits:
     classes = (found for pattern in patterns for found in _CLASS.findall(pattern))
     _check("characters in classes", sum(map(len, classes)))
     _check("classes of Unicode", sum(len(_UNICODE.findall(pattern)) for pattern in patterns))
-    breadth = HELD.sub(" ", text).count("|") if is_lark else 0
+    breadth = HELD.sub(" ", value).count("|") if is_lark else 0
     breadth += sum(map(_num_alternatives, nodes))
     _check("alternatives", breadth)
     is_plain = not is_lark and breadth <= _FEW

@@ -201,6 +201,7 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
         has_tokens = "</think>" in target.tokenizer.added_tokens_encoder
         if kind == LARK and is_gbnf(value):
             value = vocabulary.in_lark(value)
+            check_length(value, True)
             limits = limits_of(value, True, [])
         source = source_of(kind, value, reasoning, has_tokens)
         return vocabulary.compiled(source, limits)

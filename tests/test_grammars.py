@@ -6,7 +6,6 @@ grammar forbids is cut from drafts, and what it forces is a draft. Requests over
 test_formats.py.
 """
 
-import importlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from hypothesis import HealthCheck, configuration, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+import grammars
 from benchmarks.lossless import BATCH, compare, first_tokens
 from cache.prefix import PrefixCache
 from grammars import CHOICE, JSON, LARK, REGEX, source_of, vocabulary_of
@@ -509,19 +509,6 @@ def test_a_faulty_matcher_ends_one_text_alone(demo_engine, prompts, expected, mo
             assert s is broken or not s.warnings
 
 
-def before_each(monkeypatch, name):
-    """What a function is called with from now on, lists as they are then."""
-    module, _, function = name.rpartition(".")
-    inner, calls = getattr(importlib.import_module(module), function), []
-
-    def noted(*given):
-        calls.append([[*each] if isinstance(each, list) else each for each in given])
-        return inner(*given)
-
-    monkeypatch.setattr(name, noted)
-    return calls
-
-
 def test_a_text_whose_grammar_is_slow_sits_out_and_others_go_on(
     demo_engine, prompt, expected, monkeypatch
 ):
@@ -539,14 +526,16 @@ def test_a_text_whose_grammar_is_slow_sits_out_and_others_go_on(
         return walk(*given)
 
     slow.matcher._walk = waiting
-    waits = before_each(monkeypatch, "grammars.wait")
+    waits = []
+    monkeypatch.setattr(grammars, "wait", grammars.wait)  # it is put back behind the test
+    conftest.before(grammars, "wait", lambda masks, _: waits.append([*masks]))
     try:
         while going := [s for s in sequences if not s.finish_reason and s in others]:
             demo_engine.step([*sequences[:2], *going])
     finally:
         may_go.set()
     assert not slow.output and not sequences[1].output and demo_engine.pool.num_late > before
-    assert sum(slow.matcher._explored in masks for masks, _ in waits) == 1  # no pass waits again
+    assert sum(slow.matcher._explored in masks for masks in waits) == 1  # no pass waits again
     finish(demo_engine, sequences)
     for name, s in zip(names, sequences, strict=True):
         assert s.output == expected(prompt, name, 24, "greedy") and not s.warnings
