@@ -34,6 +34,8 @@ from serving.statistics import Statistics
 core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")
 SPECIAL = "grammar", "prediction"  # drafters for requests that bring one
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
+FORGETFUL = {"prefix_cache_mb": 0, "suffix_cache": 0}  # runs are alike, whatever came before
+Kinds = dict[str, dict[str, list[int]]]  # token ids by kind and name of a prompt
 
 
 # ------------------------------------------------------------------------------------- engines
@@ -48,8 +50,7 @@ def load_engine(**options: Any) -> Engine:
     It remembers no prompts, and no past outputs unless told otherwise: what is measured must not
     depend on what was measured before.
     """
-    common = {"model": "embedded", "prefix_cache_mb": 0, "suffix_cache": 0}
-    return core.load_engine(Options(**common | options))
+    return core.load_engine(Options(**{"model": "embedded"} | FORGETFUL | options))
 
 
 def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -64,12 +65,12 @@ def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 CHATS = by_kind(prompts_of(ROOT / "benchmarks" / "chat.jsonl"))
 
 
-def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
+def demo_prompts(engine: Engine) -> Kinds:
     """Token ids of the demo prompts by kind and name."""
     return by_kind(ids_of(read_prompts(), engine.target, is_raw=True))
 
 
-def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
+def chats(engine: Engine, each: int) -> Kinds:
     """Token ids of CHATS, or of the demo prompts if there is no chat template; `each` of a kind."""
     kinds = demo_prompts(engine)
     if engine.target.tokenizer.chat_template:
@@ -77,7 +78,7 @@ def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
     return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
 
 
-def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
+def flat(prompts: Kinds) -> dict[str, list[int]]:
     """The prompts of all kinds by name."""
     return {name: prompt for group in prompts.values() for name, prompt in group.items()}
 
