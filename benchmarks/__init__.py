@@ -22,6 +22,7 @@ from statistics import quantiles
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from models.shortage import raise_interrupts  # isort: skip  (Ctrl-C while torch is imported)
 import torch
 from tqdm import tqdm
 
@@ -32,6 +33,7 @@ from serving.statistics import Statistics
 
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")
+raise_interrupts()
 SPECIAL = "grammar", "prediction"  # drafters for requests that bring one
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
 FORGETFUL = {"prefix_cache_mb": 0, "suffix_cache": 0}  # runs are alike, whatever came before

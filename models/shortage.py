@@ -64,7 +64,7 @@ sys.excepthook = _hook
 if sys.argv[0].endswith(".py") and any(word.startswith("--port") for word in sys.argv[1:]):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))
-elif sys.argv[0].endswith("08_speculative_decoding.py"):
+elif sys.argv[0].endswith(("08_speculative_decoding.py", "-m")):  # -m: a benchmark's package
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, say
         signal.signal(signal.SIGINT, _interrupted)
 # torch's threads occupy the cores. Those of numpy and tokenizers would take turns with them.
