@@ -26,7 +26,7 @@ from models.shortage import raise_interrupts  # isort: skip  (Ctrl-C while torch
 import torch
 from tqdm import tqdm
 
-from messages import Engine, Request
+from messages import Engine, Request, RequestError
 from models.prompts import ids_of, prompts_of, read_prompts
 from serving.options import ROOT, Options, between
 from serving.statistics import Statistics
@@ -100,7 +100,7 @@ def run_together(
     """All requests, each to its end, or until it has `num_tokens`; at most `at_once` in a batch.
 
     The next one takes the place of one that ends, as it is where clients ask again and again;
-    `at_end` is called for each. Raises RuntimeError if one was not done as asked.
+    `at_end` is called for each. Raises RequestError if one was not done as asked.
     """
     waiting, running, done = list(enumerate(requests)), dict[Any, int](), dict[int, Finished]()
     while waiting or running:
@@ -111,8 +111,8 @@ def run_together(
         for s in [s for s in running if s.finish_reason or len(s.output) >= num_tokens]:
             engine.close(s)
             if s.warnings or s.finish_reason == "error":
-                warnings = s.warnings
-                raise RuntimeError(f"a request was not done as asked: {warnings}") from s.failure
+                why = "; ".join(s.warnings)
+                raise RequestError(f"a request was not done as asked: {why}") from s.failure
             done[running.pop(s)] = Finished(s.output, s.statistics)
             at_end()
     return [done[i] for i in range(len(requests))]

@@ -42,7 +42,7 @@ import drafters
 from control import Controller
 from drafters.pool import PLAIN, TREE
 from messages import MAX_SPECULATIVE_TOKENS, Engine, Request, Sampling
-from models.catalogue import DEFAULT
+from models.catalogue import with_model
 from models.prompts import ids_of, prompts_of
 from models.reference import system_fingerprint
 from serving.curve import Curve
@@ -173,11 +173,13 @@ def verdict(turns: Turns) -> tuple[str | None, list[str]]:
     begin = "Speculation pays here" if winners else "Speculation does not pay here"
     if not winners and best["of_plain"] > 1:
         begin = f"Nobody gains more than the noise ({least - 1:.2f})"
+    must = f"{best['needed']:.2f} of the drafted tokens must be accepted"
+    must = must if best["needed"] <= 1 else "more than all drafted tokens must be accepted"
     says.append(
         f"{begin}: {best['drafter']} has {best['of_plain']:.2f} times the speed of plain decoding. "
         f"A pass gave {best['tok_pass']:.2f} tokens. To draft a token took {best['to_draft']:.2f} "
-        f"of a plain pass, and to verify it {best['to_verify']:.2f}, so {best['needed']:.2f} of "
-        f"the drafted tokens must be accepted: {best['accepted']:.2f} were."
+        f"of a plain pass, and to verify it {best['to_verify']:.2f}, so {must}: "
+        f"{best['accepted']:.2f} were."
     )
     return best["drafter"] if winners else None, says
 
@@ -197,16 +199,17 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--prompts", metavar="FILE", help="a prompt per line, or .jsonl")
     bench.add_count(options, "--each", 1, 8, 3, "prompts of each kind, without FILE")
     options.add_argument("--raw", action="store_true", help="without the chat template")
-    options.add_argument("--minutes", type=seconds, default=3.0, help="(default: %(default)g)")
+    options.add_argument("--minutes", type=seconds, default=3.0, help="of racing (default: 3)")
     bench.add_count(options, "--tokens", 2, 100_000, 96, "a request, at most")
     for name in LOADED:
         told = {**Options.__dataclass_fields__[name].metadata, "default": getattr(Options, name)}
         del told["group"]
         options.add_argument(f"--{name.replace('_', '-')}", help=told.pop("text"), **told)
-    options.set_defaults(model=DEFAULT)
-    text = "or yours as file.py:Class (default: all that fit)"
+    text = "names, or yours as file.py:Class (default: all that fit, and auto)"
     options.add_argument("--drafters", nargs="+", default=[], metavar="NAME", help=text)
-    options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), help="of each draft")
+    options.add_argument(
+        "--k", type=between(1, MAX_SPECULATIVE_TOKENS), help="tokens of each draft"
+    )
     options.add_argument("--temperature", type=float, default=0.0)
     return options
 
@@ -225,13 +228,13 @@ def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
         elif name in bench.SPECIAL:
             raise ValueError(f"{name} drafts only for requests that bring a {name}")
         elif name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):
-            raise ValueError(f"{flags.model} has no {name}: add --{name.replace('_', '-')}")
+            raise ValueError(f"{options.title} has no {name}: add --{name.replace('_', '-')}")
     return prompts_of(flags.prompts) if flags.prompts else {}
 
 
 def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
     """The engine, as a server has it after its first idle seconds, and the ways to race."""
-    engine = bench.core.load_engine(options)
+    engine = bench.core.load_engine(with_model(options))
     target, draft = engine.target, engine.draft_model
     context = drafters.Context(target, bench.core.sample, draft, **options.for_drafters)
     own = {name: drafters.load(name, context) for name in flags.drafters if ":" in name}
@@ -251,7 +254,7 @@ def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
     for name in flags.drafters or [*bench.names_of(engine), bench.AUTO]:
         name = own[name].name if name in own else name
         if name not in (*engine.pool.choices, PLAIN):
-            raise ValueError(f"{name} does not fit {flags.model}: {', '.join(loaded)} do")
+            raise ValueError(f"{name} does not fit {options.title}: {', '.join(loaded)} do")
         if name == bench.AUTO:
             ways[name] = {"drafter": name, "num_speculative_tokens": flags.k or MOST_K}
         elif name != PLAIN:  # a tree costs what its model does, the first of its drafters
@@ -267,11 +270,10 @@ def act(arguments: list[str] | None) -> int:
     common = bench.FORGETFUL | {"drafter": bench.AUTO, "max_running": 1}
     options = Options(**common | {name: getattr(flags, name) for name in LOADED})
     texts, who = check(flags, options), ", ".join(flags.drafters) or "all drafters that fit"
-    print(
-        f"Race of plain decoding (twice: what differs is noise) and {who}: {flags.minutes:g} "
-        f"minutes, in turns,\n{flags.tokens} tokens a text. Ctrl-C ends it early. First "
-        f"{flags.model} is loaded.", file=sys.stderr if flags.json else None, flush=True,
-    )  # fmt: skip
+    plan = f"A race of plain decoding (twice, to see what is noise) and {who}: {flags.minutes:g} "
+    plan += f"minutes in turns,\n{flags.tokens} tokens a text. Ctrl-C ends it early. First "
+    plan += f"{options.title} is loaded."
+    print(plan, file=sys.stderr if flags.json else None, flush=True)
     engine, ways = load(flags, options)
     own = ids_of(texts, engine.target, flags.raw)
     kinds = {"all": own} if own else bench.chats(engine, flags.each)
