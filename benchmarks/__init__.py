@@ -5,6 +5,7 @@ commit, the machine and the versions. Methods are run in turn, figures are media
 is given as quartiles.
 """
 
+from models.shortage import raise_interrupts  # isort: skip  (Ctrl-C while torch is imported)
 import argparse
 import json
 import math
@@ -22,7 +23,6 @@ from statistics import quantiles
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from models.shortage import raise_interrupts  # isort: skip  (Ctrl-C while torch is imported)
 import torch
 from tqdm import tqdm
 
