@@ -417,6 +417,8 @@ NOISY = {"none": [100.0] * 9, "again": [150.0, 70.0, 100.0] * 3}
     (QUIET | {"ngram": [120.0] * 9}, None, "Speculation does not pay here: ngram has 0.83 times"),
     (NOISY | {"ngram": [80.0] * 9}, None, "Nobody gains more than the noise (0.33): ngram has 1.2"),
     (NOISY | {"ngram": [80.0] * 9, "auto": [90.0] * 9}, None, "Nobody gains more than"),
+    # Where one of two plain decodings is slower in all turns.
+    ({"none": [109.0] * 99, "again": [100.0] * 99, "ngram": [104.0] * 99}, None, "Nobody gains"),
     (QUIET | {"ngram": [80.0] * 9, "auto": [80.5] * 9}, "auto", "Speculation pays here: auto"),
     (QUIET | {"ngram": [70.0] * 9, "auto": [80.0] * 9}, "ngram", "Speculation pays here: ngram"),
 ])  # fmt: skip
@@ -424,6 +426,23 @@ def test_who_wins_an_audition_gains_more_than_plain_decoding_differs_from_itself
     best, says = audition.verdict(turns_of(**ms))
     assert best == winner and says[-1].startswith(begin) and (best or "ngram") in says[-1]
     assert any("machine is busy" in line for line in says) == (ms["again"] is NOISY["again"])
+
+
+def test_a_winner_from_a_file_is_named_as_it_was(
+    audition_of, two_prompts, mine, clock, monkeypatch
+):
+    def together(engine, requests):
+        drafts = requests[0].drafter == "bigram"
+        clock[0] += 1 if drafts else 10
+        told = bench.Statistics(target_passes=10, prefills=1, verify_ms=100.0)
+        told.num_recovered_tokens, told.num_draft_tokens = 11, 30 * drafts
+        told.num_accepted_draft_tokens = 15 * drafts
+        return [bench.Finished([1], told)]
+
+    monkeypatch.setattr(bench, "run_together", together)
+    _, out, _ = audition_of(f"--prompts {two_prompts} --drafters {mine}:Bigram auto")
+    line = f"--drafter {mine}:Bigram --num-speculative-tokens 3 --fixed-k\n"
+    assert "Speculation pays here: bigram, K=3 has 10.00 times" in out and out.endswith(line)
 
 
 def test_an_audition_of_few_turns_has_no_winner_by_a_hair():
