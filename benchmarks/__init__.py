@@ -213,7 +213,7 @@ def report(
     """
     options = {name: value for name, value in vars(flags).items() if name != "json"}
     for rows in results.values():
-        if rows and isinstance(rows[0], dict) and not flags.json:
+        if not flags.json and rows and isinstance(rows[0], dict):
             print_table(list(map(readable, rows)))
             print()
     print(json.dumps(_environment(module, arguments) | options | results, default=str))

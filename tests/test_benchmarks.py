@@ -440,9 +440,12 @@ def test_a_winner_from_a_file_is_named_as_it_was(
         return [bench.Finished([1], told)]
 
     monkeypatch.setattr(bench, "run_together", together)
-    _, out, _ = audition_of(f"--prompts {two_prompts} --drafters {mine}:Bigram auto")
-    line = f"--drafter {mine}:Bigram --num-speculative-tokens 3 --fixed-k\n"
-    assert "Speculation pays here: bigram, K=3 has 10.00 times" in out and out.endswith(line)
+    command = f"--prompts {two_prompts} --drafters {mine}:Bigram auto"
+    _, out, _ = audition_of(command)
+    line = f"--drafter {mine}:Bigram --num-speculative-tokens 3 --fixed-k"
+    assert "Speculation pays here: bigram, K=3 has 10.00 times" in out and out.endswith(f"{line}\n")
+    document = json.loads(audition_of(f"{command} --json")[1])
+    assert document["pays"] is True and document["command_line"].endswith(line)
 
 
 def test_an_audition_of_few_turns_has_no_winner_by_a_hair():
