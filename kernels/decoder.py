@@ -38,10 +38,16 @@ def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
     """The weights of linear layers of one input, which compute with these panels from now on."""
     for layer in layers:
         put_panels(layer, panels_of(layer))
-    if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
-        for layer in layers:
-            layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
-    return [layer.panels for layer in layers]
+    matrices = [layer.panels for layer in layers]
+    read_alike(matrices)
+    return matrices
+
+
+def read_alike(matrices: list[Panels]) -> None:
+    """Let matrices of one input read it in one way, as it is rounded for all."""
+    if len({panels.reads for panels in matrices}) > 1:
+        for panels in matrices:
+            panels.to_floats()
 
 
 @dataclass
@@ -376,9 +382,13 @@ class Decoder:
         """One thread for a small forward, where several would wait longer than they compute."""
         return 1 if self.num_bytes * num_rows < _LITTLE else self.num_threads
 
-    def quantise(self, shares_embedding: bool = False) -> None:
-        """Quantise the weights to int8, but not the embedding if another decoder shares it."""
+    def quantise(self, quantize: str, keeps_embedding: bool = False) -> None:
+        """Quantise the weights to int8 or int4, but not an embedding apart if that is kept."""
         self.__dict__.pop("num_bytes", None)
-        others = {self.positions, self.embedding} if shares_embedding else {self.positions}
-        for panels in self.panels - (others - {self.output}):
-            panels.quantise()
+        others = {self.positions, self.embedding} if keeps_embedding else {self.positions}
+        chosen = self.panels - (others - {self.output})
+        for panels in sorted(chosen, key=lambda panels: panels.num_bytes):  # the largest last
+            panels.quantise(quantize)
+        for block in self.blocks:  # four bits may not hold each of them
+            for group in block.matrices.values():
+                read_alike(group)
