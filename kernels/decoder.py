@@ -32,6 +32,7 @@ ACTIVATIONS = {
 _Int = ctypes.c_int32
 _Norm, Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "net_batch"))
 BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
+_Vocabulary = STRUCTS["vocabulary"]
 
 
 def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
@@ -311,22 +312,28 @@ class Decoder:
     def chain(
         self, rows: Rows, drafts: ctypes.Array[Any], words: ctypes.Structure,
         hidden: Tensor | None = None, shift: int = 0, layer: int = -1, most_wanted: int = 0,
+        rarer: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Draft for texts that are fed `rows`: fill in chain.h's `draft` of each; see `__call__`.
 
-        Tokens are chosen among `words`, chain.h's `vocabulary`. A model that reads states reads
-        `hidden` [N, D] for the N `rows`, then what comes out behind `layer`. A forward gives the
-        logits of one row of each text, and with guesses of up to `most_wanted` rows. Raises
-        ValueError for logits that are no numbers.
+        Tokens are chosen among `words`, chain.h's `vocabulary`, and `rarer` ones behind these. A
+        model that reads states reads `hidden` [N, D] for the N `rows`, then what comes out behind
+        `layer`. A forward gives the logits of one row of each text, and with guesses of up to
+        `most_wanted` rows. Raises ValueError for logits that are no numbers.
         """
         assert len(rows.wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
         assert bool(self.struct.has_states) == (hidden is not None)
-        logits = room(max(len(drafts), most_wanted), outputs)
+        logits = room(max(len(drafts), most_wanted), outputs + len(rarer))
         state_layers, references = (_Int * 1)(layer), list[Any]()
         struct, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, struct.output = outputs, ctypes.pointer(output)
+        if rarer:
+            ids = torch.cat([torch.arange(outputs), torch.tensor(rarer)])
+            panels = self.output.some(ids[outputs:])
+            struct.rarer = ctypes.pointer(panels.struct)
+            words = _Vocabulary(max(rarer) + 1, address(ids, dtype=torch.int64))
         others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if hidden is not None:
             hidden, states = self._states(hidden), room(len(hidden), self.hidden)

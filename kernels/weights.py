@@ -114,6 +114,14 @@ class Panels:
         library.compute("apply_linear", ctypes.byref(self._alone), len(rows), *addresses)
         return y.view(*x.shape[:-1], self.outputs)
 
+    def some(self, ids: Tensor) -> "Panels":
+        """A matrix of the rows `ids` [n], int64, which must be there."""
+        panels = room_for(self.form, len(ids), self.inputs)
+        to = library.address(ids, dtype=torch.int64), ctypes.c_void_p(panels.ctypes.data)
+        library.load().gather(ctypes.byref(self.struct), len(ids), *to)
+        bias = None if self.bias is None else self.bias[ids]
+        return Panels(self.form, (len(ids), self.inputs), panels, bias)
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [...] of the matrix -> [..., inputs] float32: an embedding."""
         flat = ids.reshape(-1).to(torch.int64).contiguous()

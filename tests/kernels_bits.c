@@ -114,9 +114,16 @@ static uint32_t repacked(int form, uint32_t hash) {
   return hash_of(panels, bytes_of(form, outputs, inputs), hash);
 }
 
-// Panels of a matrix whose weights are rounded to four bits.
+// Panels of a matrix whose weights are rounded to four bits, and some of its rows.
 static uint32_t rounded(int form, uint32_t hash) {
   const matrix m = new_matrix(form, 1 + next(40), 1 + next(300));
+  const int64_t row = next((uint32_t)m.outputs);
+  matrix one = m;
+  float *numbers_of_it = malloc((size_t)m.inputs * 4);
+  one.panels = calloc(1, panel_bytes(form, m.inputs));
+  gather(&m, 1, &row, (uint8_t *)one.panels);
+  unpack(&one, 0, numbers_of_it);
+  hash = hash_of(numbers_of_it, (size_t)m.inputs * 4, hash);
   const size_t bytes = panel_bytes(Q4, m.inputs);
   uint8_t *panel = malloc(bytes);
   for (int i = 0; i < (m.outputs + LANES - 1) / LANES; ++i) {

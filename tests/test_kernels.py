@@ -105,6 +105,15 @@ def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     assert np.array_equal(*(np.where(np.isnan(x), -1, x.view(np.int32)) for x in both))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_some_rows_of_a_matrix_have_their_bits(form):
+    panels, _, _ = weights(form, 100, 512)
+    ids = torch.tensor([99, 3, 17, 16, 15, 0, *range(50, 62)])
+    some, x = panels.some(ids), numbers(3, 512)
+    assert torch.equal(some(x), panels(x)[:, ids])
+    assert torch.equal(some.unpacked(), panels.unpacked()[ids])
+
+
 def nearest_error(weight):
     """What a plain rounding to four bits leaves, where each block's largest weight is -8."""
     blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))

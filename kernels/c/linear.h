@@ -85,6 +85,9 @@ void multiply_floats(const product *of);
 // Row number `output` of a matrix [inputs].
 void unpack(const matrix *m, int output, float *row);
 
+// Panels of some rows of a matrix: the same numbers.
+void gather(const matrix *m, int count, const int64_t *rows, uint8_t *panels);
+
 // Rows `first` to `first + count` of a file's tensor, in GGUF's type of the same numbers, to panels;
 // `first` is a multiple of 16. Nothing lies behind the last row.
 void repack(int form, const uint8_t *rows, int first, int count, int inputs, uint8_t *panels);

@@ -89,6 +89,26 @@ void unpack(const matrix *m, int output, float *row) {
   }
 }
 
+// What belongs to one of 16 outputs, `unit` bytes of every 16 times so many.
+INLINE void copy_lane(const uint8_t *from, int lane, uint8_t *to, int to_lane, int bytes, int unit) {
+  for (int i = 0; i < bytes; i += LANES * unit) memcpy(to + i + to_lane * unit, from + i + lane * unit, (size_t)unit);
+}
+
+void gather(const matrix *m, int count, const int64_t *rows, uint8_t *panels) {
+  const layout l = layouts[m->form];
+  const int steps = (m->inputs + l.inputs - 1) / l.inputs, numbers = l.numbers + l.plane;
+  for (int i = 0; i < count; ++i) {
+    const int lane = (int)(rows[i] % LANES), to_lane = i % LANES;
+    const uint8_t *from = m->panels + (size_t)(rows[i] / LANES) * panel_bytes(m->form, m->inputs);
+    uint8_t *to = panels + (size_t)(i / LANES) * panel_bytes(m->form, m->inputs);
+    for (int s = 0; s < steps; ++s, from += step_bytes(m->form), to += step_bytes(m->form)) {
+      if (s % 8 == 0) copy_lane(from, lane, to, to_lane, l.shared, 2), from += l.shared, to += l.shared;
+      copy_lane(from, lane, to, to_lane, numbers, m->form == FLOAT16 ? 2 : 4);
+      copy_lane(from + numbers, lane, to + numbers, to_lane, l.scales, m->form < Q4K ? 2 : 1);
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------- rounding to four bits
 
 enum { TRIES = 5 };  // scales of a block
