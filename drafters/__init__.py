@@ -18,7 +18,8 @@ from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
     "LOG", "MANY_WEIGHTS", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool",
-    "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words", "load",
+    "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words",
+    "class_from_file", "load",
     "load_all",
 ]  # fmt: skip
 
@@ -58,7 +59,7 @@ def load(name: str, context: Context) -> Drafter:
     not there, a class that is no drafter, or one that does not fit the target.
     """
     check_name(name, ())
-    drafter_class = _class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
+    drafter_class = class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
     try:
         drafter = drafter_class.build(context)
         _check(drafter, context)
@@ -140,7 +141,8 @@ def _check(drafter: Drafter, context: Context) -> None:
         )
 
 
-def _class_from_file(name: str) -> type[Drafter]:
+def class_from_file(name: str) -> type[Drafter]:
+    """The class that file.py:Class names. Its file runs. Raises ValueError, as `load` does."""
     path_text, _, attribute = name.rpartition(":")
     path = Path(path_text)
     if not path.is_file():

@@ -40,6 +40,9 @@ def tell_error(reason: str) -> None:
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """sys.excepthook: handles what ends the process, mostly an import that failed."""
+    if kind is KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130)
     if is_shortage(error):
         raise SystemExit(report_shortage(error))
     sys.__excepthook__(kind, error, trace)
@@ -64,7 +67,7 @@ sys.excepthook = _hook
 if sys.argv[0].endswith(".py") and any(word.startswith("--port") for word in sys.argv[1:]):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))
-elif sys.argv[0].endswith("08_speculative_decoding.py"):
+elif sys.argv[0].endswith(("08_speculative_decoding.py", "-m")):  # -m: a benchmark's package
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, say
         signal.signal(signal.SIGINT, _interrupted)
 # torch's threads occupy the cores. Those of numpy and tokenizers would take turns with them.
