@@ -538,9 +538,8 @@ def main(arguments: list[str] | None = None) -> int:
         if wanted.port or wanted.export is not None:
             return engines.serve(wanted, chosen, load_engine, create_app)
         engine = load_engine(chosen := with_model(chosen))
-        if wanted.plan or wanted.demo:
-            show = engines.show_plan if wanted.plan else demo.show_demo
-            return show(engine, chosen, wanted, plain_decode)
+        if wanted.demo:
+            return demo.show_demo(engine, chosen, wanted, plain_decode)
         return demo.show_prompt(engine, chosen, wanted)
 
     return demo.exit_status(act)

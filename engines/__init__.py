@@ -2,8 +2,7 @@
 
     --engine http://host:8000   relay.py sends requests there, client.py speaks HTTP with it
 
-app.py puts them behind the routes, and advice.py says how to start one. docs/engines.md says what
-such an engine can and cannot do.
+app.py puts them behind the routes. docs/engines.md says what such an engine can and cannot do.
 """
 
 from argparse import Namespace
@@ -72,10 +71,3 @@ def serve(
     count = torch.get_num_threads()
     machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"
     return export.write(flags.export, load_named, machine)
-
-
-def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
-    """Print how another engine would serve these models; returns the exit status."""
-    from . import advice
-
-    return advice.show_plan(engine, options, flags)
