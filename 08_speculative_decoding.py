@@ -198,7 +198,7 @@ class CachedModel:
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.compiled: Any = None  # the forward in C, if kernels/ can compute this model
         self.report: Any = None  # whether a token's bits depend on how it is computed
-        self.reference: Any = None  # logits of transformers' own modules, to compare at the start
+        self.contents, self.reference, self.is_known = "", None, False  # see models/reference.py
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
         """An empty cache whose rows hold `spare` tokens more than this model's context."""

@@ -48,9 +48,7 @@ def speed_up(
     """
     if not library.is_used:
         return
-    # A packed file that has no reference was compared at an earlier start.
-    is_known = bool(model.fingerprint) and model.reference is None
-    if decoder := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
+    if decoder := decoder_of(model.model, model.cache.max_length, model.windows, model.is_known):
         model.compiled = KernelForward(model, decoder)
         release(decoder, model.model)
         if quantize:

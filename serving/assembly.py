@@ -12,7 +12,7 @@ from control import Controller
 from drafters.base import Sample
 from messages import Engine, Model
 from models import StartError, ahead, loading
-from models.reference import check, contents_of, refusal
+from models.reference import check, refusal
 
 from . import answers
 from .options import Options
@@ -43,7 +43,6 @@ def assemble_engine(
     draft = load_draft(options, load_model)
     ahead.end()
     context = drafters.Context(target, sample, draft, **options.for_drafters)
-    target.contents = contents_of(target.model)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # after the heads have read its weights
         with refusal(model, is_fast=True):

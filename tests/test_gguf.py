@@ -182,7 +182,8 @@ def test_a_file_is_compared_once_and_the_latest_are_remembered(files, tmp_path, 
 def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(reference, "ROOT", tmp_path)
     files = [tmp_path / name for name in ("core.py", "kernels/c/a.c", "models/b.py")]
-    cached, notes = SimpleNamespace(fingerprint="", max_length=1), [None]
+    model = SimpleNamespace(device=torch.device("cpu"))
+    cached, notes = SimpleNamespace(fingerprint="", contents="", max_length=1, model=model), [None]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
