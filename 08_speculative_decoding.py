@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import models.shortage  # isort: skip  # noqa: F401  (so that torch fails in one line)
+import models.startup  # isort: skip  # noqa: F401  (so that torch fails in one line)
 import torch
 from flask import Flask, Response
 from torch import Tensor

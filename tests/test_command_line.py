@@ -450,8 +450,8 @@ def test_ctrl_c_is_no_traceback_while_torch_is_imported_either():
         maps = Path(f"/proc/{process.pid}/maps")
         until(lambda: "libtorch" in maps.read_text())
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == "interrupted\n"
-    assert process.returncode == 130
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == -signal.SIGINT  # which a shell shows as 130
 
 
 def test_too_little_memory_for_torch_is_one_line_and_exit_2():
