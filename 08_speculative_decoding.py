@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import models.shortage  # isort: skip  # noqa: F401  (so that torch fails in one line)
+import models.startup  # isort: skip  # noqa: F401  (so that torch fails in one line)
 import torch
 from flask import Flask, Response
 from torch import Tensor
@@ -539,9 +539,8 @@ def main(arguments: list[str] | None = None) -> int:
         if wanted.port or wanted.export is not None:
             return engines.serve(wanted, chosen, load_engine, create_app)
         engine = load_engine(chosen := with_model(chosen))
-        if wanted.plan or wanted.demo:
-            show = engines.show_plan if wanted.plan else demo.show_demo
-            return show(engine, chosen, wanted, plain_decode)
+        if wanted.demo:
+            return demo.show_demo(engine, chosen, wanted, plain_decode)
         return demo.show_prompt(engine, chosen, wanted)
 
     return demo.exit_status(act)

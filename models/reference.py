@@ -10,9 +10,9 @@ through the KV cache in chunks, alone and in batches with the second, with refus
 
 `of` also sets `contents`, a hash of the weights, and `is_known`: the model was compared before.
 
-Both sides compute with the same config and weights. So a GGUF file's header is read once more by
-gguf_check.py, and the weights of a file that is served as it is are compared with gguf's, too. That
-a model was compared is noted in the user's cache folder, and its next start does without.
+Both sides compute with the same config and weights. So the weights of a GGUF file that is served as
+it is are compared with gguf's, too. That a model was compared is noted in the user's cache folder,
+and its next start does without.
 
 Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
 of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts

@@ -25,10 +25,7 @@ from serving.options import parse_arguments
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = {page: page.read_text("utf-8") for page in PAGES}
 server = module_server()
-OTHERS_OPTIONS = {  # of vLLM and SGLang
-    "--max-num-seqs", "--per-request-spec-decode-metrics",
-    "--speculative-adaptive", "--speculative-config",
-}  # fmt: skip
+OTHERS_OPTIONS = {"--per-request-spec-decode-metrics", "--speculative-adaptive"}  # vLLM's, SGLang's
 OTHER_WORDS = (  # rejected, plain decoding, faster, pass, position
     r"refused (?:draft|token)\w*", r"drafts? (?:is|are|was|were) refused", r"[Ss]tandard decoding",
     r"\bsooner\b", r"\bforwards\b", r"further rows?",

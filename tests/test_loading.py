@@ -515,7 +515,7 @@ def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
 def test_torch_s_compiler_is_imported_only_when_it_is_asked_for():
     code = """
 import sys
-import models.shortage
+import models.startup
 import torch
 from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained("demo_models/target")(torch.tensor([[1]]))
