@@ -466,7 +466,6 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message := one_line(message))
         self.message, self.param, self.status, self.code = message, param, status, code
-        self.counts: Json = {}  # numbers that some dialects' bodies have, too
 
     def body(self) -> Json:
         # 501 (encoding not known) and 505 (HTTP version not known) are the caller's mistakes, too.

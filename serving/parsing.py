@@ -239,7 +239,6 @@ def _read_prompt(known: Json, fields: Json, target: Any) -> Any:
             refusal = RequestError(str(error), param="prompt")
             if len(prompt) >= max_length:
                 refusal.code = "context_length_exceeded"
-                refusal.counts = {"n_prompt_tokens": len(prompt), "n_ctx": max_length}
             raise refusal from error
     _check_scores(len(prompt), fields.get("prompt_logprobs"), fields.get("n", 1))
     return prompt

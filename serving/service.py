@@ -11,7 +11,7 @@ from typing import Any
 from flask import Flask, Response, current_app, g, request
 
 from grammars import OPEN
-from messages import Engine, Json, Request
+from messages import Engine, Json
 from models.calls import Form
 from models.fim import Gap, infill_prompt
 from models.prompts import Tokenizer, call_form, chat_prompt, list_ids, read_prompts
@@ -56,7 +56,6 @@ class Service:
 
     worker: Admission
     tokenizer: Tokenizer | None  # None: another engine tokenises
-    end_ids: list[int]  # tokens that end a text
     fingerprint: str | None = None  # of an engine that runs elsewhere nothing is known
 
     def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
@@ -66,7 +65,7 @@ class Service:
         self.name, self.max_length = target.name, target.max_length
         self.is_chat = options.is_chat(target.tokenizer)
         self.call_form: Form | None = call_form(target.tokenizer)
-        self.tokenizer, self.end_ids = target.tokenizer, sorted(engine.eos_ids)
+        self.tokenizer = target.tokenizer
         self.fingerprint = system_fingerprint(target, options.quantize)
 
     def new_app(self) -> Flask:
@@ -152,10 +151,8 @@ class Service:
 
         Raises RequestError.
         """
-        limits = [fields[name] for name in LIMITS if isinstance(fields.get(name), int)]
-        num_new = max([*limits, 1]) if limits else self.options.max_tokens or Request.max_tokens
-        model, tokenizer = model_id(self.name), self.tokenizer
-        fields["prompt"] = infill_prompt(gap, tokenizer, model, self.max_length, num_new)
+        model = model_id(self.name)
+        fields["prompt"] = infill_prompt(gap, self.tokenizer, model, self.max_length)
 
     def answer(self, jobs: list[Any], notes: list[str]) -> Json:
         """What /generate returns for finished jobs; `notes` are the request's warnings."""

@@ -29,16 +29,12 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
-        return respond(service, read_body(), Chat)
-
-
-def respond(service: Service, fields: Json, shape: "Callable[..., Chat]") -> Response | Json:
-    """Answer a conversation in this shape. Errors name the fields as the client does."""
-    refuse_streamed_scores(fields)
-    sent = dict[str, str]()
-    with errors_name(sent):
-        new_reader = read_chat(service, fields, sent)
-        return service.respond(fields, shape(service, fields, new_reader=new_reader))
+        """Answer a conversation."""
+        fields, sent = read_body(), dict[str, str]()
+        refuse_streamed_scores(fields)
+        with errors_name(sent):
+            new_reader = read_chat(service, fields, sent)
+            return service.respond(fields, Chat(service, fields, new_reader=new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -110,7 +106,6 @@ class Chat(InParts, OpenAIShape):
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     has_own_prompts = False
-    first_content: str | None = ""  # of a stream
 
     def __init__(
         self, service: Service, fields: Json, *, new_reader: Callable[[], AnswerReader]
@@ -122,7 +117,7 @@ class Chat(InParts, OpenAIShape):
     @property
     def opening(self) -> str:
         """A stream begins with the role, of each choice."""
-        said = {"role": "assistant", "content": self.first_content}
+        said = {"role": "assistant", "content": ""}
         return "".join(self.chunk(self._choice(i, delta=said)) for i in range(self.num_choices))
 
     def _said(self, index: int, part: Part) -> Json:
