@@ -197,6 +197,7 @@ class CachedModel:
         self.fingerprint, self.pack_copy = loaded.fingerprint, loaded.pack_copy  # of GGUF files
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.compiled: Any = None  # the forward in C, if kernels/ can compute this model
+        self.quantize: str | None = None  # what its weights were rounded to
         self.report: Any = None  # whether a token's bits depend on how it is computed
         self.contents, self.reference, self.is_known = "", None, False  # see models/reference.py
 

@@ -41,6 +41,9 @@ def print_error(reason: str) -> None:
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """sys.excepthook: handles what ends the process, mostly an import that failed."""
+    if kind is KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130)
     if is_shortage(error):
         raise SystemExit(report_shortage(error))
     sys.__excepthook__(kind, error, trace)

@@ -67,7 +67,7 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monk
     monkeypatch.setattr(loading, "open_model", lambda path: opened.append(path) or open_model(path))
     engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
     assert opened == [str(files["q4_0"]), str(files["q8_0"])]  # each header is parsed once
-    weights = answers.weights_of(engine, Options())
+    weights = answers.weights_of(engine.target)
     if library.why_not() is None:
         size, count = weights["weight_bytes"], weights["parameters"]
         assert weights["dtype"] == "packed" and 0 < size < 1.2 * count
