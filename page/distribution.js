@@ -155,8 +155,9 @@ export class Distribution {
   }
 }
 
-const keys = ({ entries, hasQ, hasResidual, isNoisy }) => element("p.legend", keyOf("p", "p, the target"),
-  entries[0].q !== null && keyOf("q", "q, the drafter"), hasResidual && keyOf("recovered", "max(0, p − q)"),
+const keys = ({ entries, hasQ, hasResidual = false, isNoisy = false }) => element("p.legend",
+  keyOf("p", "p, the target"), entries[0].q !== null && keyOf("q", "q, the drafter"),
+  hasResidual && keyOf("recovered", "max(0, p − q)"),
   isNoisy && ` right: ${hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats"}`);
 
 /** By rule: what it says of the entries, and what to draw of them. */

@@ -107,6 +107,7 @@ def is_right_of_the_text(prompt):
 VIEWS = {
     "greedy: the best is taken and nothing is drawn": (ran(GREEDY | {"drafter": "draft_model"}),
         ("click", ACCEPTED, NO_Q | {
+            "#distribution .legend": exactly("● p, the target"),
             "#verdict": re.compile("target’s best is the draft, “.*”: accepted")}),
         ("click", RECOVERED, NO_Q | {
             "#verdict": "rejected", "#distribution .note": "nothing is drawn"})),
