@@ -5,7 +5,7 @@ commit, the machine and the versions. Methods are run in turn, figures are media
 is given as quartiles.
 """
 
-import models.startup  # isort: skip  # noqa: F401  (Ctrl-C while torch is imported is one line)
+import models.startup  # isort: skip  # noqa: F401  (Ctrl-C while torch is imported)
 import argparse
 import json
 import math

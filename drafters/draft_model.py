@@ -29,7 +29,7 @@ from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
 
-_FEWEST, _MOST = 16_384, 32_768  # frequent words
+_FEWEST, _MOST = 16_384, 65_536  # frequent words
 _NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
 _LOOKED_AT = 1024  # latest tokens of a text, whose rare words may come again
 

@@ -44,6 +44,9 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130)
+    if kind is KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130)
     if is_shortage(error):
         raise SystemExit(report_shortage(error))
     sys.__excepthook__(kind, error, trace)

@@ -1,10 +1,9 @@
-// Bars in rows above a scale, and the charts of a run: drafted and accepted by cycle, acceptance by place,
-// and where the time went.
+// Bars in rows above a scale, and the charts of a run: acceptance by place, and where the time went.
 
 import { byId, element, write } from "./elements.js";
 import texts from "./texts.json" with { type: "json" };
 import { figuresOf } from "./trace.js";
-import { counted, MARKS, milliseconds, short } from "./words.js";
+import { MARKS, milliseconds, short } from "./words.js";
 
 /** Round numbers from `low` to `high`, some five of them. */
 export function ticks(low, high) {
@@ -54,7 +53,6 @@ export function drawStatistics({ cycles, request, answer }) {
     entry("α", short(figures.alpha), "accepted / judged"),
     entry("mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"),
     entry("time", milliseconds(totalMs), "after the prefill"));
-  drawAccepted(figures);
   const shares = at.map(({ drafted, reached, accepted }) => (
     [reached ? accepted / reached : null, accepted / drafted]));
   const words = shares.map(([reached, all], i) => `d${i + 1} ${short(reached)} / ${short(all)}`);
@@ -71,22 +69,4 @@ export function drawStatistics({ cycles, request, answer }) {
   drawRows(byId("chart-time"), said.join("; "), ...parts, row(".scale", "ms", scale(0, totalMs || 1)));
   write("controller-says", figures.controller ? `${figures.controller}. ${texts.says.controller}`
     : texts.says[request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : "fixed"]);
-}
-
-/** A column for each cycle: what was drafted, and the accepted part of it, above a scale of cycles. */
-function drawAccepted({ perCycle, accepted, drafted }) {
-  const [most, last] = [Math.max(1, ...perCycle.map((cycle) => cycle.drafted)), perCycle.length];
-  const words = `${MARKS.drafting} drafted: ${drafted} in all, ${MARKS.accepted} accepted: ${accepted}.`;
-  const columns = perCycle.map((cycle) => {
-    const kept = element("span.kept.accepted");
-    const all = element("span.drafted.drafting", kept);
-    all.style.height = `${(100 * cycle.drafted) / most}%`;
-    kept.style.height = `${(100 * cycle.accepted) / (cycle.drafted || 1)}%`;
-    return all;
-  });
-  write("accepted-says", words);
-  drawRows(byId("chart-accepted"), `A column for each of ${last} cycles. ${words}`,
-    element("p.y", element("span", counted(most, "token")), element("span", "0")),
-    element("p.bins", ...columns),
-    element("p.x", element("span", "cycle 1"), element("span", last > 1 ? `cycle ${last}` : "")));
 }

@@ -57,16 +57,13 @@ export class RequestForm {
     const texts = FIELDS.slice(1).map((name) => [name, byId(name).value.trim()]);
     return Object.fromEntries(texts.filter(([, text]) => text));
   }
-  /**
-   * The request as the server wants it; empty fields are left to its defaults. A named drafter drafts as
-   * many tokens as K says; with auto the controller decides. `messages` go instead of the prompt.
-   */
-  request(isRace, messages = null) {
-    const body = { prompt: messages ?? this.#prompt.value, stream: true, trace: true, ...this.#filled };
+  /** The request; empty fields are left to the server. A named drafter drafts as many tokens as K says. */
+  request(isRace) {
+    const body = { prompt: this.#prompt.value, stream: true, trace: true, ...this.#filled };
     if (!body.prompt.length) throw new ServerError("Write a prompt first.", { param: "prompt" });
     for (const name of NUMBERS.filter((number) => number in body)) body[name] = numberIn(name, body[name]);
     if (isRace) body.compare = true;
-    if (messages || (!byId("chat-field").hidden && byId("chat").checked)) body.chat = true;
+    if (!byId("chat-field").hidden && byId("chat").checked) body.chat = true;
     if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
     return body;
   }
