@@ -35,13 +35,13 @@ def replay():
 
 
 @pytest.fixture
-def ask(replay, request):
-    """(status, body or events) of a POST, under limits that a test may give."""
-    return asking(client.Client(replay.url), **getattr(request, "param", {}))
+def ask(replay):
+    """(status, body or events) of a POST."""
+    return asking(client.Client(replay.url))
 
 
-def asking(engine, **options):
-    remote = app.Remote(client.Engine.ask(engine), Options(max_running=8, **options))
+def asking(engine):
+    remote = app.Remote(client.Engine.ask(engine), Options(max_running=8))
     asked = core.create_app(remote).test_client()
 
     def post(path, body):
@@ -328,11 +328,12 @@ def test_an_engine_that_answers_anything_is_used_or_refused_in_one_line(replay, 
             assert made.get("/metrics").status_code in (200, 400, 502)
 
 
-@pytest.mark.parametrize(("ask", "message"), [
-    ({"stall_limit": 0.3}, "the engine has said nothing for 0.3 s"),
-    ({"request_timeout": 0.5}, "the request took too long"),
-], indirect=["ask"])  # fmt: skip
-def test_an_engine_that_hangs_is_a_504(ask, replay, message):
+@pytest.mark.parametrize(("limit", "limit_s", "message"), [
+    ("stall_limit", 0.3, "the engine has said nothing for 0.3 s"),
+    ("request_timeout", 0.5, "the request took too long"),
+])  # fmt: skip
+def test_an_engine_that_hangs_is_a_504(ask, replay, monkeypatch, limit, limit_s, message):
+    monkeypatch.setattr(Options, limit, limit_s)
     replay.hang = 1
     status, body = said(ask, "plain")
     assert status == 504 and body["error"]["message"] == message

@@ -20,7 +20,6 @@ from drafters.pool import AUTO, TREE
 from engines.relay import Wanted
 from kernels import can_chain
 from sampling import Noise, penalise, ranked
-from serving.options import parse_arguments
 
 COMMA, GREEN = 12, 1381  # tokens of COLOURS
 SETTINGS = {
@@ -157,13 +156,3 @@ def test_another_engine_is_sent_what_is_switched_on():
         for name, off in (("presence_penalty", 0), ("frequency_penalty", 0), ("logit_bias", {})):
             value = sent.get(name, off)
             assert value == (dict(fields[name]) if off == {} and fields else fields.get(name, off))
-
-
-def test_the_command_line_sets_defaults_and_knows_their_range(capsys):
-    words = ["--prompt", "x", "--presence-penalty", "1", "--frequency-penalty", "-0.5"]
-    options = parse_arguments(words)[1]
-    assert (options.sampling.presence_penalty, options.sampling.frequency_penalty) == (1, -0.5)
-    assert options.for_requests["presence_penalty"] == 1
-    with pytest.raises(SystemExit):
-        parse_arguments(["--prompt", "x", "--presence-penalty", "3"])
-    assert "--presence-penalty must be a number from -2 to 2" in capsys.readouterr().err
