@@ -5,6 +5,7 @@ commit, the machine and the versions. Methods are run in turn, figures are media
 is given as quartiles.
 """
 
+from models.shortage import raise_interrupts  # isort: skip  (Ctrl-C while torch is imported)
 import argparse
 import json
 import math
@@ -25,15 +26,18 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from messages import Engine, Request
+from messages import Engine, Request, RequestError
 from models.prompts import ids_of, prompts_of, read_prompts
 from serving.options import ROOT, Options, between
 from serving.statistics import Statistics
 
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")
+raise_interrupts()
 SPECIAL = "grammar", "prediction"  # drafters for requests that bring one
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
+FORGETFUL = {"prefix_cache_mb": 0, "suffix_cache": 0}  # runs are alike, whatever came before
+Kinds = dict[str, dict[str, list[int]]]  # token ids by kind and name of a prompt
 
 
 # ------------------------------------------------------------------------------------- engines
@@ -48,8 +52,7 @@ def load_engine(**options: Any) -> Engine:
     It remembers no prompts, and no past outputs unless told otherwise: what is measured must not
     depend on what was measured before.
     """
-    common = {"model": "embedded", "prefix_cache_mb": 0, "suffix_cache": 0}
-    return core.load_engine(Options(**common | options))
+    return core.load_engine(Options(**{"model": "embedded"} | FORGETFUL | options))
 
 
 def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -64,12 +67,12 @@ def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 CHATS = by_kind(prompts_of(ROOT / "benchmarks" / "chat.jsonl"))
 
 
-def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
+def demo_prompts(engine: Engine) -> Kinds:
     """Token ids of the demo prompts by kind and name."""
     return by_kind(ids_of(read_prompts(), engine.target, is_raw=True))
 
 
-def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
+def chats(engine: Engine, each: int) -> Kinds:
     """Token ids of CHATS, or of the demo prompts if there is no chat template; `each` of a kind."""
     kinds = demo_prompts(engine)
     if engine.target.tokenizer.chat_template:
@@ -77,7 +80,7 @@ def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
     return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
 
 
-def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
+def flat(prompts: Kinds) -> dict[str, list[int]]:
     """The prompts of all kinds by name."""
     return {name: prompt for group in prompts.values() for name, prompt in group.items()}
 
@@ -97,7 +100,7 @@ def run_together(
     """All requests, each to its end, or until it has `num_tokens`; at most `at_once` in a batch.
 
     The next one takes the place of one that ends, as it is where clients ask again and again;
-    `at_end` is called for each. Raises RuntimeError if one was not done as asked.
+    `at_end` is called for each. Raises RequestError if one was not done as asked.
     """
     waiting, running, done = list(enumerate(requests)), dict[Any, int](), dict[int, Finished]()
     while waiting or running:
@@ -108,8 +111,8 @@ def run_together(
         for s in [s for s in running if s.finish_reason or len(s.output) >= num_tokens]:
             engine.close(s)
             if s.warnings or s.finish_reason == "error":
-                warnings = s.warnings
-                raise RuntimeError(f"a request was not done as asked: {warnings}") from s.failure
+                why = "; ".join(s.warnings)
+                raise RequestError(f"a request was not done as asked: {why}") from s.failure
             done[running.pop(s)] = Finished(s.output, s.statistics)
             at_end()
     return [done[i] for i in range(len(requests))]

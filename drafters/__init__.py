@@ -10,15 +10,17 @@ from pkgutil import resolve_name
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
-from .base import Context, Drafter, restoring_settings
+from .base import MANY_WEIGHTS, Context, Drafter, restoring_settings
 from .draft_model import check_words
 from .plan import FixedK, Plan
 from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
 from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
-    "LOG", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool", "FixedK", "Noise",
-    "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words", "load", "load_all",
+    "LOG", "MANY_WEIGHTS", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool",
+    "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words",
+    "class_from_file", "load",
+    "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for.
@@ -57,7 +59,7 @@ def load(name: str, context: Context) -> Drafter:
     not there, a class that is no drafter, or one that does not fit the target.
     """
     check_name(name, ())
-    drafter_class = _class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
+    drafter_class = class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
     try:
         drafter = drafter_class.build(context)
         _check(drafter, context)
@@ -139,7 +141,8 @@ def _check(drafter: Drafter, context: Context) -> None:
         )
 
 
-def _class_from_file(name: str) -> type[Drafter]:
+def class_from_file(name: str) -> type[Drafter]:
+    """The class that file.py:Class names. Its file runs. Raises ValueError, as `load` does."""
     path_text, _, attribute = name.rpartition(":")
     path = Path(path_text)
     if not path.is_file():

@@ -22,7 +22,7 @@ from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
 
 from messages import Json, in_short
 
-from . import StartError, gguf_check, mimo  # noqa: F401  (transformers then knows MiMo)
+from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
 from .catalogue import entry_of, likely, place_of
 from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
@@ -90,7 +90,6 @@ class _Read:
     fingerprint: str | None = None  # of a GGUF file that is served as it is
     # For an unpacked file: makes a copy of the model compute with the blocks of the file.
     pack_copy: Callable[[PreTrainedModel], None] | None = None
-    check_header: gguf_check.Check | None = None
 
 
 @dataclass(kw_only=True)
@@ -194,7 +193,6 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
             report,
             fingerprint=file.fingerprint if is_packed else None,
             pack_copy=None if is_packed or reason else partial(pack_copy, file.name),
-            check_header=gguf_check.check_of(file),
         )
 
 
@@ -388,6 +386,4 @@ def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:
             f"give --max-model-len {structure.length} or less"
         )
     fix_rotations(model, structure.length)
-    if read.check_header:
-        read.check_header(model, structure.length)
     return Loaded(**vars(read), length=structure.length, structure=structure)

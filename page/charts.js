@@ -43,7 +43,7 @@ export function drawRows(box, words, ...rows) {
 export function drawStatistics({ cycles, request, answer }) {
   byId("charts").hidden = !cycles.length && !answer;
   write("statistics-number", texts.says.statistics);
-  if (!cycles.length) return answer && drawTold(answer);
+  if (!cycles.length) return;
   const { at, ms, totalMs, ...figures } = figuresOf(cycles);
   if (figures.passes) write("statistics-number", `${short(figures.tokensPerPass)} tokens per pass`);
   byId("figures").replaceChildren(
@@ -71,19 +71,6 @@ export function drawStatistics({ cycles, request, answer }) {
   drawRows(byId("chart-time"), said.join("; "), ...parts, row(".scale", "ms", scale(0, totalMs || 1)));
   write("controller-says", figures.controller ? `${figures.controller}. ${texts.says.controller}`
     : texts.says[request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : "fixed"]);
-}
-
-/** Draw what another engine has told of a run; the rest it does not tell. */
-function drawTold({ usage, timings, metrics: { speculative_decoding: told } }) {
-  write("statistics-number", counted(usage.completion_tokens, "token"));
-  byId("figures").replaceChildren(
-    entry("tokens", usage.completion_tokens, "of the answer"),
-    entry("cycles with a draft", told.num_spec_steps ?? "–", "as the engine counts"),
-    entry("draft acceptance rate", short(told.draft_acceptance_rate), "accepted / drafted"),
-    entry("mean acceptance length", short(told.mean_acceptance_length), "1 + accepted / cycles with a draft"),
-    entry("time", milliseconds(timings.predicted_ms), "after the first token, as it came here"));
-  for (const id of ["chart-accepted", "chart-positions", "chart-time"]) byId(id).parentElement.hidden = true;
-  write("controller-says", texts.says.elsewhere);
 }
 
 /** A column for each cycle: what was drafted, and the accepted part of it, above a scale of cycles. */

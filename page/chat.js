@@ -4,7 +4,7 @@
 import { byId, element, enable, isOff, onPress } from "./elements.js";
 import { TokenText } from "./tokens.js";
 import { figuresOf } from "./trace.js";
-import { milliseconds, pace, short, toldWords } from "./words.js";
+import { milliseconds, pace, short } from "./words.js";
 
 const PROMPT = "The prompt as the model reads it";
 
@@ -51,7 +51,7 @@ class Answer {
       : answer.finish_reason === "stop" ? "The model ended its turn." : "Cut at the limit of tokens.";
     const figures = figuresOf(cycles);
     const told = cycles.length ? `${pace(figures)}, acceptance ${short(figures.acceptanceRate)}, `
-      + `${milliseconds(figures.totalMs)}. ` : answer ? `${toldWords(answer)}. ` : "";
+      + `${milliseconds(figures.totalMs)}. ` : "";
     this.#figures.textContent = told + end;
     if (answer) this.keep(answer.text);
     this.follow();

@@ -1,5 +1,4 @@
-// The model that is served, and its drafters: a sentence on each and what it costs here. Where another
-// engine runs the model it says what that does not tell.
+// The model that is served, and its drafters: a sentence on each and what it costs here.
 
 import { entry } from "./charts.js";
 import { byId, element, write } from "./elements.js";
@@ -7,7 +6,6 @@ import texts from "./texts.json" with { type: "json" };
 import { bytes, counted, milliseconds, short } from "./words.js";
 
 export function drawModel({ model, target, model_card: card, drafters, ...health }) {
-  if (!target) return drawElsewhere(model, health.engine, drafters);
   const parameters = `${(target.parameters / 1e6).toFixed(1)} M`;
   write("model-number", `${model}, ${parameters} parameters, ${counted(drafters.length, "drafter")}`);
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
@@ -33,14 +31,4 @@ function drawDrafters(names, unknown, costOf) {
   const none = element("li.note", "No drafter is loaded: each cycle is plain decoding.");
   byId("drafters").replaceChildren(...names.map((name) => element("li", element("h4", name),
     element("p.note", `${texts.drafters[name] ?? unknown} ${costOf(name)}`))), names.length ? "" : none);
-}
-
-/** The same where another engine runs the model: it does not tell its weights or its costs. */
-function drawElsewhere(model, { name, version }, drafters) {
-  write("model-number", model);
-  byId("model-card").replaceChildren(entry("model", model), entry("engine", name, version ?? ""));
-  drawDrafters(drafters, "A drafter that the engine was started with.", () => "");
-  document.body.dataset.engine = name; // the style hides what it does not tell, and what it has chosen
-  write("cycle-says", `${name} ${version ?? ""} runs this model. It does not tell p, q, u or its KV cache, `
-    + "nor which tokens were drafted, so no cycle can be drawn.");
 }

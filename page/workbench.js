@@ -19,7 +19,7 @@ import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
 import { fromRace, WhatIf } from "./whatif.js";
-import { pace, summary, toldWords } from "./words.js";
+import { pace, summary } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
@@ -80,7 +80,7 @@ function look(session) {
   for (const id of ["cycle-count", "cycle-settings", "whole-text", "notes"]) write(id, "");
   clearTimeout(slowly);
   enable("slow", false);
-  if (!health?.engine) write("cycle-says", texts.says.cycle);
+  write("cycle-says", texts.says.cycle);
   byId("cycle").style.minHeight = `${byId("cycle").offsetHeight}px`; // until a cycle is there again
   picture.clear();
   distribution.clear();
@@ -96,7 +96,6 @@ const shown = {
       return race.add("plain", { ...event.plain, tokens });
     }
     if (!("step" in event)) return Object.assign(session, { answer: event });
-    if (health?.engine) return session.text.write(event.text);
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
     for (const one of [cycle.tokens, ...cycle.distributions].flat()) session.names.set(one.id, one.text);
@@ -127,8 +126,7 @@ const shown = {
 
 function showAnswer(session) {
   const { answer, cycles, request } = session;
-  const figures = cycles.length ? `${pace(figuresOf(cycles))}, seed ${answer.seed}` : toldWords(answer);
-  say(`Finished (${answer.finish_reason}): ${figures}.`);
+  say(`Finished (${answer.finish_reason}): ${pace(figuresOf(cycles))}, seed ${answer.seed}.`);
   write("whole-text", `The whole text: ${answer.text}`);
   const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
   const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
@@ -260,7 +258,7 @@ function followLink() {
   if (fold) fold.open = true;
   fold?.scrollIntoView();
   const fields = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" }, !health?.engine);
+  if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" }, true);
 }
 
 function runAgain({ at, ...fields }, isStrict = false) {
@@ -340,7 +338,7 @@ async function askHealth() {
   if (isRecorded) health = offerRecorded(await recording);
   else form.offer(health, [...drafters, "none"], { ...health, num_speculative_tokens: k });
   byId("views").hidden = !health.chat_template || isRecorded;
-  if (!health.engine) learnCurve(); // another engine has none
+  learnCurve();
   drawModel(health);
   return true;
 }
@@ -374,7 +372,9 @@ function offerRecorded({ runs, model, recorded_at: day, machine }) {
   Object.assign(byId("demo-prompt").options[0], { disabled: true, text: "your own text: not recorded" });
   byId("recorded-settings").hidden = false;
   byId("prompt").readOnly = true;
-  write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
+  const here = "engine" in document.documentElement.dataset
+    ? "the engine that runs here has no cycles to show" : "no server runs here";
+  write("server", `Recorded on ${day} with ${model} on ${machine}; ${here}.`);
   return { ...health, drafters, controller: null }; // its clock was of many runs
 }
 

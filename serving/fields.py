@@ -15,8 +15,6 @@ from typing import Any
 
 from messages import Json, RequestError
 
-LIMITS = "max_tokens", "max_completion_tokens"  # two names of one field
-
 # Who asks, how it is billed, kept or computed; and how much a model is to think, which only the
 # chat template could tell it.
 SILENT = frozenset(

@@ -38,10 +38,10 @@ text stays the model's own; only the time changes."""
 _BEGIN = """\
 Begin:  python 08_speculative_decoding.py --demo
         python 08_speculative_decoding.py --port 5000     then open http://127.0.0.1:5000"""
-_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --plan | --export DIR) [options]"
+_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --export DIR) [options]"
 # The groups of the help, in order.
 _GROUPS = DO, CHANGE, MORE, MODELS, DRAFTING, SAMPLING, SERVING, CALLERS, SPEED, ENGINES = (
-    "Do one of these", "Change what runs", "More for --demo, --prompt and --plan", "Models",
+    "Do one of these", "Change what runs", "More for --demo and --prompt", "Models",
     "Drafting", "Sampling, where a request does not say", "Serving", "Who may call", "Speed",
     "Other engines",
 )  # fmt: skip
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, without the usage."""
         if message.startswith("one of the arguments"):
-            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT, --plan or "
+            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or "
             message += "--export DIR"
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
@@ -70,6 +70,14 @@ def between(low: int, high: int, hint: str = "") -> Callable[[str], int]:
 
     parse.__name__ = "integer"  # argparse names the type in its error
     return parse
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a time of more than 0 s and at most a day."""
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 86400, not {text}")
+    return value
 
 
 def address(text: str) -> str:
@@ -243,8 +251,8 @@ class Options:
     )  # fmt: skip
     engine: str | None = _option(
         ENGINES, None,
-        "let the vLLM or SGLang that runs at URL compute; --plan prints how to start it",
-        "", type=address, metavar="URL",
+        "let the vLLM, SGLang or llama-server that runs at URL compute", "",
+        type=address, metavar="URL",
     )  # fmt: skip
 
     @property
@@ -348,7 +356,6 @@ def _parser() -> Parser:
     add(DO, "--prompt", "continue TEXT here, and mark where each token came from", metavar="TEXT")
     port = {"type": between(1, 65535), "metavar": "PORT"}
     add(DO, "--port", "serve the page and the HTTP interface at http://127.0.0.1:PORT", **port)
-    add(DO, "--plan", "work out a vLLM and an SGLang command line for your prompts", **_SWITCH)
     add(DO, "--export", "write the page into DIR, with recorded answers", metavar="DIR")
     for field in fields(Options):
         default = None if field.name in _DEPENDING else field.default
@@ -356,12 +363,11 @@ def _parser() -> Parser:
         add(flag=_flag(field.name), default=default, **field.metadata)
     few = {"type": between(1, 1000), "nargs": "?", "const": 4, "default": 0, "metavar": "N"}
     add(CHANGE, "--explain", "with --prompt: show the first N cycles (4) step by step", **few)
-    some = "with --demo and --plan: run these of demo_prompts/, by name or kind (chat, code, …)"
-    some += "; with --plan also a file that has a prompt in each line"
+    some = "with --demo: run these of demo_prompts/, by name or kind (chat, code, …)"
     add(MORE, "--prompts", some, nargs="+", metavar="NAME")
     times = "with --demo: times are medians of N runs (default: 3, or fewer "
     add(MORE, "--repeats", times + "to end in a minute)", type=between(1, 100), metavar="N")
-    add(MORE, "--json", "with --demo and --plan: print one JSON document", **_SWITCH)
+    add(MORE, "--json", "with --demo: print one JSON document", **_SWITCH)
     until = "with --prompt: end before this text; may be repeated"
     add(MORE, "--stop", until, action="append", metavar="TEXT")
     groups[MORE].add_argument("-h", "--help", action="help", help="show this page and exit")
@@ -379,10 +385,8 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         parser.error(f"cannot use the API key: {error}")
     values = {field.name: getattr(flags, field.name) for field in fields(Options)}
     values["max_running"] = flags.max_running or (RUNNING_ELSEWHERE if flags.engine else 8)
-    chosen = Request if flags.fixed_k or flags.engine or flags.plan else Options
+    chosen = Request if flags.fixed_k or flags.engine else Options
     values["num_speculative_tokens"] = flags.num_speculative_tokens or chosen.num_speculative_tokens
-    if flags.plan:  # for engines that have no controller; --max-running is theirs
-        values |= {"fixed_k": True, "max_running": 8}
     return flags, Options(**values)
 
 
@@ -404,15 +408,12 @@ def read_key(option: str | None, variable: str | None) -> str | None:
 
 def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
-    is_many, is_one, is_plain = flags.demo or flags.plan, flags.prompt, flags.drafter == PLAIN
-    unlike = "--quantize" if flags.quantize else "--drafter none"
+    is_one, is_plain = flags.prompt, flags.drafter == PLAIN
     for is_wrong, why in (
         (flags.demo and is_plain, "--demo compares drafters: --drafter none does not go with it"),
         (flags.quantize and not flags.kernels, "--quantize computes in C: leave out --no-kernels"),
-        (flags.plan and (is_plain or flags.quantize),
-         f"--plan compares drafters of a model as it is: {unlike} does not go with it"),
-        (flags.json and not is_many, "--json goes with --demo and --plan"),
-        (flags.prompts and not is_many, "--prompts goes with --demo and --plan"),
+        (flags.json and not flags.demo, "--json goes with --demo"),
+        (flags.prompts and not flags.demo, "--prompts goes with --demo"),
         (flags.repeats and not flags.demo, "--repeats goes with --demo"),
         (flags.explain and is_one is None, "--explain goes with --prompt"),
         (flags.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
@@ -433,10 +434,8 @@ def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"{_flag(name)} {why}")
     names = read_prompts(is_chat=True)
     known = sorted({*names, *map(kind_of, names)})
-    is_file = flags.plan and len(flags.prompts or ()) == 1 and Path(flags.prompts[0]).is_file()
-    if not is_file and (unknown := set(flags.prompts or ()) - set(known)):
-        file = " or a file" if flags.plan else ""
-        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}{file}")
+    if unknown := set(flags.prompts or ()) - set(known):
+        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}")
     try:
         check_fields({name: getattr(flags, name, None) for name in SAMPLING_FIELDS})
     except RequestError as error:

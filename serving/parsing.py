@@ -27,7 +27,7 @@ from messages import (
 from models.prompts import at_place, chat_ids, is_text, large_bodies, prediction_ids, prompt_ids
 
 from . import formats, masks
-from .fields import LIMITS, known_fields, wrong
+from .fields import known_fields, wrong
 from .trace import IDS, NAMES
 
 
@@ -150,7 +150,8 @@ _CHECKS: dict[str, Check] = {
     ),
     "prompt_logprobs": _integer(0, 20),
 }
-_CHECKS |= dict.fromkeys(LIMITS, _CHECKS["max_tokens"])
+_LIMIT, _OTHER_LIMIT = "max_tokens", "max_completion_tokens"  # two names of one field
+_CHECKS[_OTHER_LIMIT] = _CHECKS[_LIMIT]
 # The fields of /generate. Those of the protocols in dialects/ are translated into these.
 KNOWN = frozenset(
     [*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options", *formats.FIELDS]
@@ -172,9 +173,9 @@ def check_fields(body: Json) -> Json:
     for name, (is_valid, what) in _CHECKS.items():
         if name in known and not is_valid(known[name]):
             raise RequestError(f"{name} must be {what}", param=name)
-    name, other = LIMITS
-    if other in known and known.setdefault(name, known[other]) != known.pop(other):
-        raise RequestError(f"{other} is another name of {name}: send one", param=other)
+    if (limit := known.pop(_OTHER_LIMIT, None)) is not None:
+        if known.setdefault(_LIMIT, limit) != limit:
+            raise wrong(_OTHER_LIMIT, f"is another name of {_LIMIT}: send one")
     return known
 
 

@@ -13,7 +13,7 @@ from flask import Flask, Response, current_app, g, request
 from grammars import OPEN
 from messages import Engine, Json
 from models.calls import Form
-from models.fim import Gap, infill_prompt
+from models.fim import infill_prompt
 from models.prompts import Conversation, Tokenizer, call_form, chat_prompt, list_ids, read_prompts
 from models.reference import system_fingerprint
 from models.tools import Tools
@@ -143,13 +143,13 @@ class Service:
         fields["prompt"] = ids
         return reasoning_of(tokenizer, ids) == OPEN
 
-    def read_infill(self, gap: Gap, fields: Json) -> None:
+    def read_infill(self, prefix: str, suffix: str, fields: Json) -> None:
         """Put the prompt of a text with a gap into the fields that `begin` gets.
 
         Raises RequestError.
         """
         model = model_id(self.name)
-        fields["prompt"] = infill_prompt(gap, self.tokenizer, model, self.max_length)
+        fields["prompt"] = infill_prompt(prefix, suffix, self.tokenizer, model, self.max_length)
 
     def answer(self, jobs: list[Any], notes: list[str]) -> Json:
         """What /generate returns for finished jobs; `notes` are the request's warnings."""

@@ -289,10 +289,8 @@ MISTAKES = {  # what is said -> after which command lines
     "stop must be a non-empty string": ["--model embedded --prompt x --stop ''"],
     "vllm is no address such as": ["--port 1 --engine vllm --model T"],
     "": [  # what does not go together
-        "--plan --drafter none", "--plan --quantize int8", "--plan --demo",
-        "--plan --prompts nowhere.txt", "--plan --engine http://x:1", "--port 1 --json",
-        "--plan --model no/such/folder --no-kernels", "--demo --engine http://x:1",
-        "--port 1 -- x",
+        "--demo --drafter none", "--demo --prompt x", "--demo --prompts nowhere.txt",
+        "--port 1 --json", "--demo --engine http://x:1", "--port 1 -- x",
         *("--port 1 --engine " + url for url in ("http://", "http://x:y", "http://x:0")),
         *("--port 1 --engine http://x:1 " + option
           for option in ("--quantize int8", "--device cuda", "--mtp H")),
@@ -449,8 +447,8 @@ def test_ctrl_c_is_no_traceback_while_torch_is_imported_either():
         maps = Path(f"/proc/{process.pid}/maps")
         until(lambda: "libtorch" in maps.read_text())
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == "interrupted\n"
-    assert process.returncode == 130
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == -signal.SIGINT  # which a shell shows as 130
 
 
 def test_too_little_memory_for_torch_is_one_line_and_exit_2():

@@ -25,10 +25,7 @@ from serving.options import parse_arguments
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = {page: page.read_text("utf-8") for page in PAGES}
 server = module_server()
-OTHERS_OPTIONS = {  # of vLLM and SGLang
-    "--max-num-seqs", "--per-request-spec-decode-metrics",
-    "--speculative-adaptive", "--speculative-config",
-}  # fmt: skip
+OTHERS_OPTIONS = {"--per-request-spec-decode-metrics", "--speculative-adaptive"}  # vLLM's, SGLang's
 OTHER_WORDS = (  # rejected, plain decoding, faster, pass, position
     r"refused (?:draft|token)\w*", r"drafts? (?:is|are|was|were) refused", r"[Ss]tandard decoding",
     r"\bsooner\b", r"\bforwards\b", r"further rows?",
@@ -215,7 +212,7 @@ def test_every_option_that_is_named_exists():
     with pytest.raises(SystemExit) as end, redirect_stdout(io.StringIO()) as said:
         parse_arguments(["--help"])
     known = set(re.findall(r"--[a-z][\w-]*", said.getvalue()))
-    assert end.value.code == 0 and 30 < len(known - {"--plan"}) <= 45
+    assert end.value.code == 0 and 30 < len(known) <= 45
     callers = said.getvalue().partition("Who may call:")[2].partition("\n\n")[0]
     own = "--host", "--allowed-host", "--allow-origin", "--api-key"
     assert re.findall(r"^  (--[\w-]+)", callers, re.MULTILINE) == [*own]

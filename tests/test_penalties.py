@@ -17,7 +17,6 @@ from conftest import assert_decided_by, logits_of, probabilities, run, scripted_
 from server import COLOURS, module_server
 
 from drafters.pool import AUTO, TREE
-from engines.relay import Wanted
 from kernels import can_chain
 from sampling import Noise, penalise, ranked
 
@@ -148,11 +147,3 @@ def test_an_id_outside_of_the_vocabulary_is_named(server):
     status, body = server.post("/v1/completions", prompt=COLOURS, logit_bias=biases)
     said = "logit_bias has token id 4096: the largest one is 4095"
     assert status == 400 and body["error"]["message"] == said
-
-
-def test_another_engine_is_sent_what_is_switched_on():
-    for fields in ({}, SETTINGS["all"]):
-        sent = Wanted(prompt="x", sampling=core.Sampling(**fields)).body("model")[1]
-        for name, off in (("presence_penalty", 0), ("frequency_penalty", 0), ("logit_bias", {})):
-            value = sent.get(name, off)
-            assert value == (dict(fields[name]) if off == {} and fields else fields.get(name, off))

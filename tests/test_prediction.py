@@ -8,7 +8,6 @@ import random
 from collections import deque
 from dataclasses import replace
 from math import inf
-from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
@@ -21,8 +20,7 @@ from control.estimates import Acceptance
 from control.planner import Account, Candidate
 from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
-from engines.app import refuse_what_it_cannot
-from messages import MAX_SPECULATIVE_TOKENS, Draft, Request, RequestError
+from messages import MAX_SPECULATIVE_TOKENS, Draft, Request
 from models import prompts as reading
 from models.prompts import prediction_ids
 from serving.curve import Curve
@@ -343,11 +341,3 @@ def test_its_ids_are_those_of_the_text_alone(demo_engine, monkeypatch):
     for text in ("def f(x):", "x" * 30_000):
         assert prediction_ids(text, Marking(), 1 << 20) == (*tokenizer(text)["input_ids"],)
     assert sizes == [9, 30_000]
-
-
-def test_another_engine_refuses_it():
-    engine = SimpleNamespace(drafter=None, kind="vllm", num_spec_tokens=None)
-    with pytest.raises(RequestError, match="cannot draft from it") as refused:
-        refuse_what_it_cannot({"prompt": "x", "prediction": "y"}, engine)
-    assert refused.value.param == "prediction"
-    refuse_what_it_cannot({"prompt": "x", "prediction": ""}, engine)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from flask import Flask, Response
 
 from messages import Json, RequestError
-from models.fim import Gap
 from models.prompts import is_text
 from serving.fields import known_fields, wrong
 from serving.parsing import KNOWN
@@ -66,7 +65,7 @@ def fill_in(service: Service, fields: Json) -> None:
     """
     if (suffix := fields.pop("suffix", "")) != "":
         before = check_text(fields.get("prompt") or "", "prompt")
-        service.read_infill(Gap(before, check_text(suffix, "suffix")), fields)
+        service.read_infill(before, check_text(suffix, "suffix"), fields)
 
 
 def check_text(value: Any, name: str) -> str:
