@@ -38,13 +38,6 @@ _MORE_ENDS = "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"
 _NAMED = "pre", "suf", "mid", "rep", "sep", "pad"  # in a GGUF file's tokenizer.ggml.fim_…_token_id
 
 
-class Gap(NamedTuple):
-    """What stands before a gap in a text, and what behind it."""
-
-    prefix: str
-    suffix: str
-
-
 class Fim(NamedTuple):
     """The ids of a family's tokens."""
 
@@ -55,7 +48,9 @@ class Fim(NamedTuple):
     is_piece: bool  # whether a text gets a space in front, and one behind the gap must not
 
 
-def infill_prompt(gap: Gap, tokenizer: Tokenizer, model: str, max_length: int) -> list[int]:
+def infill_prompt(
+    prefix: str, suffix: str, tokenizer: Tokenizer, model: str, max_length: int
+) -> list[int]:
     """The ids of a text with a gap, of at most `max_length`. Texts of special tokens are no tokens.
 
     Raises RequestError for a model without such tokens, and for a text that cannot fit, under the
@@ -69,8 +64,8 @@ def infill_prompt(gap: Gap, tokenizer: Tokenizer, model: str, max_length: int) -
         return tokenize_plain(text, tokenizer, max_length, name) if text else []
 
     bos = [tokenizer.bos_token_id] if getattr(tokenizer, "add_bos_token", False) else []
-    behind = _behind(gap.suffix, ids, fim)
-    return [*bos, fim.prefix, *ids(gap.prefix), fim.suffix, *behind, fim.middle]
+    behind = _behind(suffix, ids, fim)
+    return [*bos, fim.prefix, *ids(prefix), fim.suffix, *behind, fim.middle]
 
 
 def _behind(suffix: str, ids: Callable[[str, str], list[int]], fim: Fim) -> list[int]:

@@ -52,7 +52,6 @@ class ModelOptions(Protocol):
     dtype: str
     device: str
     quantize: str | None
-    mmap: bool
     allow_pickle: bool
     trust_remote_code: bool
     max_model_len: int | None
@@ -161,8 +160,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         read = (_read_file if is_file else _read_folder)(place, dtype, options)
         check_weights(place, read.report)
         read.model = read.model.to(device).eval()
-        if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
-            unmap_weights(read.model)
+        # Else they change with their file. transformers' disable_mmap holds them twice for a while.
+        unmap_weights(read.model)
     _bound_cache(read.tokenizer)
     _show_tags(read.tokenizer)
     if getattr(read.tokenizer, "chat_template", None):

@@ -184,7 +184,7 @@ class Shape:
     @property
     def per_prompt(self) -> int:
         """How many texts the request wants of each prompt."""
-        return self._fields.get("n") or self._fields.get("n_cmpl") or 1
+        return self._fields.get("n") or 1
 
     @property
     def num_choices(self) -> int:

@@ -45,7 +45,7 @@ def base_app(options: Options) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # /v1//models gets a 404: a redirect would be HTML
-    name_requests(app, options.log_prompts)
+    name_requests(app)
     register_errors(app)
     guard = Guard(options)
 

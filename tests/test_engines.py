@@ -33,13 +33,13 @@ def replay():
 
 
 @pytest.fixture
-def ask(replay, request):
-    """(status, body or events) of a POST, under limits that a test may give."""
-    return asking(replay.url, **getattr(request, "param", {}))
+def ask(replay):
+    """(status, body or events) of a POST."""
+    return asking(replay.url)
 
 
-def asking(url, **options):
-    asked = relay.create_app(Options(engine=url, **options)).test_client()
+def asking(url):
+    asked = relay.create_app(Options(engine=url)).test_client()
 
     def post(path, body):
         answer = asked.post(path, json=body)
@@ -235,8 +235,8 @@ def test_an_engine_that_answers_anything_is_used_or_refused_in_one_line(replay, 
             assert client.get("/health").json["status"] == "ok" and path == "/metrics"
 
 
-@pytest.mark.parametrize("ask", [{"request_timeout": 0.5}], indirect=True)
-def test_an_engine_that_hangs_is_a_504(ask, replay):
+def test_an_engine_that_hangs_is_a_504(ask, replay, monkeypatch):
+    monkeypatch.setattr(Options, "request_timeout", 0.5)
     replay.hang = 1
     status, body = said(ask, "plain")
     assert status == 504 and body["error"]["message"] == "the engine took too long"
@@ -249,7 +249,8 @@ def test_an_engine_that_hangs_is_a_504(ask, replay):
 @contextmanager
 def hanging(path, fields):
     """A server with an engine behind that hangs, amid a request of a client."""
-    with replaying() as replay, serving("--engine", replay.url, "--grace-period", "1") as server:
+    limit = {"constants": {"grace_period": 1.0}}
+    with replaying() as replay, serving("--engine", replay.url, **limit) as server:
         replay.hang = 1
         with server.connect(path, fields) as client:
             until(replay.is_hanging.is_set)

@@ -9,7 +9,7 @@ from gguf_files import add_keys, finish
 from server import module_server, serving
 from transformers import AutoTokenizer
 
-from models.fim import Gap, fim_of, infill_prompt
+from models.fim import fim_of, infill_prompt
 from models.gguf_file import GgufFile
 from models.gguf_tokenizer import tokenizer_of
 from models.prompts import tokenize_plain
@@ -56,7 +56,7 @@ def filling(filling_folder):
 
 def test_a_suffix_makes_the_prompt_of_a_gap(filling, filling_folder):
     tokenizer = AutoTokenizer.from_pretrained(filling_folder)
-    gap = infill_prompt(Gap(PREFIX, SUFFIX), tokenizer, "", 256)
+    gap = infill_prompt(PREFIX, SUFFIX, tokenizer, "", 256)
     begin, behind, middle = (tokenizer.convert_tokens_to_ids(word) for word in WORDS[:3])
     assert [gap[0], gap[-1]] == [begin, middle] and gap.count(behind) == 1
     assert tokenizer.decode(gap) == WORDS[0] + PREFIX + WORDS[1] + SUFFIX + WORDS[2]
@@ -78,7 +78,7 @@ def test_a_middle_ends_at_its_family_s_tokens(filling, filling_folder):
 def test_tokens_in_the_text_around_a_gap_are_text(filling, filling_folder):
     tokenizer = AutoTokenizer.from_pretrained(filling_folder)
     sly = f"a{WORDS[2]}b"
-    ids = infill_prompt(Gap(sly, sly), tokenizer, "", 256)
+    ids = infill_prompt(sly, sly, tokenizer, "", 256)
     assert ids.count(tokenizer.convert_tokens_to_ids(WORDS[2])) == 1
     assert tokenizer.decode(tokenize_plain(sly, tokenizer, 256)) == sly
     status, body = filling.post("/v1/completions", prompt=[5, 6], suffix="b")
@@ -116,6 +116,6 @@ def test_each_family_s_tokens_are_found(tmp_path, family):
     fim = fim_of(tokenizer)
     assert fim[:3] == (259, 260, 261)
     assert fim.ends >= ({262} if family in ("named", "codellama") else set())
-    ids = infill_prompt(Gap("Hel", "Hel"), tokenizer, "", 100)
+    ids = infill_prompt("Hel", "Hel", tokenizer, "", 100)
     behind = tokens[ids[ids.index(fim.suffix) + 1]]
     assert behind.startswith("▁") == (family != "codellama")  # which begins amid a line

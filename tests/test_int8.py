@@ -172,9 +172,9 @@ def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkey
 def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     """Requests of many kinds come and go; each text is the one of plain decoding."""
     engine = load(
-        tiny_folder(family), dtype=dtype, drafter="self_int8", max_model_len=96, prefill_chunk=16,
-        max_running=4,
+        tiny_folder(family), dtype=dtype, drafter="self_int8", max_model_len=96, max_running=4,
     )  # fmt: skip
+    engine.prefill_chunk = 16
     rng = Random(family)
     requests = [
         Request(

@@ -167,7 +167,8 @@ def test_our_own_fields_go_along(client):
     figures = result.metrics["speculative_decoding"]
     assert figures["drafter"] == "ngram" and figures["num_spec_tokens"] == 3
     assert len(result.trace) == figures["target_passes"] + 1
-    assert ask(user="me", extra_body={"x": 1}).warnings == ["unknown field 'x' was ignored"]
+    with pytest.raises(openai.BadRequestError, match="no field 'draftr' here.* is drafter"):
+        ask(user="me", extra_body={"draftr": "ngram"})
     same = {"n": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1}
     assert ask(**same).warnings == []
 

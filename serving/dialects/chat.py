@@ -15,13 +15,17 @@ from flask import Flask, Response
 
 from messages import Json, RequestError
 from models.calls import AnswerReader, Form, Part, Thought
-from models.prompts import Tokenizer, template_options
+from models.prompts import TEMPLATE_FIELDS, Tokenizer, template_options
 from models.tools import read_tools
-from serving.fields import check_dialect
+from serving.fields import known_fields
 from serving.formats import FIELDS, constraint_of
+from serving.parsing import KNOWN
 from serving.service import Service, read_body
 
 from .shapes import InParts, Logprobs, OpenAIShape, by_id, bytes_of, refuse_streamed_scores
+
+_OF_TOOLS = "tools", "tool_choice", "parallel_tool_calls"
+NAMES = KNOWN - {"prompt", "chat"} | {"messages", "top_logprobs", *_OF_TOOLS, *TEMPLATE_FIELDS}
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -30,7 +34,7 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
         """Answer a conversation."""
-        fields, sent = read_body(), dict[str, str]()
+        fields, sent = known_fields(read_body(), NAMES), dict[str, str]()
         refuse_streamed_scores(fields)
         with errors_name(sent):
             new_reader = read_chat(service, fields, sent)
@@ -67,7 +71,6 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
         sent["grammar"] = "tools"
     messages, how = fields.pop("messages", None), template_options(fields)
     _translate(fields, sent)
-    check_dialect(fields)
     is_reasoning = service.read_chat(messages, fields, tools, how)
     if tools:
         return partial(tools.reader, is_reasoning)
