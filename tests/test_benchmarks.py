@@ -6,7 +6,9 @@ lies. What it makes of times is tested with times that are made up.
 
 import importlib
 import json
+import os
 import signal
+import subprocess
 import sys
 from argparse import Namespace
 from functools import partial
@@ -17,7 +19,7 @@ import gguf
 import pytest
 import torch
 from gguf_files import TINY, write
-from server import serving
+from server import ROOT, serving
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +28,8 @@ from benchmarks import audition, fixed_clock, lossless, never_loses, pair, serve
 from benchmarks.mixture import folder_of, mixture_of
 from benchmarks.passes import retype
 from messages import Request
+from models import startup
+from serving.curve import Curve
 
 
 def forked(command):
@@ -206,36 +210,290 @@ def test_a_mixture_is_made_once_and_has_the_dense_model_s_texts(tiny_folder, tmp
     assert engine.target.has_experts and texts[0] == texts[1]
 
 
-def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
-    path = tmp_path / "own.txt"
-    path.write_text("1, 2, 1, 2,\n\ndef main():\n")
-    document = measure(f"audition --model embedded --prompts {path} --tokens 8 --runs 2 --k 3")
-    rows, (advice,) = document["results"], document["advice"]
-    names = {row["drafter"] for row in rows}
-    assert names == {row["drafter"] for row in document["accepted"]} | {"none"}
-    columns = [list(row)[2:] for row in document["accepted"]]
-    assert columns == [["tok_pass", "at_1", "at_2", "at_3"]] * (len(names) - 1)
-    assert names - {"tree"} == {"none", "ngram", "suffix", "draft_model", "mtp", "auto"}
-    assert all(row["equal"] for row in rows)
-    speeds = [row["of_plain"] for row in rows]
-    assert speeds == sorted(speeds, reverse=True)
-    assert next(row["tok_pass"] for row in rows if row["drafter"] == "none") == 1
-    command, _, drafter = advice["command_line"].partition(" --drafter ")
-    assert command == "python 08_speculative_decoding.py --port 5000 --model embedded"
-    assert drafter.split()[0] in (rows[0]["drafter"], "none")
+# ---------------------------------------------------------------------------------- auditions
 
 
-@pytest.mark.parametrize(("quartile", "ending"), [
-    (1.01, "--draft-model 'a b' --drafter ngram --num-speculative-tokens 6"),
-    (0.99, "--draft-model 'a b' --drafter none"),
+@pytest.fixture
+def audition_of(capsys, monkeypatch, demo_engine):
+    """Run an audition of the engine that is loaded: (exit status, stdout, stderr)."""
+    monkeypatch.setattr(bench.core, "load_engine", lambda options: demo_engine)
+    monkeypatch.setattr(audition, "Measurement", lambda *_: Mock(is_done=True, curve=Curve()))
+
+    def run(command):
+        status = 0
+        try:
+            audition.main(["--model", "embedded", *command.split()])
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+BIGRAM = """
+from drafters import Draft, Drafter
+class Bigram(Drafter):
+    name = "bigram"
+    def open(self, prompt, sampling, noise):
+        return list(prompt)
+    def propose(self, state, max_tokens):
+        return Draft(state[-max_tokens:])
+    def observe(self, state, verdict):
+        state += verdict.tokens
+class Never(Bigram):
+    name = "never"
+    def propose(self, state, max_tokens):
+        return Draft()
+class Broken(Bigram):
+    name = "broken"
+    def propose(self, state, max_tokens):
+        raise KeyError("oh")
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (file := tmp_path / "mine.py").write_text(BIGRAM)
+    return file
+
+
+@pytest.fixture
+def two_prompts(tmp_path):
+    (file := tmp_path / "own.txt").write_text("1, 2, 1, 2,\n\ndef main():\n")
+    return file
+
+
+def test_an_audition_has_every_drafter_draft_and_its_document_is_all_of_stdout(
+    audition_of, two_prompts
+):
+    """The announcement comes on stderr then. Each text of a turn is that of plain decoding."""
+    few = f"--prompts {two_prompts} --tokens 8 --minutes 0.0001 --json"
+    status, out, err = audition_of(few)
+    document = json.loads(out)
+    rows = {row["drafter"]: row for row in document["results"]}
+    fixed = [f"{each}, K=3" for each in ("ngram", "suffix", "draft_model", "mtp")]
+    assert status == 0 and {*rows} == {"none", "none again", *fixed, "auto"}
+    assert err.startswith("A race of plain decoding") and "0.0001 minutes" in err
+    assert all(row["differing"] == 0 for row in rows.values())
+    speeds = [row["of_plain"] for row in document["results"]]
+    assert speeds == sorted(speeds, reverse=True) and rows["none"]["of_plain"] == 1
+    assert rows["none"]["tok_pass"] == rows["none again"]["tok_pass"] == 1
+    assert rows["none"]["note"] == "" and rows["none"]["needed"] is None
+    assert all(rows[each]["needed"] is not None for each in fixed[2:])
+    shares = {row["drafter"]: row["accepted_at"] for row in document["accepted"]}
+    assert 1 <= len(shares["mtp, K=3"]) <= 3 and "none" not in shares
+    assert document["command_line"].startswith("python 08_speculative_decoding.py --port 5000")
+
+
+def test_an_audition_races_drafters_from_files_and_says_who_never_drafted(
+    audition_of, two_prompts, mine, demo_engine
+):
+    """`auto` does not ask them. A fault of theirs is one line, with its place."""
+    few = f"--prompts {two_prompts} --tokens 8 --minutes 0.0001 --k 2 --drafters"
+    status, out, _ = audition_of(f"{few} {mine}:Bigram {mine}:Never auto none")
+    notes = {line.split(",")[0]: line for line in out.splitlines() if ", K=2" in line}
+    assert status == 0 and notes["never"].endswith("never drafted")
+    assert notes["bigram"].split()[-2:] != ["never", "drafted"] and {*notes} >= {"bigram", "never"}
+    options = audition.Options(model="embedded")
+    flags = Namespace(drafters=[f"{mine}:Bigram", "auto"], k=None)
+    engine, ways = audition.load(flags, options)
+    assert ways["bigram, K=3"] == dict(drafter="bigram", num_speculative_tokens=3, fixed_k=True)
+    assert "bigram" in engine.pool.choices and "bigram" not in engine.pool.choices["auto"]
+    assert "bigram" not in demo_engine.pool.choices and flags.own == {"bigram": f"{mine}:Bigram"}
+    status, _, err = audition_of(f"{few} {mine}:Broken")
+    assert status == 2 and "error: a request was not done as asked: drafter broken failed" in err
+    assert "mine.py, line" in err and "Traceback" not in err
+    mine.write_text(BIGRAM.replace('"bigram"', '"ngram"'))
+    assert audition_of(f"{few} {mine}:Bigram")[::2] == (
+        2, "error: the name 'ngram' is taken: give your drafter another\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--drafters nobody", "unknown drafter 'nobody'"),
+    ("--drafters ngram /nope.py:Mine", "drafter file '/nope.py' not found"),
+    ("--drafters {mine}:Nobody", "has no class 'Nobody'"),
+    ("--drafters eagle3", "embedded has no eagle3: add --eagle3"),
+    ("--drafters prediction", "drafts only for requests that bring a prediction"),
+    ("--prompts /nope.txt", "/nope.txt"),
+    ("--raw", "--raw goes with --prompts"),
+    ("--k 17", "must be from 1 to 16"),
+    ("--minutes 0", "must be more than 0"),
 ])  # fmt: skip
-def test_an_audition_recommends_only_what_pays(quartile, ending):
-    options = Namespace(model=bench.Options.model, draft_model="a b", eagle3=None, dflash=None,
-                      dtype="auto", quantize=None, k=6)  # fmt: skip
-    row = {"drafter": "ngram", "of_plain": 1.2, "quartiles": [quartile, 1.4]}
-    advised = audition.advice([row, {"drafter": "none"}], options)
-    assert advised["command_line"] == f"python 08_speculative_decoding.py --port 5000 {ending}"
-    assert ("does not pay" in advised["found"]) == (quartile < 1)
+def test_an_audition_refuses_what_cannot_be_before_it_loads(
+    audition_of, mine, monkeypatch, arguments, message
+):
+    monkeypatch.setattr(bench.core, "load_engine", Mock(side_effect=AssertionError))
+    status, out, err = audition_of(arguments.format(mine=mine))
+    assert (status, out) == (2, "") and message in err
+
+
+def test_an_audition_takes_the_server_s_options_for_models(monkeypatch):
+    loaded = Mock(side_effect=ValueError("no more"))
+    monkeypatch.setattr(bench.core, "load_engine", loaded)
+    with pytest.raises(SystemExit):
+        audition.main("--model embedded --dtype packed --mtp head".split())
+    options = loaded.call_args.args[0]
+    assert (options.model, options.dtype, options.mtp) == ("embedded", "packed", "head")
+    assert (options.drafter, options.suffix_cache, options.prefix_cache_mb) == ("auto", 0, 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets: [seconds]."""
+    now = [0.0]
+    monkeypatch.setattr(audition, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
+    return now
+
+
+@pytest.mark.parametrize(("limit_s", "turns"), [(0.1, 1), (79, 3), (80, 4)])
+def test_turns_take_all_ways_and_end_before_the_time_is_over(clock, limit_s, turns):
+    """A turn of four runs takes 20 s here. One is had whatever it takes."""
+    asked, ways = list[tuple[str, str]](), {name: {} for name in "abcd"}
+
+    def run(way, prompt):
+        asked.append((prompt, way))
+        clock[0] += 5
+        return bench.Finished([], Mock())
+
+    counts = [len(each) for each in audition.race(run, ways, ["x", "y", "z"], limit_s)]
+    assert counts == [*range(1, turns + 1)]
+    orders = [tuple(way for _, way in asked[i : i + 4]) for i in range(0, len(asked), 4)]
+    assert [prompt for prompt, _ in asked[::4]] == [*"xyzx"][:turns]
+    assert {tuple(sorted(order)) for order in orders} == {(*"abcd",)}
+    assert len({*orders}) == turns  # no way is always first
+
+
+def test_ctrl_c_ends_an_audition_with_the_table_of_whole_turns(
+    audition_of, two_prompts, clock, monkeypatch
+):
+    """Four ways, so four runs warm up. Without a whole turn nothing is told, in one line."""
+    together, most = bench.run_together, [0]
+
+    def interrupted(*arguments):
+        most[0] -= 1
+        if most[0] < 0:
+            raise KeyboardInterrupt
+        clock[0] += 1
+        return together(*arguments)
+
+    monkeypatch.setattr(bench, "run_together", interrupted)
+    few = f"--prompts {two_prompts} --tokens 4 --drafters ngram auto"
+    for runs, heads in ((2, []), (6, []), (9, [1]), (8 + 4 * 4 + 1, [1, 2, 4, 5])):
+        most[0] = runs
+        status, out, err = audition_of(few)
+        shown = [int(line.split()[0]) for line in out.splitlines() if " turns, different" in line]
+        assert shown == heads and status == (0 if heads else 130), out
+        assert ("--port 5000" in out) == bool(heads) and "Traceback" not in err
+        assert heads or err.endswith("interrupted\n")
+
+
+def turns_of(*, draft_ms=0.0, verify_ms=100.0, drafted=30, accepted=15, **ms):
+    """Turns with so many ms of each way. All have ten passes, plain ones of 10 ms each."""
+    ms[audition.AGAIN] = ms.pop("again")
+    turns = []
+    for times in zip(*ms.values(), strict=True):
+        turns.append({})
+        for way, took in zip(ms, times, strict=True):
+            told = bench.Statistics(target_passes=10, prefills=1, verify_ms=100.0)
+            told.num_recovered_tokens = 11
+            if drafted and way not in ("none", audition.AGAIN):
+                told.num_draft_tokens, told.num_accepted_draft_tokens = drafted, accepted
+                told.draft_ms, told.verify_ms = draft_ms, verify_ms
+            turns[-1][way] = audition.Run("p", took, bench.Finished([1], told))
+    return turns
+
+
+QUIET = {"none": [100.0] * 9, "again": [101.0, 99.0, 100.0] * 3}
+NOISY = {"none": [100.0] * 9, "again": [150.0, 70.0, 100.0] * 3}
+
+
+@pytest.mark.parametrize(("ms", "winner", "begin"), [
+    (QUIET | {"ngram": [50.0] * 9}, "ngram", "Speculation pays here: ngram has 2.00 times"),
+    (QUIET | {"ngram": [97.0] * 9}, "ngram", "Speculation pays here: ngram has 1.03 times"),
+    (QUIET | {"ngram": [120.0] * 9}, None, "Speculation does not pay here: ngram has 0.83 times"),
+    (NOISY | {"ngram": [80.0] * 9}, None, "Nobody gains more than the noise (0.33): ngram has 1.2"),
+    (QUIET | {"ngram": [80.0] * 9, "auto": [80.5] * 9}, "auto", "Speculation pays here: auto"),
+    (QUIET | {"ngram": [70.0] * 9, "auto": [80.0] * 9}, "ngram", "Speculation pays here: ngram"),
+])  # fmt: skip
+def test_who_wins_an_audition_gains_more_than_plain_decoding_differs_from_itself(ms, winner, begin):
+    best, says = audition.verdict(turns_of(**ms))
+    assert best == winner and says[-1].startswith(begin)
+    assert any("machine is busy" in line for line in says) == (ms["again"] is NOISY["again"])
+
+
+def test_an_audition_of_few_turns_has_no_winner_by_a_hair():
+    for count, winner in ((1, None), (9, "ngram")):
+        ms = {"none": [100.0], "again": [100.0], "ngram": [95.0]}
+        turns = turns_of(**{way: each * count for way, each in ms.items()})
+        assert audition.verdict(turns)[0] == winner
+
+
+def test_who_never_drafted_or_had_no_more_tokens_a_pass_wins_no_audition():
+    fast = QUIET | {"auto": [50.0] * 9}
+    for drafted, note in ((0, "never drafted"), (1, "rarely drafted")):  # one in 90 passes
+        turns = turns_of(**fast, drafted=0, accepted=0)
+        turns[0]["auto"].finished.statistics.num_draft_tokens = drafted
+        best, says = audition.verdict(turns)
+        row = audition.table_of(turns)[0]
+        assert (row["of_plain"], row["note"], row["needed"]) == (2, note, None)
+        assert best is None and says[0].startswith("Nobody drafted enough to tell")
+    best, says = audition.verdict(turns_of(**fast, accepted=0))
+    assert best is None and "Nobody gains more than the noise" in says[-1]
+
+
+def test_an_audition_gives_the_reason():
+    """30 tokens in 10 passes: .2 passes to draft one, 13 passes' time to verify: .1 each."""
+    turns = turns_of(**QUIET, ngram=[50.0] * 9, draft_ms=60.0, verify_ms=130.0)
+    _, (reason,) = audition.verdict(turns)
+    assert reason.endswith(
+        "A pass gave 2.50 tokens. To draft a token took 0.20 of a plain pass, and to verify it "
+        "0.10, so 0.30 of the drafted tokens must be accepted: 0.50 were."
+    )
+    _, (reason,) = audition.verdict(turns_of(**QUIET, ngram=[500.0] * 9, draft_ms=600.0))
+    assert "so more than all drafted tokens must be accepted" in reason
+
+
+def test_an_audition_says_whose_texts_differ():
+    turns = turns_of(**QUIET, ngram=[50.0] * 9)
+    turns[3]["ngram"] = turns[3]["ngram"]._replace(
+        finished=bench.Finished([2], turns[3]["ngram"].finished.statistics)
+    )
+    rows = {row["drafter"]: row["differing"] for row in audition.table_of(turns)}
+    assert rows == {"none": 0, audition.AGAIN: 0, "ngram": 1}
+    assert "Texts differ from plain decoding's with ngram" in audition.verdict(turns)[1][0]
+
+
+def test_k_is_chosen_by_the_cost_curve():
+    cheap = {"call_ms": 0.0, "step_ms": 0.1, "read_ms": 0.0}
+    passes = {1: 10.0, 2: 10.1, 3: 10.2, 4: 10.3, 6: 12.0, 8: 14.0}
+    curve = Curve(passes, {"head": cheap, "model": cheap | {"step_ms": 5.0}})
+    assert [audition.best_k(curve, name) for name in ("head", "model", "ngram")] == [5, 1, 5]
+    assert audition.best_k(Curve(), "head") == 3
+
+
+def test_a_command_line_has_what_is_not_the_default():
+    fields = {"model": "a b", "dtype": "auto", "drafter": "mine.py:Mine", "fixed_k": True}
+    line = audition.command_line(fields | {"num_speculative_tokens": 4, "draft_model": None})
+    begin = "python 08_speculative_decoding.py --port 5000 --model 'a b' --drafter mine.py:Mine"
+    assert line == f"{begin} --fixed-k --num-speculative-tokens 4"
+
+
+def test_ctrl_c_while_a_benchmark_imports_torch_is_one_line(tmp_path):
+    """Here torch itself presses Ctrl-C."""
+    code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "torch.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-P", "-m", "benchmarks.audition"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_behind_that_is_one_line_too(capsys):
+    with pytest.raises(SystemExit) as ended:
+        startup._hook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
 UNREADABLE = {
@@ -363,7 +621,6 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("peers", "--k 17", "must be from"),
-    ("audition", "--model embedded --raw", "error: --raw goes with --prompts\n"),
     ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
     ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
 ])  # fmt: skip
