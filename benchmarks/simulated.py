@@ -202,6 +202,13 @@ class Text:
         )  # fmt: skip
 
 
+class Simulated(Planner):
+    """A planner whose cycles say themselves how certain the target was."""
+
+    def certain(self, cycle: Any) -> list[float]:
+        return cycle.certainties
+
+
 class Server:
     """Serves texts, with or without drafts, and counts the ms that it takes."""
 
@@ -215,7 +222,7 @@ class Server:
         self.fixed_k = fixed_k
         self.spent: dict[str, tuple[list[int], float]] = {}
         weights = {"draft_model": int(1000 * machine.step_ms / machine.pass_ms[0]), "ngram": 0}
-        self.planner = Planner(Controller(1000, weights), self)  # type: ignore[arg-type]
+        self.planner = Simulated(Controller(1000, weights), self)  # type: ignore[arg-type]
         self.planner.controller.costs.start_from(machine.curve)
         self.ms, self.tokens, self.ms_of = 0.0, Counter[str](), Counter[str]()
 
