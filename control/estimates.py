@@ -24,7 +24,8 @@ from messages import MAX_SPECULATIVE_TOKENS, Doubts
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 CERTAIN = 0.83  # how certain the target is of its tokens, before anything was seen
 # What other texts taught counts in a text as so many of its own tokens, and as so many judged ones.
-_OF_OTHERS, _JUDGED_OF_OTHERS, _MOST = 12, 24, 64  # of its own, so many at most: texts change
+# Of its own at most so many count: texts change.
+_OF_OTHERS, _MOST, _JUDGED_OF_OTHERS, _MOST_JUDGED = 12, 64, 24, 32
 LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
 # beside what was seen and so many. What is typical moves it, too.
@@ -53,12 +54,13 @@ class Lengths:
         self._latest.append(num_tokens if is_whole else inf)
 
     def left(self, num_tokens: int, limit: int) -> float:
-        """How many more tokens a text of so many gets in nine cases of ten; at most `limit`.
+        """How many more tokens a text of so many gets in three cases of four; at most `limit`.
 
-        The mean would have it read where a third of the texts, all short ones, lose by it.
+        The mean would have it read where a third of the texts, all short ones, lose by it; in nine
+        cases of ten, all long ones would wait until those have ended.
         """
         longer = sorted(length - num_tokens for length in self._latest if length > num_tokens)
-        return min(limit, longer[len(longer) // 10]) if longer else limit
+        return min(limit, longer[len(longer) // 4]) if longer else limit
 
 
 class Certainty:
@@ -192,7 +194,7 @@ class Agreement(Acceptance):
         is_missed = drafted > accepted or (asked and not drafted)
         for i in range(accepted + bool(is_missed)):
             chance = certain[i] if i < len(certain) else self._certainty.mean
-            for record, least in ((self, 1 / _MOST), (self.typical, _TYPICAL_RATE)):
+            for record, least in ((self, 1 / _MOST_JUDGED), (self.typical, _TYPICAL_RATE)):
                 if record:
                     record.cycles += 1
                     rate = max(least, 1 / (record.cycles + _JUDGED_OF_OTHERS))

@@ -36,7 +36,7 @@ _READING = 1.0  # plain cycles: no more texts are read for a model where one tak
 _WARMER, _LATELY = 0.5, 0.1  # temperatures told apart; how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
 _EACH, _NOW_AND_THEN = 32, 4  # tokens whose certainty is noted; later in one of so many cycles
-# Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, so that plain ones are timed.
+# Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, as plain ones are timed.
 CHOSEN, REUSED, TIMED = "chosen", "reused", "timed"
 
 
