@@ -107,8 +107,7 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
   const limit = asked === "none" ? 0 : isFixed ? k : Number(/K=(\d+)/.exec(controller)?.[1] ?? n);
   const early = n < limit ? ` ${n} of at most ${limit}: ${texts.says.early}.` : "";
-  const resting = /while/.test(controller) ? texts.says.rests : "";
-  const rests = n || !controller ? "" : ` The controller: ${controller}. ${resting}`;
+  const told = n || !controller ? "" : ` The controller: ${controller}.`;
   return `Cycle ${step}${tells}${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
-    + `(${spent}).${early}${rests}`;
+    + `(${spent}).${early}${told}`;
 }
