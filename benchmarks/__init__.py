@@ -1,8 +1,8 @@
 """Measurements, run as `python -m benchmarks.NAME`. This file holds what they share.
 
-Every benchmark prints tables and then one line of JSON. That line begins with the command, the
-commit, the machine and the versions. Methods are run in turn, figures are medians, and the spread
-is given as quartiles.
+Every benchmark prints tables and then one line of JSON (audition only with --json). That line
+begins with the command, the commit, the machine and the versions. Methods are run in turn, figures
+are medians, and the spread is given as quartiles.
 """
 
 import models.startup  # isort: skip  # noqa: F401  (Ctrl-C while torch is imported)

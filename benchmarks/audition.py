@@ -51,7 +51,7 @@ from serving.options import MOST_K, Options, between, seconds
 
 LOADED = "model", "draft_model", "mtp", "eagle3", "dflash", "dtype", "quantize"
 AGAIN = "none again"
-_LIKELY, _DEFAULT_K, _WARM = 0.75, 3, 8  # α for K, K without a curve, tokens of the first runs
+_LIKELY, _DEFAULT_K, _WARM = 0.7, 3, 8  # α for K, K without a curve, tokens of the first runs
 _LEAST, _BUSY = 0.01, 0.1  # noise: at least; from where on it is told
 _RARELY = 20  # passes for a drafted token: then its costs are not known
 Ways = dict[str, dict[str, Any]]  # fields of a request, by the way's name
@@ -150,8 +150,9 @@ def accepted(turns: Turns, kinds: bench.Kinds) -> list[dict[str, Any]]:
     rows = []
     for kind, way in product(kinds, turns[0]):
         own = [turn[way].finished for turn in turns if turn[way].prompt in kinds[kind]]
-        shares = bench.total(own).per_position()["acceptance_rate_per_position"]
-        rows += [{"prompts": kind, "drafter": way, "accepted_at": shares}] if shares else []
+        shares = (total := bench.total(own)).per_position()["acceptance_rate_per_position"]
+        row = {"prompts": kind, "drafter": way, "tok_pass": total.tokens_per_pass}
+        rows += [row | {"accepted_at": shares}] if shares else []
     return rows
 
 
@@ -167,8 +168,8 @@ def verdict(turns: Turns) -> tuple[str | None, list[str]]:
     winners = [row for row in rows if min(row["of_plain"], row["tok_pass"]) > least]
     if not rows:
         return None, [*says, "Nobody drafted enough to tell whether speculation pays here."]
-    # `auto` watches each text: it is preferred where only noise is faster.
-    liked = {bench.AUTO: least}
+    # Of winners `auto` is preferred where only noise is faster: it watches each text.
+    liked = {bench.AUTO: least} if winners else {}
     best = max(winners or rows, key=lambda row: row["of_plain"] * liked.get(row["drafter"], 1))
     begin = "Speculation pays here" if winners else "Speculation does not pay here"
     if not winners and best["of_plain"] > 1:
@@ -300,7 +301,7 @@ def act(arguments: list[str] | None) -> int:
     command = command_line({name: getattr(flags, name) for name in LOADED} | fields)
     if flags.json:
         found = {"results": table_of(turns), "pays": best is not None, "says": says}
-        found |= {"command_line": command, "accepted": accepted(turns, kinds)}
+        found |= {"command_line": command, "accepted": accepted(turns, kinds | {"all": prompts})}
         bench.report(__spec__.name, arguments, flags, found)
         return 0
     if len(turns) & (len(turns) - 1):

@@ -414,12 +414,13 @@ NOISY = {"none": [100.0] * 9, "again": [150.0, 70.0, 100.0] * 3}
     (QUIET | {"ngram": [97.0] * 9}, "ngram", "Speculation pays here: ngram has 1.03 times"),
     (QUIET | {"ngram": [120.0] * 9}, None, "Speculation does not pay here: ngram has 0.83 times"),
     (NOISY | {"ngram": [80.0] * 9}, None, "Nobody gains more than the noise (0.33): ngram has 1.2"),
+    (NOISY | {"ngram": [80.0] * 9, "auto": [90.0] * 9}, None, "Nobody gains more than"),
     (QUIET | {"ngram": [80.0] * 9, "auto": [80.5] * 9}, "auto", "Speculation pays here: auto"),
     (QUIET | {"ngram": [70.0] * 9, "auto": [80.0] * 9}, "ngram", "Speculation pays here: ngram"),
 ])  # fmt: skip
 def test_who_wins_an_audition_gains_more_than_plain_decoding_differs_from_itself(ms, winner, begin):
     best, says = audition.verdict(turns_of(**ms))
-    assert best == winner and says[-1].startswith(begin)
+    assert best == winner and says[-1].startswith(begin) and (best or "ngram") in says[-1]
     assert any("machine is busy" in line for line in says) == (ms["again"] is NOISY["again"])
 
 
@@ -467,7 +468,7 @@ def test_an_audition_says_whose_texts_differ():
 
 def test_k_is_chosen_by_the_cost_curve():
     cheap = {"call_ms": 0.0, "step_ms": 0.1, "read_ms": 0.0}
-    passes = {1: 10.0, 2: 10.1, 3: 10.2, 4: 10.3, 6: 12.0, 8: 14.0}
+    passes = {1: 10.0, 2: 10.1, 3: 10.2, 4: 10.3, 6: 11.0, 8: 14.0}
     curve = Curve(passes, {"head": cheap, "model": cheap | {"step_ms": 5.0}})
     assert [audition.best_k(curve, name) for name in ("head", "model", "ngram")] == [5, 1, 5]
     assert audition.best_k(Curve(), "head") == 3
