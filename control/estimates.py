@@ -30,7 +30,7 @@ LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
 # beside what was seen and so many. What is typical moves it, too.
 _RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
-_TEXTS = 64  # whose lengths are known
+_TEXTS, _USUAL, SHORTEST = 64, 4, 10  # whose lengths are known; but for one in so many
 _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many are believed
 _DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
 _ROW_SHARE = 0.02  # what each further row costs of a pass, before anything is measured
@@ -53,14 +53,13 @@ class Lengths:
         """A text of so many tokens; without `is_whole` it was cut, so it might have gone on."""
         self._latest.append(num_tokens if is_whole else inf)
 
-    def left(self, num_tokens: int, limit: int) -> float:
-        """How many more tokens a text of so many gets in three cases of four; at most `limit`.
+    def left(self, num_tokens: int, limit: int, part: int = _USUAL) -> float:
+        """How many more tokens a text of so many gets but in one of `part` cases; at most `limit`.
 
-        The mean would have it read where a third of the texts, all short ones, lose by it; in nine
-        cases of ten, all long ones would wait until those have ended.
+        The mean would have it read where a third of the texts, all short ones, lose by it.
         """
         longer = sorted(length - num_tokens for length in self._latest if length > num_tokens)
-        return min(limit, longer[len(longer) // 4]) if longer else limit
+        return min(limit, longer[len(longer) // part]) if longer else limit
 
 
 class Certainty:

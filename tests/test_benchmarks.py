@@ -116,12 +116,13 @@ def test_speedups_are_medians_of_runs():
 
 def test_auto_and_plain_write_the_same_texts_and_the_worst_cell_is_first(measure, monkeypatch):
     monkeypatch.setattr(never_loses, "memory_gb_per_s", lambda: 9.9)
-    few = "--kinds edit JSON --temperatures 1.2 --clients 1 3"
+    few = "--kinds edit JSON --temperatures 1.2 --clients 1 3 --fixed ngram:2"
     document = measure(f"never_loses --tokens 3 --runs 1 {few}")
     rows = document["results"]
     cells = {(row["kind"], row["temperature"], row["clients"]) for row in rows}
     assert len(cells) == len(rows) == 2 * 2
     assert all(row["differing"] == row["control_differing"] == 0 for row in rows)
+    assert all(row["best_way"] in ("plain", "ngram:2") and row["of_best"] > 0 for row in rows)
     speeds = [row["auto_of_plain"] for row in rows]
     assert speeds == sorted(speeds) and speeds[0] > 0
     whole, alone, _ = document["summary"]
@@ -146,16 +147,28 @@ def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monke
     monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
     server = Namespace(port=0, health=lambda: {"chat_template": is_chat})
     cells = [never_loses.Cell(kind, 0.0, 2) for kind in never_loses.KINDS]
-    found = never_loses.measure(server, cells, Namespace(runs=rounds, clients=[2], tokens=3))
+    given = {"clients": [2], "tokens": 3, "order": "chance", "fixed": []}
+    found = never_loses.measure(server, cells, Namespace(runs=rounds, **given))
     texts = [text for drafter, text in asked[2:] if drafter == "auto"]  # behind the warm-up
     assert len({*texts}) == len(texts) == len(cells) * 2 * rounds
     assert sorted(text for drafter, text in asked[2:] if drafter == "none") == sorted(texts * 2)
     for told in found.values():  # six rounds have all orders
         assert sorted(map(tuple, told)) == sorted(permutations(("auto", "plain", "control")))
     most[0] = len(asked) + 2 + 4 * 6 - 2  # the warm-up, three whole rounds, most of a fourth
-    flags = Namespace(runs=rounds, clients=[2], tokens=3)
-    found = never_loses.measure(server, cells, flags)
+    found = never_loses.measure(server, cells, Namespace(runs=rounds, **given))
     assert [len(told) for told in found.values()] == [1, 1, 1]
+
+
+def test_each_kind_may_come_behind_each_other_kind():
+    order = never_loses.in_order(4, "pairs", random.Random(0))
+    assert {*zip(order, order[1:], strict=False)} >= {*permutations(range(4), 2)}
+
+
+def test_the_best_fixed_way_stands_beside_auto():
+    ways = {"auto": 8.0, "plain": 10.0, "control": 10.0, "ngram:2": 11.0, "mtp:3": 5.0}
+    told = {way: never_loses.Answers(ms, [], ms) for way, ms in ways.items()}
+    row = never_loses.row_of(never_loses.Cell("a", 0.0, 1), [told])
+    assert (row["best_way"], row["of_best"]) == ("mtp:3", 0.625)
 
 
 def test_prompts_of_a_kind_are_all_different():
