@@ -7,6 +7,7 @@ lies. What it makes of times is tested with times that are made up.
 import importlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
