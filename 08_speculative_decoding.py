@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import models.shortage  # isort: skip  # noqa: F401  (so that torch fails in one line)
+import models.startup  # isort: skip  # noqa: F401  (so that torch fails in one line)
 import torch
 from flask import Flask, Response
 from torch import Tensor
@@ -196,9 +196,9 @@ class CachedModel:
         self.has_experts = loaded.structure.has_experts
         self.fingerprint, self.pack_copy = loaded.fingerprint, loaded.pack_copy  # of GGUF files
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
-        self.compiled: Any = None  # the forward in C, if kernels/ can compute this model
+        self.compiled, self.quantize = None, None  # the forward in C, and what it rounds to, if any
         self.report: Any = None  # whether a token's bits depend on how it is computed
-        self.reference: Any = None  # logits of transformers' own modules, to compare at the start
+        self.contents, self.reference, self.is_known = "", None, False  # see models/reference.py
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
         """An empty cache whose rows hold `spare` tokens more than this model's context."""
@@ -538,9 +538,8 @@ def main(arguments: list[str] | None = None) -> int:
         if wanted.port or wanted.export is not None:
             return engines.serve(wanted, chosen, load_engine, create_app)
         engine = load_engine(chosen := with_model(chosen))
-        if wanted.plan or wanted.demo:
-            show = engines.show_plan if wanted.plan else demo.show_demo
-            return show(engine, chosen, wanted, plain_decode)
+        if wanted.demo:
+            return demo.show_demo(engine, chosen, wanted, plain_decode)
         return demo.show_prompt(engine, chosen, wanted)
 
     return demo.exit_status(act)

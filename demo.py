@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -25,7 +26,7 @@ from control.planner import TREE
 from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
 from models import StartError, ahead
 from models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
-from models.shortage import is_shortage, raise_interrupts, report_shortage, tell_error
+from models.startup import is_shortage, print_error, report_shortage
 from serving import trace
 from serving.answers import setting
 from serving.comparison import steadiness
@@ -91,7 +92,8 @@ def exit_status(act: Callable[[], int]) -> int:
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
-        raise_interrupts()
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # startup.py has set that
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status = act()
         sys.stdout.flush()
         return status
@@ -102,7 +104,7 @@ def exit_status(act: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (StartError, RequestError, ValueError, OSError) as error:
-        tell_error(one_line(error))
+        print_error(one_line(error))
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):

@@ -275,13 +275,7 @@ class Decision(NamedTuple):
     least_chance: float = 0.0  # that at which one more token of a draft pays: its call is made
     expected_speedup: float = 1.0  # of the whole batch
     is_probe: bool = False
-    is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
-    is_timing: bool = False  # nor here: the clock measures plain cycles
-
-    def pausing(self, is_rest: bool) -> "Decision":
-        """The same numbers where nothing is drafted: in a rest, or as plain cycles are timed."""
-        plain = self._replace(num_tokens=0, expected_speedup=1.0, is_probe=False)
-        return plain._replace(is_rest=is_rest, is_timing=not is_rest)
+    is_timing: bool = False  # nothing was chosen: the clock measures plain cycles
 
     def as_dict(self) -> "Json":
         """A dict for JSON, with the sentence."""
@@ -291,8 +285,6 @@ class Decision(NamedTuple):
     def __str__(self) -> str:
         if self.is_timing:
             return "K=0 for now: a few plain cycles are timed, to compare with"
-        if self.is_rest:
-            return "K=0 for a while: cycles with drafts were no faster than plain ones"
         alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
         if self.is_probe:
             return f"a probe, one token of {self.drafter}: α {alpha}, break-even {even} (c {c})"
@@ -307,9 +299,6 @@ class Decision(NamedTuple):
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 
-RESTING = Decision("", 0, is_rest=True)  # a request without a decision yet
-
-
 def _short(value: float) -> str:
     """Example: 0.714 -> ".71"."""
     return f"{value:.2f}".removeprefix("0")
@@ -319,7 +308,7 @@ class Doubts(NamedTuple):
     """When a draft in the making ends: where one more token is too unlikely to be worth its step.
 
     `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;
-    `mean` is the share of all tokens, which stands for the token to come.
+    `mean` is the share of all tokens of this text, which stands for the token to come.
 
     Example: chances .05, .15, …, .95, mean .9 and least_chance .3: behind confidences .85 and .42
     the chance of one more token is .85 · .45 · .9 = .34, so the draft goes on.
@@ -466,7 +455,6 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message := one_line(message))
         self.message, self.param, self.status, self.code = message, param, status, code
-        self.counts: Json = {}  # numbers that some dialects' bodies have, too
 
     def body(self) -> Json:
         # 501 (encoding not known) and 505 (HTTP version not known) are the caller's mistakes, too.

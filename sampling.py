@@ -361,14 +361,16 @@ def _choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int, row
     return int(token)
 
 
-def confidence(logits: Tensor, token: int) -> float:
-    """The probability of a token by logits [V], without any transform; 0 if they are no numbers.
+def confidence(logits: Tensor, token: int, row: int = 0) -> float:
+    """The probability of a token by a row of logits [n, V], without any transform.
 
-    A drafter tells by it how sure it is of a drafted token.
+    It is 0 if they are no numbers; [V] are their only row. A drafter tells by it how sure it is of
+    a drafted token, and the controller how certain the target is of its own.
     """
     if kernels.can_choose():
-        return kernels.confidence(logits, token)
+        return kernels.confidence(logits, token, row)
     try:
+        logits = logits.view(-1, logits.shape[-1])[row]
         weights, _ = survivors(logits, 1.0, 0, 1.0, 0.0)
     except ValueError:
         return 0.0

@@ -5,7 +5,7 @@ begins with the command, the commit, the machine and the versions. Methods are r
 are medians, and the spread is given as quartiles.
 """
 
-from models.shortage import raise_interrupts  # isort: skip  (Ctrl-C while torch is imported)
+import models.startup  # isort: skip  # noqa: F401  (Ctrl-C while torch is imported)
 import argparse
 import json
 import math
@@ -33,7 +33,6 @@ from serving.statistics import Statistics
 
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")
-raise_interrupts()
 SPECIAL = "grammar", "prediction"  # drafters for requests that bring one
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
 FORGETFUL = {"prefix_cache_mb": 0, "suffix_cache": 0}  # runs are alike, whatever came before

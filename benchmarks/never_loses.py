@@ -8,12 +8,15 @@ is in one round only, and nothing is remembered of prompts and texts.
 
 `auto_of_plain` is the speed of `auto` in plain decoding's, `control` that of the other plain
 decoding: medians of rounds, with quartiles; the worst cell comes first. `until_last` is that of
-`auto` if a round's time ends with its last answer. The summary has geometric means, and `below_1`,
-a share of cells. `differing` counts texts that are not plain decoding's.
+`auto` if a round's time ends with its last answer. With --fixed each drafter and K named there is
+asked, too: `best_way` is the fastest of these and plain decoding, and `of_best` the speed of `auto`
+in that one's. With --order pairs, each kind comes behind each other kind in a run. The summary has
+geometric means, and `below_1`, a share of cells. `differing` counts texts that are not plain
+decoding's.
 
     python -m benchmarks.never_loses [--kinds chat code …] [--temperatures 0 0.8 1.2] [--runs 7]
         [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME] [--mixture]
-        [--json]
+        [--order pairs] [--fixed draft_model:3 ngram:5] [--json]
 
 Ctrl-C ends the rounds and shows what they gave. With --mixture the target is a mixture of experts
 that is made of --model (mixture.py). The memory's speed is measured before and after.
@@ -129,11 +132,20 @@ Round = dict[str, Answers]  # by way
 def ask(server: Server, is_chat: bool, bodies: list[dict[str, Any]], way: str) -> Answers:
     """All requests in the same moment."""
     route = "/v1/chat/completions" if is_chat else "/v1/completions"
-    drafter = {"drafter": bench.AUTO if way == bench.AUTO else PLAIN}
+    name, _, k = way.partition(":")
+    drafter = {"drafter": name if k or way == bench.AUTO else PLAIN}
+    drafter |= {"fixed_k": True, "num_speculative_tokens": int(k)} if k else {}
     last_ms, told = at_once(server.port, route, [body | drafter for body in bodies])
     choices = [answer.events[-1]["choices"][0] for answer in told]
     texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in choices]
     return Answers(mean(answer.at_ms[-1] for answer in told), texts, last_ms)
+
+
+def in_order(count: int, order: str, chance: random.Random) -> list[int]:
+    """The cells of a run: by chance, or so that each comes behind each other one."""
+    if order == "pairs":
+        return [i for pair in permutations(range(count), 2) for i in pair]
+    return chance.sample(range(count), count)
 
 
 def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Round]]:
@@ -149,11 +161,14 @@ def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Ro
 
     warm = [body(cells[0], -1) | {"max_tokens": 4, "seed": 0}] * max(flags.clients)
     ask(server, is_chat, warm, "plain")
-    rounds = bench.tqdm(total=flags.runs * len(cells), desc="rounds")
+    in_a_run = len(in_order(len(cells), flags.order, random.Random(0)))
+    rounds = bench.tqdm(total=flags.runs * in_a_run, desc="rounds")
     with rounds as progress, suppress(KeyboardInterrupt):  # what was measured is worth its table
         for run_index in range(flags.runs):
-            for i in chance.sample(range(len(cells)), len(cells)):
-                cell, order = cells[i], ORDERS[(run_index + i) % len(ORDERS)]
+            for i in in_order(len(cells), flags.order, chance):
+                cell, order = cells[i], [*ORDERS[(run_index + i) % len(ORDERS)], *flags.fixed]
+                if flags.fixed:
+                    chance.shuffle(order)
                 bodies = [body(cell, number) for number in islice(numbers[cell.kind], cell.clients)]
                 found[cell].append({way: ask(server, is_chat, bodies, way) for way in order})
                 progress.update()
@@ -172,6 +187,13 @@ def row_of(cell: Cell, rounds: list[Round]) -> dict[str, Any]:
         row[name], row[f"{begin}quartiles"] = bench.speedup(*ms)
         texts = (sum((answers.texts for answers in each), []) for each in (plain, own))
         row[f"{begin}differing"] = sum(one != other for one, other in zip(*texts, strict=True))
+    names = [way for way in rounds[0] if ":" in way]
+    speeds = {"plain": 1.0}
+    for name in names:
+        ms = ([each[way].ms for each in rounds] for way in ("plain", name))
+        speeds[name] = bench.speedup(*ms).median
+    best = max(speeds, key=lambda way: speeds[way])
+    row |= {"best_way": best, "of_best": round(row["auto_of_plain"] / speeds[best], 3)}
     until_last = bench.speedup(*([a[w].last_ms for a in rounds] for w in ("plain", bench.AUTO)))
     row["until_last"] = until_last.median
     return row | {"plain_ms": round(median(each.ms for each in plain))}
@@ -203,6 +225,8 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     options.add_argument("--model", default="embedded", help="the target (default: ours)")
     options.add_argument("--draft-model", help="for draft_model, where the target brings none")
+    options.add_argument("--order", choices=("chance", "pairs"), default="chance")
+    options.add_argument("--fixed", nargs="+", default=[], metavar="DRAFTER:K")
     options.add_argument("--mixture", action="store_true", help="of --model, which is a Llama")
     flags = options.parse_args(arguments)
     own = entry_of(flags.model) if flags.mixture else None  # a folder brings no draft model

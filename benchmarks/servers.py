@@ -1,4 +1,4 @@
-"""Servers as processes, and the one way to talk to them, for `pair`, `served` and `soak`."""
+"""Servers as processes, and the one way to talk to them, for `pair`, `served` and others."""
 
 import http.client
 import json
@@ -29,14 +29,6 @@ class Lost(RuntimeError):
     """No proper answer came."""
 
 
-class Full(Lost):
-    """The answer was a 429: the queue is full."""
-
-    def __init__(self, response: http.client.HTTPResponse) -> None:
-        self.body, self.pause_s = response.read(), float(response.headers["Retry-After"])
-        super().__init__(f"the queue is full: {self.body!r}")
-
-
 @contextmanager
 def answering(
     port: int, method: str, path: str, body: str | bytes | None = None, status: int = 200,
@@ -44,13 +36,11 @@ def answering(
 ) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
     """The answer to a request as it begins, on a connection of its own.
 
-    Raises Full for a 429, Lost for any other status than `status`, and OSError.
+    Raises Lost for any other status than `status`, and OSError.
     """
     with closing(http.client.HTTPConnection(HOST, port, timeout=timeout_s)) as connection:
         connection.request(method, path, body, {"Content-Type": "application/json"})
         with connection.getresponse() as response:
-            if response.status == 429:
-                raise Full(response)
             if response.status != status:
                 raise Lost(f"status {response.status}, not {status}: {response.read(500)!r}")
             yield response

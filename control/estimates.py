@@ -2,6 +2,8 @@
 texts become.
 
     reach(i)              α₁ · … · αᵢ: that the first i tokens are all drafted and accepted
+    α of a model          how certain the target is of this text's tokens, and what this model is
+                          right more (or less) often than that
     a pass over r rows    the curve of this machine and model, corrected by what passes take
     a draft of s steps    first_ms + (s − 1) · step_ms by the curve, times what drafts take in that
 
@@ -10,7 +12,7 @@ measured too fast. So medians count, and a few measurements are doubted if they 
 """
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from math import inf
@@ -20,11 +22,15 @@ from typing import Any, NamedTuple
 from messages import MAX_SPECULATIVE_TOKENS, Doubts
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
+CERTAIN = 0.83  # how certain the target is of its tokens, before anything was seen
+# What other texts taught counts in a text as so many of its own tokens, and as so many judged ones.
+# Of its own at most so many count: texts change.
+_OF_OTHERS, _MOST, _JUDGED_OF_OTHERS, _MOST_JUDGED = 12, 64, 24, 32
 LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
 # beside what was seen and so many. What is typical moves it, too.
 _RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
-_TEXTS = 64  # whose lengths are known
+_TEXTS, _USUAL, SHORTEST = 64, 4, 10  # whose lengths are known; but for one in so many
 _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many are believed
 _DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
 _ROW_SHARE = 0.02  # what each further row costs of a pass, before anything is measured
@@ -33,6 +39,7 @@ _READ_SHARE, READ_ALONG = 0.05, 4  # of a step: a token to read; so many cost ne
 _SLOWER, _STAYS = 1.3, 32  # times as long as usual: an accident, until so many passes are so
 _EXACT = 34  # rows up to which passes are told apart: a block's end may cost much
 _RENEWED = 8  # passes until prices are made again
+_PLAIN, _TIMED_AGAIN = 4, 64  # plain cycles at first; with drafts, until another one is timed
 Call = tuple[str, list[int], int, float]  # of a drafter: see Costs.observe_pass
 
 
@@ -46,13 +53,31 @@ class Lengths:
         """A text of so many tokens; without `is_whole` it was cut, so it might have gone on."""
         self._latest.append(num_tokens if is_whole else inf)
 
-    def left(self, num_tokens: int, limit: int) -> float:
-        """How many more tokens a text of so many gets in nine cases of ten; at most `limit`.
+    def left(self, num_tokens: int, limit: int, part: int = _USUAL) -> float:
+        """How many more tokens a text of so many gets but in one of `part` cases; at most `limit`.
 
         The mean would have it read where a third of the texts, all short ones, lose by it.
         """
         longer = sorted(length - num_tokens for length in self._latest if length > num_tokens)
-        return min(limit, longer[len(longer) // 10]) if longer else limit
+        return min(limit, longer[len(longer) // part]) if longer else limit
+
+
+class Certainty:
+    """How likely the target's own tokens are in one text, by its softmax of raw logits: their mean.
+
+    Over a text a draft model is right nearly as often (the pair: .09 + .91 of it), so it tells what
+    drafts would bring where nobody drafts.
+    """
+
+    def __init__(self, usual: float = CERTAIN) -> None:
+        """`usual` is that of other texts."""
+        self.mean, self.count = usual, 0
+
+    def observe(self, chances: Collection[float]) -> None:
+        """Tokens that the target gave these chances, and chose."""
+        for chance in chances:
+            self.count = min(self.count + 1, _MOST)
+            self.mean += (chance - self.mean) / (self.count + _OF_OTHERS)
 
 
 class Calibration:
@@ -62,7 +87,6 @@ class Calibration:
         """Before anything was seen it is believed; of a copy of the target it says nothing."""
         self.chances = [PRIOR_OF_COPY if is_copy else (tenth + 0.5) / 10 for tenth in range(10)]
         self._seen = [0] * 10
-        self.mean = PRIOR  # share of all judged tokens that were accepted, recent ones above all
 
     def observe(self, confidence: list[float], accepted: int) -> None:
         """A draft with such a confidence in each token; the first `accepted` were accepted."""
@@ -71,11 +95,10 @@ class Calibration:
             self._seen[tenth] += 1
             rate = max(_TYPICAL_RATE, 1 / (self._seen[tenth] + _WEIGHT))
             self.chances[tenth] += rate * ((i < accepted) - self.chances[tenth])
-            self.mean += _TYPICAL_RATE * ((i < accepted) - self.mean)
 
-    def doubts(self, least_chance: float) -> Doubts:
-        """When a draft of this drafter ends: where one more token has less than `least_chance`."""
-        return Doubts(list(self.chances), self.mean, least_chance)
+    def doubts(self, least_chance: float, alpha: float) -> Doubts:
+        """When a draft ends in a text of such an α: where one more token is less likely."""
+        return Doubts(list(self.chances), alpha, least_chance)
 
 
 class Acceptance:
@@ -112,11 +135,13 @@ class Acceptance:
         return self._by_evidence[evidence]
 
     def observe(
-        self, drafted: int, accepted: int, asked: int = 0, places: Collection[int] | None = None
-    ) -> None:
+        self, drafted: int, accepted: int, asked: int = 0,
+        places: Collection[int] | None = None, certain: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         """A cycle that asked for `asked` tokens, drafted `drafted` and accepted `accepted`.
 
-        `places` are those of the accepted ones in a tree.
+        `places` are those of the accepted ones in a tree; `certain` says how likely the target's
+        own tokens were there.
         """
         asked, hits = max(asked, drafted), range(accepted) if places is None else places
         self.since = 0 if asked else self.since + 1
@@ -140,6 +165,43 @@ class Acceptance:
     def reach(self, count: int) -> list[float]:
         """The chance that 1, 2, … count tokens are all drafted and accepted."""
         return list(accumulate(self.chances[:count], min))
+
+
+class Agreement(Acceptance):
+    """That of a drafter that runs a model: it is right where the target is certain of its token.
+
+    So what it keeps of a text, and of all texts, is how much more often than that it is right. A
+    token is judged beside the target's certainty of that very token, so one that is rejected where
+    the target doubts says little.
+
+    Example: certainty .95 in this text, and .1 less often right in others -> α .85.
+    """
+
+    def __init__(
+        self, certainty: Certainty, typical: "Agreement | None" = None, is_copy: bool = False
+    ) -> None:
+        super().__init__(typical, is_copy)
+        self._certainty = certainty
+        self.more = typical.more if typical else (PRIOR_OF_COPY if is_copy else PRIOR) - CERTAIN
+
+    def observe(
+        self, drafted: int, accepted: int, asked: int = 0,
+        places: Collection[int] | None = None, certain: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        """The same; what was asked for and is not there was not judged, unless nothing came."""
+        self.since = 0 if asked or drafted else self.since + 1
+        is_missed = drafted > accepted or (asked and not drafted)
+        for i in range(accepted + bool(is_missed)):
+            chance = certain[i] if i < len(certain) else self._certainty.mean
+            for record, least in ((self, 1 / _MOST_JUDGED), (self.typical, _TYPICAL_RATE)):
+                if record:
+                    record.cycles += 1
+                    rate = max(least, 1 / (record.cycles + _JUDGED_OF_OTHERS))
+                    record.more += rate * ((i < accepted) - chance - record.more)
+
+    def reach(self, count: int) -> list[float]:
+        alpha = min(0.98, max(0.02, self._certainty.mean + self.more))
+        return [alpha**i for i in range(1, count + 1)]
 
 
 def believed(known: Collection[float]) -> float:
@@ -176,10 +238,6 @@ class Prices(NamedTuple):
     drafts: dict[str, DraftPrice]
     rows_ms: list[float]  # of each drafted token's row, if all draft equally many
 
-    def rows_within(self, stake: float, requests: int) -> int:
-        """How many rows each of them may draft for `stake` plain cycles in all; one at least."""
-        return max(1, bisect_right([*accumulate(self.rows_ms)], stake * self.plain_ms / requests))
-
 
 class Costs:
     """What is known of the target's passes and of each drafter's drafts.
@@ -207,6 +265,8 @@ class Costs:
         # By drafter and class of requests that draft: the latest, in what was expected.
         self.drafts: dict[tuple[str, int], deque[float]] = {}
         self._slow = self._fast = 0  # passes in a row that were slower; plain ones, faster
+        # By class of batches: cycles that were to be plain, and passes with drafts since one.
+        self._timed, self._drafted = Counter[int](), Counter[int]()
         self._count = 0  # passes so far
         self._prices: dict[tuple[int, int], Prices] = {}
 
@@ -242,6 +302,14 @@ class Costs:
         """What the curve says of a pass over so many rows, as fast as the machine is now."""
         return self._slowness * between(*self.curve, rows, goes_on=True)
 
+    def is_due(self, batch: int) -> bool:
+        """Whether the next cycle of such batches is to be plain, to know what that takes."""
+        kind = batch.bit_length()
+        if is_due := self._timed[kind] < _PLAIN or self._drafted[kind] >= _TIMED_AGAIN:
+            self._timed[kind] += 1
+            self._drafted[kind] = 0
+        return is_due
+
     def observe_pass(self, batch: int, rows: int, ms: float, calls: Collection[Call] = ()) -> None:
         """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
 
@@ -252,6 +320,7 @@ class Costs:
         rows, ms = rows if rows <= _EXACT else rows // 4 * 4, max(ms, 1e-6)
         ratio = ms / self.expected(rows)
         passes, kind = self.passes, batch.bit_length()
+        self._drafted[kind] = self._drafted[kind] + 1 if rows > batch else 0
         latest = passes.get(kind, {}).get(rows, ())
         if len(latest) >= _CONFIRMED:
             change = ratio / median_low(latest)

@@ -8,36 +8,38 @@
 
 The rate is tokens per ms: plain decoding's, or more where drafts gain. `best_draft` is this rule,
 for one drafter and one request. What it goes by is in estimates.py; docs/speed.md tells why so.
+Nothing is decided for a text by what became of others: those count as a few of its own tokens.
 
 *Who pays for a step that several share?* All of them: `Choice` counts the steps of a model that
 bring most to all together. Two models would run one after the other, so requests have the same one.
 *What if a drafter is thought not to pay?* It is tried now and then: `Choice.probe`.
-*Does it pay at all?* The clock tells: `Account`.
 """
 
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from math import inf, sqrt
-from statistics import fmean
+from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 from drafters.plan import IDLE, FixedK, Plan, fixed, limit_of, nothing
 from drafters.pool import TREE, DrafterPool, Guess, Task
 from drafters.tree import longest
-from messages import RESTING, Cycle, Decision, Draft, Model, TextSequence
+from messages import Cycle, Decision, Draft, Model, TextSequence
+from sampling import confidence
 
-from .estimates import READ_ALONG, Acceptance, Costs, Lengths
+from .estimates import READ_ALONG, SHORTEST, Acceptance, Agreement, Certainty, Costs, Lengths
 
-PROBE_BUDGET, CHOICE_BUDGET, LOSS_BUDGET = 0.005, 0.01, 0.02  # of the time, at most
-_STAKE, _LOOK, _READING = 6.0, 1.5, 1.0  # plain cycles: lost in all, after a rest, for reading
-_OUTLIER = 3.0  # times as long as the slowest before: the machine did something else
-_PLAIN, _RENEWED = 4, 64  # plain cycles at first; with drafts, until another plain one is timed
+PROBE_BUDGET, CHOICE_BUDGET = 0.005, 0.01  # of the time, at most
+# Plain cycles: no more texts are read for a model where one takes so long; and of what a text takes
+# that is one of the shortest, a share that reading it may take.
+_READING, _RISKED = 1.0, 0.3
 _WARMER, _LATELY = 0.5, 0.1  # temperatures told apart; how far a cycle moves the worth of time
-# Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, in a rest.
-CHOSEN, REUSED, RESTS = "chosen", "reused", "rests"
+_TEXTWISE = 0.06  # how far a text moves what is usual of texts
+_EACH, _NOW_AND_THEN = 32, 4  # tokens whose certainty is noted; later in one of so many cycles
+# Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, as plain ones are timed.
+CHOSEN, REUSED, TIMED = "chosen", "reused", "timed"
 
 
 class Option(NamedTuple):
@@ -78,26 +80,27 @@ class Candidate:
     able: dict[str, Acceptance]  # the records of the drafters that may propose now
     limit: int = 0  # drafted tokens, at most, now
     remaining: float = 0.0  # tokens until it ends, as is to be expected
+    shortest: float = inf  # tokens that it has in the end, if it is one of the shortest
     records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
     guesses: dict[str, Guess | None] = field(default_factory=dict)  # in this cycle, by drafter
+    certainty: Certainty = field(default_factory=Certainty)  # the target's, in this text
 
 
 class Choice:
     """One choice for a batch: what each request does, and how long models take for all."""
 
     def __init__(
-        self, costs: Costs, candidates: list[Candidate], batch: int, account: "Account", read: bool
+        self, costs: Costs, candidates: list[Candidate], batch: int, worth: float, read: bool
     ) -> None:
         """`batch` requests share the pass; those that are no candidates draft nothing.
 
-        The rows of drafts take at most what the account holds, each request's an equal part, or
-        one row. With `read` models read text that they have missed, if little of that is unpaid.
+        A plain cycle's time is `worth` so many tokens of each. With `read` models read text that
+        they have missed: not much in one cycle.
         """
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
-        self.rate = account.worth * batch / self.prices.plain_ms
-        read_ms = (_READING - account.unpaid) * self.prices.plain_ms if read else 0.0
-        self._most = self.prices.rows_within(account.balance, len(candidates))
+        self.rate = worth * batch / self.prices.plain_ms
+        read_ms = _READING * self.prices.plain_ms if read else 0.0
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
         self.options = [Option()] * len(candidates)
@@ -136,10 +139,11 @@ class Choice:
         for i, candidate in enumerate(self.candidates):
             record = candidate.able.get(name)
             must_read = runs and record and record.unread > READ_ALONG
-            if not record or (must_read and left_ms <= 0):
+            reading_ms = record.unread * price.read_ms if record else 0.0
+            most_ms = _RISKED * candidate.shortest * self.prices.plain_ms
+            if not record or (must_read and (left_ms <= 0 or reading_ms > most_ms)):
                 continue
-            limit = min(candidate.limit, self._most, self._costs.at_once.get(name, inf))
-            reading_ms = record.unread * price.read_ms
+            limit = min(candidate.limit, self._costs.at_once.get(name, inf))
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
             drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
             if must_read and drafts[i][-1].num_tokens:
@@ -191,82 +195,19 @@ class Choice:
         return Decision(*fields, self.speedup, i == self.probing)
 
 
-@dataclass
-class Account:
-    """What drafts won and lost by the clock in batches of about one size, in plain cycles.
-
-        wins and losses of cycles with drafts      + tokens − time
-        the allowance, in every cycle              + LOSS_BUDGET · time
-        never more than                              _STAKE
-
-    Below 0 no drafts are chosen until the allowance has brought it to _LOOK. So over any stretch of
-    time drafts lose at most the stake, the allowance and what one cycle may lose: rows take no more
-    than the balance, but for one each. All time of a cycle with drafts counts; of others, what
-    choosing took, and drafters that had none. What models read serves many cycles and is counted
-    apart: beyond a plain cycle no more is read until it is paid by gains, and by the allowance.
-    """
-
-    plain: deque[float]  # ms of plain cycles, divided by the root of the batch
-    balance: float = _STAKE
-    is_resting: bool = False
-    unpaid: float = 0.0  # for text that models have read
-    slowest: float = 1.0  # the time of a cycle with drafts, which fades
-    timed: int = 0  # cycles that were to be plain: a request with a fixed K drafts all the same
-    drafted: int = 0  # cycles with drafts since one of these
-    worth: float = 1.0  # tokens, of a plain cycle's time: half of what drafts gain is counted on
-
-    def may_draft(self) -> bool:
-        """Whether drafts may be chosen for the next cycle."""
-        if is_timed := self.timed < _PLAIN or self.drafted >= _RENEWED:
-            self.timed, self.drafted = self.timed + 1, 0
-        self.is_resting &= self.balance < _LOOK
-        return not (is_timed or self.is_resting)
-
-    def join(self) -> None:
-        """A new text may be quite different: if nothing is owed, half the stake is for it."""
-        self.is_resting &= self.balance < 0
-        self.balance, self.worth = min(self.balance, _STAKE / 2), 1.0
-
-    def see(self, tokens: float, batch: int, ms: float, read_ms: float) -> None:
-        """A cycle with drafts gave each of `batch` requests so many tokens, and took `ms`.
-
-        Of this, models read text that they had missed for `read_ms`.
-        """
-        self.drafted += 1
-        if not self.plain:
-            return
-        # A mean, as a busy machine lengthens cycles with drafts, too, and all their time counts.
-        plain_ms = fmean(sorted(self.plain)[:-1] or self.plain) * sqrt(batch)
-        time, most = max(0.0, ms - read_ms) / plain_ms, _OUTLIER * max(1.0, self.slowest)
-        self.slowest, time = max(time, 0.9 * self.slowest), min(time, most)  # an accident, once
-        self.unpaid += read_ms / plain_ms - max(0.0, tokens - time)
-        self._add(tokens - time, time)
-
-    def see_plain(self, batch: int, ms: float, more_ms: float = 0, read_ms: float = 0) -> None:
-        """A cycle without drafts. `more_ms` went into choosing, and to drafters that had none."""
-        self.plain.append(ms / sqrt(batch))
-        self.drafted = 0
-        self.unpaid += read_ms / ms
-        self._add(-min(_OUTLIER, (more_ms - read_ms) / ms), 1.0)
-
-    def _add(self, won: float, time: float) -> None:
-        self.balance = min(_STAKE, self.balance + won + LOSS_BUDGET * time)
-        self.unpaid = max(0.0, self.unpaid - LOSS_BUDGET * time)
-        self.is_resting |= self.balance < 0
-        self.worth = max(1.0, self.worth + _LATELY * (won / 2 - time * (self.worth - 1)))
-
-
 class Controller:
     """What is known across requests, and the choice for a batch by it."""
 
     def __init__(self, *sizes: Any, copies: Collection[str] = ()) -> None:
         """The arguments of Costs, and the names of drafters that are copies of the target."""
         self.costs, self._copies = Costs(*sizes), copies
-        self.lengths = Lengths()
+        self.lengths, self.certainty = Lengths(), Certainty()  # of texts; the usual one
         # Of all requests so far, by drafter and rule, and by class of temperatures.
         self._typical: dict[tuple[str, str], dict[int, Acceptance]] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
-        self._accounts: dict[tuple[int, frozenset], Account] = {}  # by class of batches, drafters
+        # Tokens of each request, by class of batches, for a plain cycle's time: half of what drafts
+        # gain is counted on.
+        self.worth: dict[int, float] = {}
 
     @classmethod
     def of(cls, target: Model, drafters: dict[str, Any]) -> "Controller":
@@ -280,36 +221,36 @@ class Controller:
         """The planner that chooses by this controller among the drafters of a pool."""
         return Planner(self, pool)
 
-    def record(self, name: str, rule: str, temperature: float = 0.0) -> Acceptance:
+    def record(
+        self, name: str, rule: str, temperature: float = 0.0, certainty: Certainty | None = None
+    ) -> Acceptance:
         """A fresh record for a new request, whose drafts are judged by `rule`.
 
         It begins with what requests of about this temperature brought; at first there are none,
-        and the nearest ones say what to expect.
+        and the nearest ones say what to expect. `certainty` is that of the request's text.
         """
         heat, known = int(temperature / _WARMER), self._typical.setdefault((name, rule), {})
+        kind, is_copy = Acceptance, name in self._copies
+        if name != TREE and self.costs.runs_model(name):
+            kind = partial(Agreement, certainty or Certainty())
         if heat not in known:
             nearest = min(known, key=lambda other: abs(other - heat), default=heat)
-            known[heat] = deepcopy(known.get(nearest)) or Acceptance(is_copy=name in self._copies)
+            known[heat] = deepcopy(known.get(nearest)) or kind(is_copy=is_copy)
             known[heat].cycles = 0  # it soon goes its own way
-        return Acceptance(known[heat])
-
-    def account(self, batch: int, names: frozenset[str | None]) -> Account:
-        """That of batches of about this size, whose requests ask for the drafters `names`."""
-        return self._accounts.setdefault((batch.bit_length(), names), Account(deque(maxlen=8)))
+        return kind(known[heat])
 
     def join(self) -> None:
-        """A new request has come."""
-        for (size, _), account in self._accounts.items():
-            if size == 1:  # one of many changes little
-                account.join()
+        """A new request has come: what drafts gained in another text is not to be reached in it."""
+        self.worth.pop(1, None)
 
-    def decide(
-        self, candidates: list[Candidate], batch: int, account: Account, read: bool
-    ) -> list[Decision]:
+    def decide(self, candidates: list[Candidate], batch: int, read: bool) -> list[Decision]:
         """Decide which drafter drafts for each candidate, and how much: see Choice."""
         if not candidates:
             return []
-        choice = Choice(self.costs, candidates, batch, account, read)
+        worth = self.worth.get(batch.bit_length(), 1.0)
+        choice = Choice(self.costs, candidates, batch, worth, read)
+        worth += _LATELY * (max(1.0, (1 + choice.speedup) / 2) - worth)
+        self.worth[batch.bit_length()] = worth
         # All requests save for a try of an idle drafter, as one of them may be too short for it.
         able = [pair for candidate in candidates for pair in candidate.able.items()]
         idle, saved = sorted({name for name, record in able if record.since}), self._saved
@@ -320,11 +261,6 @@ class Controller:
                 saved[name] = 0.0
                 break
         return [choice.decision(i) for i in range(len(candidates))]
-
-
-def asked(s: TextSequence) -> str | None:
-    """Who may draft: what drafts bring with a prediction says nothing of texts without one."""
-    return f"{s.request.drafter} and a prediction" if s.request.prediction else s.request.drafter
 
 
 class Planner(FixedK):
@@ -344,28 +280,29 @@ class Planner(FixedK):
         text, sampling = s.drafting, s.request.sampling
         names = [*text.states, TREE] if len(self._pool.members(text, TREE)) > 1 else text.states
         how = sampling.rule, sampling.temperature
-        records = {name: self.controller.record(name, *how) for name in names}
-        self.candidates[s] = Candidate({}, records=records)
+        certainty = Certainty(self.controller.certainty.mean)
+        records = {name: self.controller.record(name, *how, certainty) for name in names}
+        self.candidates[s] = Candidate({}, records=records, certainty=certainty)
         self.controller.join()
 
     def close(self, s: TextSequence) -> None:
-        self.controller.lengths.observe(len(s.output), s.finish_reason == "stop")
-        self.candidates.pop(s, None)
+        controller = self.controller
+        controller.lengths.observe(len(s.output), s.finish_reason == "stop")
+        if (candidate := self.candidates.pop(s, None)) and candidate.certainty.count:
+            usual = controller.certainty
+            usual.mean += _TEXTWISE * (candidate.certainty.mean - usual.mean)
         self._chosen.pop(s, None)
 
     def plan(self, batch: list[TextSequence]) -> Plan:
-        """Choose a drafter for each sequence, reuse what was chosen before, or let all rest."""
+        """Choose a drafter for each sequence, or reuse what was chosen before."""
         if not batch:  # all wait
             return Plan([])
-        account = self.controller.account(len(batch), frozenset(map(asked, batch)))
-        plan = Plan([], account=account)
-        if not account.may_draft():
-            plan.kind, self._owed_ms, self._chosen = RESTS, 0.0, {}
-            plan.tasks = [self._resting(s, account.is_resting) for s in batch]
+        plan = Plan([])
+        if self.controller.costs.is_due(len(batch)):
+            plan.kind, self._owed_ms, self._chosen = TIMED, 0.0, {}
+            plan.tasks = list(map(self._timed, batch))
         elif self._owed_ms > 0 and self._chosen:  # who joins waits for the next choice
-            prices = self.controller.costs.prices(len(batch), len(batch))
-            most = prices.rows_within(account.balance, len(batch))
-            plan.kind, plan.tasks = REUSED, [self._reused(s, most) for s in batch]
+            plan.kind, plan.tasks = REUSED, list(map(self._reused, batch))
         else:
             plan.kind = CHOSEN if self._choose(plan, batch) else IDLE
             plan.tasks = [self._chosen.get(s) or nothing(s) for s in batch]
@@ -374,21 +311,23 @@ class Planner(FixedK):
                 plan.unread[task.drafter] += len(s.tokens) - record.num_read
         return plan
 
-    def _reused(self, s: TextSequence, most: int) -> Task:
-        """The task chosen before, where it is possible; `most` tokens, unless its K is fixed."""
+    def _reused(self, s: TextSequence) -> Task:
+        """The task chosen before, where it is possible."""
         if s.request.fixed_k:
             return fixed(s)
         task = self._chosen.get(s, Task())
         can = task.limit and (task.drafter in s.drafting.states or task.drafter == TREE)
         if not can or (task.decision and task.decision.is_probe):
             return nothing(s)
-        return task._replace(limit=min(task.limit, limit_of(s), most))
+        return task._replace(limit=min(task.limit, limit_of(s)))
 
-    def _resting(self, s: TextSequence, is_rest: bool) -> Task:
-        """The task where all rest, or are timed: no draft, but for a request with a fixed K."""
+    def _timed(self, s: TextSequence) -> Task:
+        """No draft where plain cycles are timed, but for a request with a fixed K."""
         if s.request.fixed_k or not (s.drafting.states and s.num_steps):
             return fixed(s)
-        return Task(decision=(s.drafting.task.decision or RESTING).pausing(is_rest))
+        before = s.drafting.task.decision or Decision("", 0)
+        timing = before._replace(num_tokens=0, expected_speedup=1.0, is_probe=False, is_timing=True)
+        return Task(decision=timing)
 
     def _choose(self, plan: Plan, batch: list[TextSequence]) -> list[Decision]:
         """Choose for a batch. Returns the decisions on requests that have a choice."""
@@ -397,19 +336,21 @@ class Planner(FixedK):
             candidate, candidate.guesses = self.candidates[s], {}
             self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
             candidate.limit = limit_of(s)
-            candidate.remaining = self.controller.lengths.left(len(s.output), s.remaining)
+            length, lengths = len(s.output), self.controller.lengths
+            candidate.remaining = lengths.left(length, s.remaining)
+            candidate.shortest = length + lengths.left(length, s.remaining, SHORTEST)
             if candidate.limit and not s.request.fixed_k:
                 candidate.able = self._able(s, candidate)
                 asking += [s] if candidate.able else []
         # Reading pays where many cycles are like this one: not while a batch fills up.
         may_read = all(other.num_steps for other in self.candidates)
         candidates = [self.candidates[s] for s in asking]
-        decisions = self.controller.decide(candidates, len(batch), plan.account, may_read)
+        decisions = self.controller.decide(candidates, len(batch), may_read)
         for s, decision in zip(asking, decisions, strict=True):
             self.decisions[decision.drafter], goes_on = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain
                 record = self.candidates[s].records[decision.drafter]
-                goes_on = record.calibration.doubts(decision.least_chance)
+                goes_on = record.calibration.doubts(decision.least_chance, record.reach(1)[0])
             self._chosen[s] = Task(decision.drafter, decision.num_tokens, goes_on, decision)
         plan.choice_ms = (time.perf_counter() - began) * 1e3
         return decisions
@@ -432,7 +373,7 @@ class Planner(FixedK):
         """Learn what a cycle says of each drafter that the request may choose from.
 
         Of those that did not draft, or not alone: of what they would have drafted, how much came
-        true. A cycle for which nothing was chosen teaches nothing.
+        true. A cycle for which nothing was chosen teaches of the model that drafted, if one did.
         """
         records, text = self.candidates[s].records, s.drafting
         for name in text.drafts.keys() & records.keys():
@@ -440,13 +381,22 @@ class Planner(FixedK):
         if TREE in records:
             known = [records[name].num_read for name in self._pool.members(text, TREE)]
             records[TREE].num_read = min(known, default=0)
-        if plan.kind == CHOSEN:
-            began = time.perf_counter()
-            for name in records:
-                self._learn_of(name, s, cycle)
-            plan.choice_ms += (time.perf_counter() - began) * 1e3
+        certainty, certain = self.candidates[s].certainty, list[float]()
+        models = [name for name, record in records.items() if isinstance(record, Agreement)]
+        if models and (certainty.count < _EACH or not cycle.number % _NOW_AND_THEN):
+            certainty.observe(certain := self.certain(cycle))
+        began = time.perf_counter()
+        for name in records if plan.kind == CHOSEN else models:
+            if plan.kind == CHOSEN or name == text.task.drafter:
+                self._learn_of(name, s, cycle, certain)
+        plan.choice_ms += (time.perf_counter() - began) * 1e3
 
-    def _learn_of(self, name: str, s: TextSequence, cycle: Cycle) -> None:
+    def certain(self, cycle: Cycle) -> list[float]:
+        """The probability of each of the target's tokens by its raw logits, before transforms."""
+        rows = [0, *(i + 1 for i in cycle.path)]
+        return [confidence(cycle.logits, t.id, i) for t, i in zip(cycle.tokens, rows, strict=False)]
+
+    def _learn_of(self, name: str, s: TextSequence, cycle: Cycle, certain: list[float]) -> None:
         """Learn from a cycle about one drafter."""
         candidate, text = self.candidates[s], s.drafting
         record, draft = candidate.records[name], text.drafts.get(name)
@@ -463,29 +413,23 @@ class Planner(FixedK):
             seen = _came_true(longest(draft).tokens, tokens)
         else:
             seen = _came_true(guess.tokens, tokens) if guess else (0, 0, 0)
-        record.observe(*seen, places)
+        record.observe(*seen, places, certain)
         if guess and guess.evidence:
             record.with_evidence(guess.evidence).observe(*seen)
 
     def record_cycle(
         self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
     ) -> None:
-        """Learn what the pass and the drafts of a cycle cost, and charge its account."""
+        """Learn what the pass and the drafts of a cycle cost."""
         if not times:
             return
         spent, costs = self._pool.spent.items(), self.controller.costs
         calls = [(name, counts, plan.unread[name], ms) for name, (counts, ms) in spent]
         ms, drafting_ms = (times[-1] - times[0]) * 1e3, sum(ms for *_, ms in calls)
         pass_ms = max(1e-6, ms - drafting_ms - plan.choice_ms)
-        batch, rows = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
-        costs.observe_pass(batch, rows, pass_ms, calls)
+        rows = sum(len(draft.tokens) + 1 for draft in drafts)
+        costs.observe_pass(len(drafts), rows, pass_ms, calls)
         self._owed_ms = max(0.0, self._owed_ms + plan.choice_ms / CHOICE_BUDGET - ms)
-        known = costs.prices(batch, batch).drafts if plan.unread else {}
-        read_ms = min(drafting_ms, sum(n * known[name].read_ms for name, n in plan.unread.items()))
-        if rows == batch:
-            plan.account.see_plain(batch, pass_ms, ms - pass_ms, read_ms)
-        elif plan.kind in (CHOSEN, REUSED):
-            plan.account.see(sum(cycle.num_kept for cycle in cycles) / batch, batch, ms, read_ms)
 
 
 def _came_true(guessed: list[int], tokens: list[int]) -> tuple[int, int, int]:

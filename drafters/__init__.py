@@ -10,15 +10,16 @@ from pkgutil import resolve_name
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
-from .base import Context, Drafter, restoring_settings
+from .base import MANY_WEIGHTS, Context, Drafter, restoring_settings
 from .draft_model import check_words
 from .plan import FixedK, Plan
 from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
 from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
-    "LOG", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool", "FixedK", "Noise",
-    "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words", "class_from_file", "load",
+    "LOG", "MANY_WEIGHTS", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool",
+    "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words",
+    "class_from_file", "load",
     "load_all",
 ]  # fmt: skip
 

@@ -26,6 +26,7 @@ from messages import Doubts, Draft, Model, Sampling, Verdict
 from sampling import Noise, NothingLeft, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
+MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),

@@ -31,6 +31,7 @@ from .base import Chain, Context, Drafter, ModelState
 
 _FEWEST, _MOST = 16_384, 65_536  # frequent words
 _NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
+_LOOKED_AT = 1024  # latest tokens of a text, whose rare words may come again
 
 
 class DraftModelDrafter(Drafter):
@@ -101,8 +102,12 @@ class DraftModelDrafter(Drafter):
         # What the grammar forces is fed, too. The draft begins with it.
         free = [max(0, n - len(s.forced)) for n, s in zip(limits, states, strict=True)]
         if is_compiled and kernels.can_chain(cache, states, fed, free):
-            words = kernels.vocabulary_of(self._num_words(states))
-            drafts = kernels.draft_chain(model.compiled.decoder, cache, states, fed, free, words)
+            count = self._num_words(states)
+            own = {token for s in states for token in (*s.text[-_LOOKED_AT:], *s.forced)}
+            drafts = kernels.draft_chain(
+                model.compiled.decoder, cache, states, fed, free, kernels.vocabulary_of(count),
+                rarer=sorted(token for token in own if count <= token < self._shared),
+            )  # fmt: skip
             begins = [s.forced[:n] for s, n in zip(states, limits, strict=True)]
             return [begun(*each) for each in zip(begins, drafts, strict=True)]
         chains = list(map(Chain, states, limits))
@@ -130,6 +135,7 @@ class DraftModelDrafter(Drafter):
 
         The output layer is a large part of a small model, so fewer words make a step faster. Ids
         are in the order in which the tokenizer's training added the words: the most frequent first.
+        Beside these, drafts choose among the rare words that the texts have.
         """
         recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
         num_rare = sum(token >= self._num_frequent for token in recent)

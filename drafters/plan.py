@@ -9,7 +9,6 @@ of those who let the controller choose.
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from messages import Cycle, Draft, TextSequence
 
@@ -24,7 +23,6 @@ class Plan:
 
     tasks: list[Task]
     kind: str = IDLE
-    account: Any = None  # the controller's, of such batches
     choice_ms: float = 0.0  # what choosing took, and learning
     unread: Counter[str] = field(default_factory=Counter)  # tokens that each drafter has to read
 

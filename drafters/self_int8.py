@@ -22,10 +22,8 @@ from kernels import speed_up, why_not_int8
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
-from .base import Context, ModelState
+from .base import MANY_WEIGHTS, Context, ModelState
 from .draft_model import DraftModelDrafter
-
-_FEW_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 
 
 class SelfInt8Drafter(DraftModelDrafter):
@@ -50,7 +48,7 @@ class SelfInt8Drafter(DraftModelDrafter):
         for what, is_so in unfit.items():
             if is_so:
                 raise ValueError(f"the drafter self_int8 does not go with {what}")
-        if context.wanted != cls.name and target.num_weights < _FEW_WEIGHTS:
+        if context.wanted != cls.name and target.num_weights < MANY_WEIGHTS:
             raise ValueError(f"{target.name} is too small to gain by self_int8")
         return cls(context)
 
@@ -104,7 +102,7 @@ def smaller_copy(target: Model) -> Model:
     twin.model, twin.reference = deepcopy(model, shared), None
     if target.pack_copy:
         target.pack_copy(twin.model)
-    speed_up(twin, None if target.pack_copy else "int8", shares_embedding=True)
+    speed_up(twin, None if target.pack_copy else "int8", keeps_embedding=True)
     if twin.compiled:
         twin.compiled.recompute_rope_tables()
     return twin

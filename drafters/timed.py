@@ -131,7 +131,7 @@ class TimedDrafter(Drafter):
             return future.result(self._limit_s)
         except TimeoutError:
             self._is_hanging = True
-            late = self._late(f"a call took longer than {self._limit_s:g} s (--drafter-timeout)")
+            late = self._late(f"a call took longer than {self._limit_s:g} s")
             thread = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupt))
             self._calls.put(None)  # its thread ends when it can

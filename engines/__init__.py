@@ -1,9 +1,6 @@
-"""Engines of others behind this server's interface, where they run already.
+"""What is served: the engine inside this server, or another one that runs already.
 
-    --engine http://host:8000   relay.py sends requests there, client.py speaks HTTP with it
-
-app.py puts them behind the routes, and advice.py says how to start one. docs/engines.md says what
-such an engine can and cannot do.
+--engine http://host:8000   relay.py hands requests on to it (docs/engines.md)
 """
 
 from argparse import Namespace
@@ -36,9 +33,9 @@ def load_app(
     other thread does.
     """
     if options.engine:
-        from .app import connect
+        from . import relay
 
-        return create_app(connect(options))
+        return relay.create_app(options)
 
     def load(worker: Worker) -> tuple[Engine, Flask]:
         chosen = with_model(options)
@@ -72,10 +69,3 @@ def serve(
     count = torch.get_num_threads()
     machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"
     return export.write(flags.export, load_named, machine)
-
-
-def show_plan(engine: Engine, options: Options, flags: Namespace, *_: Any) -> int:
-    """Print how another engine would serve these models; returns the exit status."""
-    from . import advice
-
-    return advice.show_plan(engine, options, flags)

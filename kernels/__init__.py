@@ -6,6 +6,7 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     speed_up                     sets `model.compiled`, the forward of a CachedModel in C
     report_of                    whether a model's bits depend on how it is computed: a Report
     are_used, exclusive          whether kernels compute; within `exclusive` torch leaves the cores
+    instructions                 the CPU instructions that the kernels are compiled for
     own_folder                   where what is compiled is stored; only the user can write there
     KernelForward                what `model.compiled` is: a call, and what it says of itself
     speed_up_head                a head's layers in C (KernelHead), by mtp_layer or eagle_layer
@@ -34,7 +35,9 @@ from typing import Any
 _FILES = {
     "start": ("setup", "speed_up", "report_of"),
     "forward": ("KernelForward", "Report"),
-    "library": ("are_used", "exclusive", "own_folder", "load", "LANES", "lay_out"),
+    "library": (
+        "are_used", "exclusive", "instructions", "own_folder", "load", "LANES", "lay_out",
+    ),
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",
         "run_mtp_layer",

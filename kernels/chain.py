@@ -55,9 +55,11 @@ def can_chain(
 def draft_chain(
     decoder: Decoder, cache: KeyCache, states: Sequence[Any], fed: list[list[int]],
     limits: list[int], words: ctypes.Structure, hidden: Tensor | None = None, shift: int = 0,
-    layer: int = -1,
+    layer: int = -1, rarer: Sequence[int] = (),
 ) -> list[Draft]:  # fmt: skip
-    """Draw up to limits[i] tokens for each drafter's state, among `words`, if `can_chain`.
+    """Draw up to limits[i] tokens for each drafter's state, if `can_chain`.
+
+    They are drawn among `words`, and `rarer` ones whose ids are above all of these.
 
     The model's keys and values are in `cache`. fed[i] are the tokens that it has not read of text
     i. They are cached then, and all of the draft but its last token. Of a text with limit 0 nothing
@@ -84,7 +86,7 @@ def draft_chain(
         # The end of the text, with what a grammar puts before the draft, is what a guess may copy.
         before = [*state.text[-_LOOKED_AT:], *state.forced] if can_guess else []
         memory.append(_fill(each, state, limits[i], before))
-    decoder.chain(flat, drafts, words, hidden, shift, layer, _GUESSED if can_guess else 0)
+    decoder.chain(flat, drafts, words, hidden, shift, layer, _GUESSED if can_guess else 0, rarer)
     place.counts = [len(ids) + each.count - 1 for ids, each in zip(fed, drafts, strict=True)]
     cache.advance(place)
     drawn = iter(

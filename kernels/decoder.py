@@ -32,16 +32,23 @@ ACTIVATIONS = {
 _Int = ctypes.c_int32
 _Norm, Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "net_batch"))
 BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
+_Vocabulary = STRUCTS["vocabulary"]
 
 
 def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
     """The weights of linear layers of one input, which compute with these panels from now on."""
     for layer in layers:
         put_panels(layer, panels_of(layer))
-    if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
-        for layer in layers:
-            layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
-    return [layer.panels for layer in layers]
+    matrices = [layer.panels for layer in layers]
+    read_alike(matrices)
+    return matrices
+
+
+def read_alike(matrices: list[Panels]) -> None:
+    """Let matrices of one input read it in one way, as it is rounded for all."""
+    if len({panels.reads for panels in matrices}) > 1:
+        for panels in matrices:
+            panels.to_floats()
 
 
 @dataclass
@@ -305,22 +312,28 @@ class Decoder:
     def chain(
         self, rows: Rows, drafts: ctypes.Array[Any], words: ctypes.Structure,
         hidden: Tensor | None = None, shift: int = 0, layer: int = -1, most_wanted: int = 0,
+        rarer: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Draft for texts that are fed `rows`: fill in chain.h's `draft` of each; see `__call__`.
 
-        Tokens are chosen among `words`, chain.h's `vocabulary`. A model that reads states reads
-        `hidden` [N, D] for the N `rows`, then what comes out behind `layer`. A forward gives the
-        logits of one row of each text, and with guesses of up to `most_wanted` rows. Raises
-        ValueError for logits that are no numbers.
+        Tokens are chosen among `words`, chain.h's `vocabulary`, and `rarer` ones behind these. A
+        model that reads states reads `hidden` [N, D] for the N `rows`, then what comes out behind
+        `layer`. A forward gives the logits of one row of each text, and with guesses of up to
+        `most_wanted` rows. Raises ValueError for logits that are no numbers.
         """
         assert len(rows.wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
         assert bool(self.struct.has_states) == (hidden is not None)
-        logits = room(max(len(drafts), most_wanted), outputs)
+        logits = room(max(len(drafts), most_wanted), outputs + len(rarer))
         state_layers, references = (_Int * 1)(layer), list[Any]()
         struct, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, struct.output = outputs, ctypes.pointer(output)
+        if rarer:
+            ids = torch.cat([torch.arange(outputs), torch.tensor(rarer)])
+            panels = self.output.some(ids[outputs:])
+            struct.rarer = ctypes.pointer(panels.struct)
+            words = _Vocabulary(max(rarer) + 1, address(ids, dtype=torch.int64))
         others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if hidden is not None:
             hidden, states = self._states(hidden), room(len(hidden), self.hidden)
@@ -376,9 +389,13 @@ class Decoder:
         """One thread for a small forward, where several would wait longer than they compute."""
         return 1 if self.num_bytes * num_rows < _LITTLE else self.num_threads
 
-    def quantise(self, shares_embedding: bool = False) -> None:
-        """Quantise the weights to int8, but not the embedding if another decoder shares it."""
+    def quantise(self, quantize: str, keeps_embedding: bool = False) -> None:
+        """Quantise the weights to int8 or int4, but not an embedding apart if that is kept."""
         self.__dict__.pop("num_bytes", None)
-        others = {self.positions, self.embedding} if shares_embedding else {self.positions}
-        for panels in self.panels - (others - {self.output}):
-            panels.quantise()
+        others = {self.positions, self.embedding} if keeps_embedding else {self.positions}
+        chosen = self.panels - (others - {self.output})
+        for panels in sorted(chosen, key=lambda panels: panels.num_bytes):  # the largest last
+            panels.quantise(quantize)
+        for block in self.blocks:  # four bits may not hold each of them
+            for group in block.matrices.values():
+                read_alike(group)

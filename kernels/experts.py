@@ -32,7 +32,7 @@ def pack_experts(module: nn.Module, quantize: str | None = None) -> None:
             put_experts(part, [_packed(part, name, quantize) for name in matrices_of(part)])
         elif quantize and hasattr(part, "matrices"):
             for panels in sum(part.matrices, []):
-                panels.quantise()
+                panels.quantise(quantize)
 
 
 def matrices_of(part: nn.Module) -> tuple[str, str]:

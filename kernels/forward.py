@@ -23,6 +23,7 @@ from .decoder import Decoder, Rows
 from .modules import Modules
 from .parts import is_same
 from .reading import recompute_rope_tables
+from .weights import Panels
 
 _TRIED_BYTES = 2 << 30  # of weights, read at a start for rows that are computed one by one
 _ROUNDED = (
@@ -120,11 +121,14 @@ class KernelForward:
         return not self._model.cache.recurrent
 
     @property
+    def panels(self) -> set[Panels]:
+        """The matrices that a pass reads; a separate embedding gives only a few rows."""
+        return self.decoder.panels - ({self.decoder.embedding} - {self.decoder.output})
+
+    @property
     def num_bytes(self) -> int:
-        """The bytes of matrices that a pass reads; a separate embedding gives only a few rows."""
-        decoder, embedding = self.decoder, self.decoder.embedding
-        is_apart = embedding is not None and embedding is not decoder.output
-        return decoder.num_bytes - (embedding.num_bytes if is_apart else 0)
+        """The bytes of these matrices."""
+        return sum(panels.num_bytes for panels in self.panels)
 
     @property
     def description(self) -> str:
@@ -167,9 +171,8 @@ class ModuleForward(KernelForward):
     )
 
     @property
-    def num_bytes(self) -> int:
-        """The bytes of the matrices in panels."""
-        return sum(panels.num_bytes for panels in self.decoder.panels)
+    def panels(self) -> set[Panels]:
+        return self.decoder.panels
 
     def shares(self, rows: list[int]) -> bool:
         """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""

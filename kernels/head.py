@@ -36,7 +36,7 @@ def speed_up_head(
     if layers:
         head.layers = nn.ModuleList(ReleasedModule() for _ in layers)
     for layer in layers if quantize else ():
-        layer.decoder.quantise()
+        layer.decoder.quantise(quantize)
     pack(head, quantize, besides)
     pack_experts(head, quantize)
     return layers
@@ -212,7 +212,7 @@ def speed_up_blocks(
         blocks[-1].struct.looks_ahead = looks_ahead
     decoder = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length))
     if quantize:
-        decoder.quantise()
+        decoder.quantise(quantize)
     head.layers = nn.ModuleList(ReleasedModule() for _ in blocks)
     pack(head, quantize)
     return BlockHead(decoder)

@@ -173,9 +173,7 @@ def lay_out(form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray]) -> 
     have whole panels of rows.
     """
     (outputs, inputs), call, number, first = shape, load(), FORMS.index(form), 0
-    assert 0 < outputs < 1 << 31 and 0 < inputs <= _MOST_INPUTS
-    call.bytes_of.restype = ctypes.c_size_t
-    data = _room(call.bytes_of(number, outputs, inputs))
+    data = room_for(form, outputs, inputs)
     panels = ctypes.c_void_p(data.ctypes.data)
     for piece in pieces:
         assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
@@ -185,6 +183,13 @@ def lay_out(form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray]) -> 
         first += len(piece)
     assert first == outputs
     return data
+
+
+def room_for(form: str, outputs: int, inputs: int) -> np.ndarray:
+    """Memory for a matrix's panels, which are zeros yet. uint8 [bytes]."""
+    assert 0 < outputs < 1 << 31 and 0 < inputs <= _MOST_INPUTS
+    load().bytes_of.restype = ctypes.c_size_t
+    return _room(load().bytes_of(FORMS.index(form), outputs, inputs))
 
 
 def _room(size: int) -> np.ndarray:

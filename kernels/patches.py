@@ -99,7 +99,7 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
         if (linear := linear_of(layer)) is not None and layer.weight.dtype in DTYPES:
             put_panels(layer, Panels.of(*linear, quantize))
         elif quantize and isinstance(layer, PanelLinear):
-            layer.panels.quantise()
+            layer.panels.quantise(quantize)
 
 
 @torch.no_grad()

@@ -47,13 +47,7 @@ def choose(scores: Tensor, transforms: Transforms, seed: int, position: int, row
 
     Raises ValueError for no numbers, and IndexError for a row that is not there.
     """
-    if scores.dim() > 1 and not scores.is_cpu:
-        scores, row = scores[row], 0  # no others are fetched
-    # Here a view of the row would cost more than the choice: torch's code is cold after a pass.
-    scores = _numbers(scores)
-    if not 0 <= row < scores.numel() // scores.shape[-1]:
-        raise IndexError(f"there is no row {row} in scores {list(scores.shape)}")
-    at = ctypes.c_void_p(scores.data_ptr() + row * 4 * scores.shape[-1])
+    scores, at = _row_of(scores, row)
     how, place = _how(transforms, seed), ctypes.c_int64(position)
     return checked(_function("choose")(how, at, scores.shape[-1], place))
 
@@ -101,12 +95,12 @@ def score_rows(
     return logprobs, ranks, ids, tops
 
 
-def confidence(scores: Tensor, token: int) -> float:
-    """How likely a token is by scores [V] alone; 0 where they are no numbers."""
-    row = _row(scores)
-    if not 0 <= token < len(row):
-        raise IndexError(f"tokens are from 0 to {len(row) - 1}")
-    return _function("confidence", ctypes.c_double)(address(row), len(row), token)
+def confidence(scores: Tensor, token: int, row: int = 0) -> float:
+    """How likely a token is by a row of scores alone; 0 where they are no numbers."""
+    scores, at = _row_of(scores, row)
+    if not 0 <= token < (vocab := scores.shape[-1]):
+        raise IndexError(f"tokens are from 0 to {vocab - 1}")
+    return _function("confidence", ctypes.c_double)(at, vocab, token)
 
 
 def _row(scores: Tensor) -> Tensor:
@@ -114,6 +108,17 @@ def _row(scores: Tensor) -> Tensor:
     if scores.dim() != 1:
         raise ValueError("scores must be a row of numbers")
     return _numbers(scores)
+
+
+def _row_of(scores: Tensor, row: int) -> tuple[Tensor, ctypes.c_void_p]:
+    """Scores [n, V] or [V] that C can read, to be held until it has, and where one row begins."""
+    if scores.dim() > 1 and not scores.is_cpu:
+        scores, row = scores[row], 0  # no others are fetched
+    # Here a view of the row would cost more than the choice: torch's code is cold after a pass.
+    scores = _numbers(scores)
+    if not 0 <= row < scores.numel() // scores.shape[-1]:
+        raise IndexError(f"there is no row {row} in scores {list(scores.shape)}")
+    return scores, ctypes.c_void_p(scores.data_ptr() + row * 4 * scores.shape[-1])
 
 
 def _numbers(scores: Tensor) -> Tensor:

@@ -37,26 +37,25 @@ def speed_up(
     model: Model,
     quantize: str | None = None,
     check: Callable[[Model], None] | None = None,
-    shares_embedding: bool = False,
+    keeps_embedding: bool = False,
 ) -> None:
     """Set `compiled` of a CachedModel, if C can compute its forwards: the same results, faster.
 
-    `quantize`: None, or "int8", which makes another model of a quarter of the bytes. `check`
-    compares the whole model while its weights are still floats: after quantising, a rounding may
-    be a jump, and an error would hide among the jumps. `shares_embedding` is true for a
-    draft made of the model itself: their common embedding is not quantised.
+    `quantize`: None, or "int8" or "int4", which make another model of a quarter of the bytes, or
+    of an eighth. `check` compares the whole model before: after quantising, a rounding may be a
+    jump, and an error would hide among the jumps. With `keeps_embedding` the embedding is not
+    quantised, unless it is the output layer, too: few of its rows are read, or others share it.
     """
     if not library.is_used:
         return
-    # A packed file that has no reference was compared at an earlier start.
-    is_known = bool(model.fingerprint) and model.reference is None
-    if decoder := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
+    model.quantize = quantize
+    if decoder := decoder_of(model.model, model.cache.max_length, model.windows, model.is_known):
         model.compiled = KernelForward(model, decoder)
         release(decoder, model.model)
         if quantize:
             if check:
                 check(model)
-            decoder.quantise(shares_embedding)
+            decoder.quantise(quantize, keeps_embedding)
         return
     early = None if check else quantize  # without a check, quantise at once
     pack(model.model, early)
@@ -67,7 +66,7 @@ def speed_up(
             check(model)
             pack(model.model, quantize)
             pack_experts(model.model, quantize)
-        if not shares_embedding:
+        if not keeps_embedding:
             quantise_embedding(model.model)
 
 

@@ -1,7 +1,7 @@
 """Weight matrices in panels, as linear.h lays them out, and products with them.
 
     Panels.of(weight, bias)                  float32 or bfloat16, as the weight is
-    Panels.of(weight, bias, "int8")          8-bit blocks made of it
+    Panels.of(weight, bias, "int8")          8-bit blocks made of it, or "int4"
     Panels("Q4K", shape, pieces)             rows of bytes, as a GGUF file has them
 
 An 8-bit block is 32 successive inputs of an output: whole numbers and a scale.
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from . import library
-from .library import FORMS, LANES, lay_out
+from .library import FORMS, LANES, lay_out, room_for
 from .structs import STRUCTS
 
 BLOCK = 32  # inputs of a block
 DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
+_FOUR_BITS = "Q4", "Q4M", "Q4K"
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
 _Matrix, _Layer = STRUCTS["matrix"], STRUCTS["layer"]
 
@@ -59,11 +60,14 @@ class Panels:
     ) -> "Panels":
         """Panels of a weight [outputs, inputs] in float32 or bfloat16."""
         weight, shape = weight.detach(), tuple(weight.shape)
-        if quantize:
+        if quantize == "int8":
             return cls("Q8", shape, _rounded(weight), bias)
         is_half = weight.dtype == torch.bfloat16
         rows = (weight if is_half else weight.float()).contiguous().view(torch.uint8)
-        return cls("HALF" if is_half else "FLOAT", shape, [rows.numpy()], bias)
+        panels = cls("HALF" if is_half else "FLOAT", shape, [rows.numpy()], bias)
+        if quantize:
+            panels.quantise(quantize)
+        return panels
 
     @staticmethod
     def side_by_side(matrices: Sequence["Panels"]) -> ctypes.Structure:
@@ -74,9 +78,23 @@ class Panels:
         """The weight [outputs, inputs]."""
         return self.rows(torch.arange(self.outputs))
 
-    def quantise(self) -> None:
-        """Make 8-bit blocks of the matrix, for all modules that share it."""
-        self._fill("Q8", _rounded(self.unpacked()))
+    def quantise(self, quantize: str) -> None:
+        """Make 8-bit blocks of the matrix, or 4-bit ones, for all modules that share it.
+
+        In 4-bit blocks each scale is one that leaves a small error. A matrix that has 4 bits, or
+        numbers that cannot be written so, stays as it is.
+        """
+        if quantize == "int8":
+            self._fill("Q8", _rounded(self.unpacked()))
+        elif self.form not in _FOUR_BITS:
+            panels = room_for("Q4", self.outputs, self.inputs)
+            structs = ctypes.byref(self.struct), ctypes.c_void_p(panels.ctypes.data)
+            if library.load().round_matrix(*structs, library.num_threads()):
+                self._fill("Q4", panels)
+
+    def to_floats(self) -> None:
+        """Hold the same numbers in float32."""
+        self._fill("FLOAT", [self.unpacked().view(torch.uint8).numpy()])
 
     @property
     def reads(self) -> str:
@@ -95,6 +113,14 @@ class Panels:
         addresses = map(library.address, (rows, y))
         library.compute("apply_linear", ctypes.byref(self._alone), len(rows), *addresses)
         return y.view(*x.shape[:-1], self.outputs)
+
+    def some(self, ids: Tensor) -> "Panels":
+        """A matrix of the rows `ids` [n], int64, which must be there."""
+        panels = room_for(self.form, len(ids), self.inputs)
+        to = library.address(ids, dtype=torch.int64), ctypes.c_void_p(panels.ctypes.data)
+        library.load().gather(ctypes.byref(self.struct), len(ids), *to)
+        bias = None if self.bias is None else self.bias[ids]
+        return Panels(self.form, (len(ids), self.inputs), panels, bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [...] of the matrix -> [..., inputs] float32: an embedding."""

@@ -5,6 +5,6 @@ class StartError(ValueError):
     """What the command line asks for cannot be had; one line that says what to do."""
 
     def __init__(self, message: str) -> None:
-        from messages import one_line  # not before shortage.py, as torch comes with it
+        from messages import one_line  # not before startup.py, as torch comes with it
 
         super().__init__(one_line(message))

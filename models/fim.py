@@ -1,13 +1,12 @@
 """Filling in the middle: the prompt of a model that was trained to write what a text lacks.
 
-    the file     def area(r):⏎    return █⏎print(area(2))        █ is the gap
+    the text     def area(r):⏎    return █⏎print(area(2))        █ is the gap
     the prompt   PREFIX def area(r):⏎    return  SUFFIX ⏎print(area(2)) MIDDLE
     the answer   3.14159 * r * r END
 
 The three tokens are special, and each family of models has its own. A GGUF file may name their ids
 (tokenizer.ggml.fim_pre_token_id and so on), else they are found by their texts in the vocabulary.
-Their order is that of the models here: prefix, suffix, middle (PSM). Other files of the same
-project may stand in front.
+Their order is that of the models here: prefix, suffix, middle (PSM).
 
 The prompt has what stands behind the gap, so drafters that look up find it there: on functions of
 this repository that gives 1.34 times the tokens a pass (ngram; suffix 1.37) of lookups in the
@@ -16,7 +15,7 @@ prefix alone.
 Source: Bavarian et al., arXiv 2207.14255; the Qwen2.5-Coder report, arXiv 2409.12186.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from messages import RequestError
 
 from .prompts import tokenize_plain
 
-# Of each family: prefix, suffix, middle; what begins a project, and a file in it; what is an end.
+# Of each family: prefix, suffix, middle; then tokens that end a middle.
 _FAMILIES = (
     "<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|repo_name|> <|file_sep|> <|fim_pad|>",  # Qwen
     "<fim_prefix> <fim_suffix> <fim_middle> <repo_name> <file_sep> <fim_pad>",  # StarCoder2
@@ -37,45 +36,25 @@ _FAMILIES = (
 )
 _MORE_ENDS = "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"
 _NAMED = "pre", "suf", "mid", "rep", "sep", "pad"  # in a GGUF file's tokenizer.ggml.fim_…_token_id
-_PROJECT, _FILE = "project\n", "file\n"  # what a project and the file with the gap are called
-
-
-class File(NamedTuple):
-    """Another file of the project."""
-
-    name: str
-    text: str
-
-
-class Gap(NamedTuple):
-    """A file with a gap. The answer begins with `middle`; other `files` stand in front."""
-
-    prefix: str
-    suffix: str
-    middle: str = ""
-    files: Sequence[File] = ()
 
 
 class Fim(NamedTuple):
-    """A family's tokens: ids, or None where it has no such token."""
+    """The ids of a family's tokens."""
 
     prefix: int
     suffix: int
     middle: int
-    project: int | None
-    file: int | None
     ends: frozenset[int]  # what ends a middle, beside the model's own ends of texts
     is_piece: bool  # whether a text gets a space in front, and one behind the gap must not
 
 
 def infill_prompt(
-    gap: Gap, tokenizer: Tokenizer, model: str, max_length: int, num_new: int = 0
+    prefix: str, suffix: str, tokenizer: Tokenizer, model: str, max_length: int
 ) -> list[int]:
-    """The ids of a file with a gap. Texts of special tokens in it are no tokens.
+    """The ids of a text with a gap, of at most `max_length`. Texts of special tokens are no tokens.
 
-    If the context of `max_length` tokens does not hold all of it and `num_new` tokens, what the
-    `files` begin with is left out. Raises RequestError for a model without such tokens, and for a
-    text that cannot fit, under the names prompt and suffix.
+    Raises RequestError for a model without such tokens, and for a text that cannot fit, under the
+    names prompt and suffix.
     """
     if (fim := fim_of(tokenizer)) is None:
         why = f"{model} has no tokens for filling in; Qwen2.5-Coder has, for example"
@@ -84,17 +63,9 @@ def infill_prompt(
     def ids(text: str, name: str = "prompt") -> list[int]:
         return tokenize_plain(text, tokenizer, max_length, name) if text else []
 
-    before, behind = [fim.prefix, *ids(gap.prefix)], [fim.suffix, *_behind(gap.suffix, ids, fim)]
-    tail, head = ids(gap.middle), list[int]()
-    for file in gap.files:
-        head += [] if fim.file is None else [fim.file, *ids(f"{file.name}\n")]
-        head += ids(file.text)
-    if gap.files and None not in (fim.project, fim.file):
-        head = [fim.project, *ids(_PROJECT), *head, fim.file, *ids(_FILE)]
     bos = [tokenizer.bos_token_id] if getattr(tokenizer, "add_bos_token", False) else []
-    room = max_length - num_new - len(bos) - len(before) - len(behind) - 1 - len(tail)
-    head = [*bos, *head[max(0, len(head) - max(0, room)) :]]
-    return [*head, *before, *behind, fim.middle, *tail]
+    behind = _behind(suffix, ids, fim)
+    return [*bos, fim.prefix, *ids(prefix), fim.suffix, *behind, fim.middle]
 
 
 def _behind(suffix: str, ids: Callable[[str, str], list[int]], fim: Fim) -> list[int]:
@@ -119,5 +90,5 @@ def fim_of(tokenizer: Tokenizer) -> Fim | None:
         found = [named.get(name, id_of(token)) for name, token in zip(_NAMED, family, strict=True)]
         if None not in found[:3]:
             ends = {*found[3:], *map(id_of, _MORE_ENDS)} - {None}
-            return Fim(*found[:5], frozenset(ends), family[0] == "▁<PRE>")
+            return Fim(*found[:3], frozenset(ends), family[0] == "▁<PRE>")
     return None

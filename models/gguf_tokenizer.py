@@ -111,7 +111,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     tokenizer.fim_ids = {key[4:7]: facts[key] for key in facts if key in _FIM}
     fim = fim_of(tokenizer)  # whose tokens stand for no text
     defined = np.flatnonzero(facts.get("token_type", np.empty(0)) == _USER_DEFINED).tolist()
-    tokenizer.user_defined = {*defined} - ({*fim[:5], *fim.ends} if fim else set())
+    tokenizer.user_defined = {*defined} - ({*fim[:3], *fim.ends} if fim else set())
     if is_new and (reason := _why_wrong(tokenizer, len(facts["tokens"]))):
         _last.clear()
         raise BadFile(f"{file.name}: {reason}")

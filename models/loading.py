@@ -22,7 +22,7 @@ from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
 
 from messages import Json, in_short
 
-from . import StartError, gguf_check, mimo  # noqa: F401  (transformers then knows MiMo)
+from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
 from .catalogue import entry_of, likely, place_of
 from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
@@ -52,7 +52,6 @@ class ModelOptions(Protocol):
     dtype: str
     device: str
     quantize: str | None
-    mmap: bool
     allow_pickle: bool
     trust_remote_code: bool
     max_model_len: int | None
@@ -91,7 +90,6 @@ class _Read:
     fingerprint: str | None = None  # of a GGUF file that is served as it is
     # For an unpacked file: makes a copy of the model compute with the blocks of the file.
     pack_copy: Callable[[PreTrainedModel], None] | None = None
-    check_header: gguf_check.Check | None = None
 
 
 @dataclass(kw_only=True)
@@ -162,8 +160,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         read = (_read_file if is_file else _read_folder)(place, dtype, options)
         check_weights(place, read.report)
         read.model = read.model.to(device).eval()
-        if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
-            unmap_weights(read.model)
+        # Else they change with their file. transformers' disable_mmap holds them twice for a while.
+        unmap_weights(read.model)
     _bound_cache(read.tokenizer)
     _show_tags(read.tokenizer)
     if getattr(read.tokenizer, "chat_template", None):
@@ -195,7 +193,6 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
             report,
             fingerprint=file.fingerprint if is_packed else None,
             pack_copy=None if is_packed or reason else partial(pack_copy, file.name),
-            check_header=gguf_check.check_of(file),
         )
 
 
@@ -389,6 +386,4 @@ def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:
             f"give --max-model-len {structure.length} or less"
         )
     fix_rotations(model, structure.length)
-    if read.check_header:
-        read.check_header(model, structure.length)
     return Loaded(**vars(read), length=structure.length, structure=structure)

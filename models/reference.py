@@ -5,12 +5,14 @@ that is counted from the wrong end, a cache that a layer reads in another order.
 go through transformers' modules, each in one piece and without a cache. Then the first one goes
 through the KV cache in chunks, alone and in batches with the second, with refused drafts between.
 
-    reference = Reference.of(model)     before kernels/ take the modules' weights
-    check(model)                        when all is prepared
+    model.reference = Reference.of(model)   before kernels/ take the modules' weights
+    check(model)                            when all is prepared
 
-Both sides compute with the same config and weights. So a GGUF file's header is read once more by
-gguf_check.py, and the weights of a file that is served as it is are compared with gguf's, too. The
-result is stored in the user's cache folder.
+`of` also sets `contents`, a hash of the weights, and `is_known`: the model was compared before.
+
+Both sides compute with the same config and weights. So the weights of a GGUF file that is served as
+it is are compared with gguf's, too. That a model was compared is noted in the user's cache folder,
+and its next start does without.
 
 Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
 of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
@@ -29,6 +31,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import kernels
 from messages import Model, in_short
 
 from . import StartError, gguf_compare
@@ -46,7 +49,8 @@ _CODE = "*.py", "kernels/*.py", "kernels/c/*", "cache/*.py", "models/*.py"
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 _OF_THE_COPY = "_name_or_path", "transformers_version"  # in a configuration
 _SAMPLED = 128  # numbers of a weight, three times
-_MOST_NOTES = 100  # of files that were compared; a new version of this code writes them anew
+_FOREIGN = "transformers_modules."  # code that a model's folder brings, which may change
+_MOST_NOTES = 100  # of models that were compared; a new version of this code writes them anew
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
 
 
@@ -65,12 +69,16 @@ class Reference:
     def of(cls, cached: Model) -> "Reference | None":
         """The reference of a CachedModel whose modules are still those of transformers.
 
-        None if the same file was compared before, by the same code.
+        None if the same model was compared before, with the same code.
         Raises StartError if transformers itself cannot run it.
         """
-        model, length, note = cached.model, cached.max_length, _note(cached)
-        if note and note.exists():
-            return None
+        model, length = cached.model, cached.max_length
+        cached.contents, note = contents_of(model), None
+        if not type(model).__module__.startswith(_FOREIGN):
+            note = _note(cached)
+            cached.is_known = note.exists()
+            if cached.is_known:
+                return None
         if cached.fingerprint:
             gguf_compare.compare(model)
         # The layers of a packed model are compared one by one as well.
@@ -125,11 +133,11 @@ class Reference:
         return float(distances.median() if self.is_mixture else distances.max())
 
 
-def _note(cached: Model) -> Path | None:
-    """Where it is noted that a file was compared by this code; None if it is no packed file."""
-    if cached.fingerprint is None:
-        return None
-    return cache_folder() / "compared" / _digest(cached.fingerprint, str(cached.max_length))
+def _note(cached: Model) -> Path:
+    """Where it is noted that a model was compared with this code, on this kind of machine."""
+    known = cached.fingerprint, cached.contents, cached.max_length, cached.model.device.type
+    machine = kernels.instructions() if kernels.are_used() else "modules"
+    return cache_folder() / "compared" / _digest(*map(str, known), machine)
 
 
 def _digest(*what: str) -> str:
@@ -162,8 +170,8 @@ def system_fingerprint(cached: Model, quantize: str | None) -> str | None:
     With the same seed and the same hash the same text may be expected. It begins with b, as
     llama.cpp's do. None of a model whose contents were not taken.
     """
-    contents, fast, report = getattr(cached, "contents", None), cached.compiled, cached.report
-    if contents is None:
+    contents, fast, report = cached.contents, cached.compiled, cached.report
+    if not contents:
         return None
     known = cached.fingerprint, cached.model.dtype, quantize, fast and fast.description
     return f"b{_digest(contents, *map(str, known), str(report and report.is_exact))[:15]}"

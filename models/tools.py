@@ -114,7 +114,7 @@ def _check_tools(tools: list[Any]) -> set[str]:
 
 def _chosen(choice: Any, names: set[str]) -> str | None:
     """The tool that a tool_choice names."""
-    if choice is None or choice == "none":
+    if choice in (None, "none") or (choice == "auto" and not names):
         return None
     named = None
     if isinstance(choice, dict) and choice.get("type") == "function":

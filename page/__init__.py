@@ -37,9 +37,12 @@ def index(mark: str, recording: str | None = None) -> str:
     return text
 
 
-def register_page(app: Flask, prompts: dict[str, str]) -> None:
-    """Serve the page, its files, and `prompts` by name to pick from."""
-    page = index("data-server")
+def register_page(app: Flask, prompts: dict[str, str], mark: str = "data-server") -> None:
+    """Serve the page, its files, and `prompts` by name to pick from.
+
+    With another `mark` than data-server the page asks for nothing, and shows its recording.
+    """
+    page = index(mark)
 
     def send(name: str) -> Response:
         """Send a file of this folder, with the headers that keep the page safe."""

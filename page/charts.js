@@ -1,10 +1,9 @@
-// Bars in rows above a scale, and the charts of a run: drafted and accepted by cycle, acceptance by place,
-// and where the time went.
+// Bars in rows above a scale, and the charts of a run: acceptance by place, and where the time went.
 
 import { byId, element, write } from "./elements.js";
 import texts from "./texts.json" with { type: "json" };
 import { figuresOf } from "./trace.js";
-import { counted, MARKS, milliseconds, short } from "./words.js";
+import { MARKS, milliseconds, short } from "./words.js";
 
 /** Round numbers from `low` to `high`, some five of them. */
 export function ticks(low, high) {
@@ -43,7 +42,7 @@ export function drawRows(box, words, ...rows) {
 export function drawStatistics({ cycles, request, answer }) {
   byId("charts").hidden = !cycles.length && !answer;
   write("statistics-number", texts.says.statistics);
-  if (!cycles.length) return answer && drawTold(answer);
+  if (!cycles.length) return;
   const { at, ms, totalMs, ...figures } = figuresOf(cycles);
   if (figures.passes) write("statistics-number", `${short(figures.tokensPerPass)} tokens per pass`);
   byId("figures").replaceChildren(
@@ -54,7 +53,6 @@ export function drawStatistics({ cycles, request, answer }) {
     entry("α", short(figures.alpha), "accepted / judged"),
     entry("mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"),
     entry("time", milliseconds(totalMs), "after the prefill"));
-  drawAccepted(figures);
   const shares = at.map(({ drafted, reached, accepted }) => (
     [reached ? accepted / reached : null, accepted / drafted]));
   const words = shares.map(([reached, all], i) => `d${i + 1} ${short(reached)} / ${short(all)}`);
@@ -71,35 +69,4 @@ export function drawStatistics({ cycles, request, answer }) {
   drawRows(byId("chart-time"), said.join("; "), ...parts, row(".scale", "ms", scale(0, totalMs || 1)));
   write("controller-says", figures.controller ? `${figures.controller}. ${texts.says.controller}`
     : texts.says[request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : "fixed"]);
-}
-
-/** Draw what another engine has told of a run; the rest it does not tell. */
-function drawTold({ usage, timings, metrics: { speculative_decoding: told } }) {
-  write("statistics-number", counted(usage.completion_tokens, "token"));
-  byId("figures").replaceChildren(
-    entry("tokens", usage.completion_tokens, "of the answer"),
-    entry("cycles with a draft", told.num_spec_steps ?? "–", "as the engine counts"),
-    entry("draft acceptance rate", short(told.draft_acceptance_rate), "accepted / drafted"),
-    entry("mean acceptance length", short(told.mean_acceptance_length), "1 + accepted / cycles with a draft"),
-    entry("time", milliseconds(timings.predicted_ms), "after the first token, as it came here"));
-  for (const id of ["chart-accepted", "chart-positions", "chart-time"]) byId(id).parentElement.hidden = true;
-  write("controller-says", texts.says.elsewhere);
-}
-
-/** A column for each cycle: what was drafted, and the accepted part of it, above a scale of cycles. */
-function drawAccepted({ perCycle, accepted, drafted }) {
-  const [most, last] = [Math.max(1, ...perCycle.map((cycle) => cycle.drafted)), perCycle.length];
-  const words = `${MARKS.drafting} drafted: ${drafted} in all, ${MARKS.accepted} accepted: ${accepted}.`;
-  const columns = perCycle.map((cycle) => {
-    const kept = element("span.kept.accepted");
-    const all = element("span.drafted.drafting", kept);
-    all.style.height = `${(100 * cycle.drafted) / most}%`;
-    kept.style.height = `${(100 * cycle.accepted) / (cycle.drafted || 1)}%`;
-    return all;
-  });
-  write("accepted-says", words);
-  drawRows(byId("chart-accepted"), `A column for each of ${last} cycles. ${words}`,
-    element("p.y", element("span", counted(most, "token")), element("span", "0")),
-    element("p.bins", ...columns),
-    element("p.x", element("span", "cycle 1"), element("span", last > 1 ? `cycle ${last}` : "")));
 }

@@ -139,13 +139,13 @@ export function drawTimes(box, curve, { handles, guesses = [], isShown = true, m
 
 /**
  * What a cycle gives against what it takes, over K: where the line of tokens is above both areas,
- * speculation pays. `at` has alpha, k, c, batch; `points`, [{k, tokens, name, isChosen}], were measured.
+ * speculation pays. `at` has alpha, k, c, batch.
  */
-function drawGain(box, curve, at, { isShown = true, points = [], moves }) {
+function drawGain(box, curve, at, { isShown = true, moves }) {
   const [all, now] = [byK(curve, at), balanceOf(curve, at)];
   const last = all.at(-1);
   const gives = `${short(now.tokens)} tokens in ${short(now.passes)} plain passes`;
-  const needed = 1.1 * Math.max(...[...all, ...points].flatMap(({ tokens, passes = 0 }) => [tokens, passes]));
+  const needed = 1.1 * Math.max(...all.flatMap(({ tokens, passes }) => [tokens, passes]));
   const most = [4, 8, 16].find((end) => end >= needed) ?? needed; // seldom another axis
   const label = `Tokens and time of a cycle over K. At K = ${at.k}: ${gives}, ${times(now.speedup)}`;
   const plot = axes(box, { xs: [0, LARGEST_K], most, xTicks: [0, 3, 6, 9, 12, 15],
@@ -157,14 +157,8 @@ function drawGain(box, curve, at, { isShown = true, points = [], moves }) {
   plot.line(at.k, 0, at.k, Math.max(isShown ? now.tokens : 0, now.passes), "leader");
   if (isShown) plot.dot(at.k, now.tokens, "accepted");
   plot.dot(at.k, now.passes, "pass");
-  for (const { k, tokens, name, isChosen } of points) {
-    plot.add("path.measured", { d: `M${plot.x(k)} ${plot.y(tokens) - 7}l7 7l-7 7l-7 -7z`, tabindex: 0,
-      role: "img", "aria-label": name });
-    plot.text(plot.x(k) + 12, plot.y(tokens) + 4, name, isChosen ? "start.value" : "start.value.unchosen");
-  }
-  if (points.length) box.firstChild.setAttribute("role", "group"); // in which one can go from mark to mark
   const name = (y, dy, words) => plot.text(plot.right - 4, plot.y(y) + dy, words, "end.value");
-  const hasRoom = !points.length && !isNarrow();
+  const hasRoom = !isNarrow();
   if (hasRoom) name(last.verify / 4, 0, "time of the pass");
   if (hasRoom && last.draft > most / 12) name(last.passes - last.draft / 2, 5, "time of guessing");
   if (!isShown) return;

@@ -3,12 +3,9 @@
 //   greedy      the tallest bar of p is the target's choice; nothing is drawn
 //   coupled     noise is added to log p and to log q: do the two land on the same token?
 //   rejection   the draft is kept if u < p / q; else one is drawn from max(0, p − q), the shaded part
-//
-// The bars are the server's. When the reader moves temperature or top-p they are worked out here, of
-// the tokens that are shown, and the page says so.
 
 import { bar, drawRows, placed, row, scale } from "./charts.js";
-import { byId, element, explained, slider, write } from "./elements.js";
+import { byId, element, explained } from "./elements.js";
 import { keyOf } from "./popup.js";
 import { numAccepted, ruleOf } from "./trace.js";
 import { chance, grammarWords, MARKS, quoted, short, visible } from "./words.js";
@@ -123,124 +120,77 @@ export function chanceRows(entries, kinds, hasResidual = false) {
     ...rows, row(".scale", "chance", scale(0, 1), foot)];
 }
 
+/** Why one token of a run was kept or not, as the run had it. */
 export class Distribution {
   #box = byId("distribution");
-  #keys = element("p.legend");
-  #says = element("p.says", { role: "status", id: "verdict" });
-  #note = element("p.note");
-  #about = null; // entries, rule, drafted, chosen, temperature, none, hasQ, first (what sliders began with)
-  clear() { this.#about = null; this.#box.replaceChildren(); }
-  /** Show place `i` of `cycle`; `request` is what the run was asked with. */
-  show(cycle, i, request) {
+  clear() { this.#box.replaceChildren(); }
+  /** Show place `i` of `cycle`. */
+  show(cycle, i) {
     if (!cycle.distributions[i]?.length) return this.clear();
     const [chosen, drafted, rule] = [cycle.tokens[i], cycle.proposals[i] ?? null, ruleOf(cycle.tokens[i])];
     const hasQ = cycle.distributions[i].some(({ q }) => q !== undefined);
     // A drafter without probabilities has all of its q on the token that it names.
     const qOf = ({ id, q = drafted ? Number(id === drafted.id) : null }) => (rule === "greedy" ? null : q);
     const entries = cycle.distributions[i].map((entry) => ({ ...entry, q: qOf(entry) }));
-    const temperature = Number(request.temperature ?? 0) || 1;
     const judged = i < numAccepted(cycle) ? chosen : cycle.rejected ?? chosen;
-    const first = rule === "coupled" ? { needle: 0 } : {};
-    if (drafted && rule === "rejection") first.needle = judged.u;
-    if (rule !== "greedy") {
-      Object.assign(first, { heat: Math.min(2, temperature), nucleus: Number(request.top_p ?? 1) });
-    }
     const none = `Nothing was drafted${cycle.proposals.length ? " here: the draft ended before" : ""}.`;
-    this.#about = { entries, rule, drafted, chosen, temperature, none, hasQ, first };
-    const about = { heat: ["temperature", [0.05, 2, "any"]], nucleus: ["top-p", [0.05, 1, "any"]],
-      needle: rule === "coupled" ? ["another noise", [0, 20, 1]] : ["u, drawn from 0 to 1", [0, 1, "any"]] };
-    const knobs = Object.entries(first).map(([id, value]) => slider(id, about[id][0], value, about[id][1]));
+    const { says, ...picture } = RULES[rule]({ entries, drafted, chosen, none, hasQ, u: judged.u });
     const words = grammarWords(cycle, i);
+    const notes = rule === "greedy"
+      ? ["p before any temperature. Greedy decoding takes the largest: nothing is drawn."]
+      : ["The likeliest tokens, as the run had them. ",
+        drafted && !hasQ ? "This drafter draws nothing: q is 1 for what it names. " : "",
+        rule === "coupled" ? explained("noise", "What is the noise?")
+          : explained(drafted ? "u" : "draw", "What is u?")];
+    const rows = element("div.rows", { id: "chances" });
     this.#box.replaceChildren(
-      element("h4", `Why: ${drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen)}`), this.#says,
+      element("h4", `Why: ${drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen)}`),
+      element("p.says", { role: "status", id: "verdict" }, says),
       element("p.says", { id: "grammar", hidden: !words }, words),
-      element("div.knobs", { input: () => this.draw() }, ...knobs),
-      this.#keys, element("div.rows", { id: "chances" }), this.#note);
-    this.draw();
+      keys({ entries, hasQ, ...picture }), rows, element("p.note", ...notes));
+    const { same, guess = null, hasResidual = false } = picture;
+    const ours = same === drafted?.id ? "accepted" : drafted ? "recovered" : chosen.kind;
+    const [kinds, shown] = [[[drafted?.id, "drafting"], [same, ours]], [same, drafted?.id, guess]];
+    drawRows(rows, ...chanceRows(likeliest(picture.entries ?? entries, shown), new Map(kinds), hasResidual));
   }
-  draw() {
-    if (!this.#about) return;
-    const { entries, rule, drafted, hasQ, first } = this.#about;
-    const at = Object.fromEntries(Object.keys(first).map((id) => [id, Number(byId(id).value)]));
-    for (const [id, value] of Object.entries(at)) {
-      const isNoise = rule === "coupled" && id === "needle";
-      write(`${id}-value`, !isNoise ? chance(value) : value ? `no. ${value}` : "this run’s");
-    }
-    const isMoved = at.heat !== first.heat || at.nucleus !== first.nucleus;
-    const { says, ...picture } = this[rule](isMoved ? this.#recomputed(at) : entries, at.needle);
-    this.#says.textContent = says;
-    this.#bars(picture);
-    this.#note.textContent = rule === "greedy"
-      ? "p before any temperature. Greedy decoding takes the largest: nothing is drawn."
-      : isMoved ? "Worked out here, of the tokens that are shown; the rest is left out. "
-        : "The likeliest tokens, as the run had them. ";
-    if (rule === "greedy") return;
-    if (drafted && !hasQ) this.#note.append("This drafter draws nothing: q is 1 for what it names. ");
-    if (rule === "coupled") this.#note.append(explained("noise", "What is the noise?"));
-    else this.#note.append(explained(drafted ? "u" : "draw", "What is u?"));
-  }
-  /** The entries at another temperature and top-p. */
-  #recomputed({ heat, nucleus }) {
-    const { entries, temperature, hasQ } = this.#about;
-    const scores = entries.map(({ score }) => score ?? -Infinity); // a grammar forbids it
-    const p = withTopP(scores.map((score) => Math.exp((score - Math.max(...scores)) / heat)), nucleus);
-    const q = hasQ && withTopP(entries.map((entry) => entry.q ** (temperature / heat)), nucleus);
-    return entries.map((entry, i) => ({ ...entry, p: p[i], q: q ? q[i] : entry.q }));
-  }
-  // Each rule: what it says of the entries, and what to draw of them.
-  greedy(entries) {
-    const { drafted, chosen, none } = this.#about;
+}
+
+const keys = ({ entries, hasQ, hasResidual = false, isNoisy = false }) => element("p.legend",
+  keyOf("p", "p, the target"), entries[0].q !== null && keyOf("q", "q, the drafter"),
+  hasResidual && keyOf("recovered", "max(0, p − q)"),
+  isNoisy && ` right: ${hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats"}`);
+
+/** By rule: what it says of the entries, and what to draw of them. */
+const RULES = {
+  greedy({ drafted, chosen, none }) {
     const draft = !drafted ? `${quoted(chosen)}. ${none}`
       : drafted.id === chosen.id ? `the draft, ${quoted(drafted)}: accepted.`
         : `${quoted(chosen)}, the draft was ${quoted(drafted)}: rejected.`;
-    return { entries, same: chosen.id, says: `The target’s best is ${draft}` };
-  }
-  rejection(entries, u) {
-    const { drafted, chosen, none, first } = this.#about;
+    return { same: chosen.id, says: `The target’s best is ${draft}` };
+  },
+  rejection({ entries, drafted, chosen, none, u }) {
     const drawn = `${none} ${quoted(chosen)} was drawn from p by u = ${chance(chosen.u)}.`;
-    if (!drafted) return { entries, same: chosen.id, says: drawn };
+    if (!drafted) return { same: chosen.id, says: drawn };
     const { p, q } = entries.find(({ id }) => id === drafted.id);
-    const share = q ? p / q : p ? Infinity : 0;
     const isKept = u * q < p;
-    byId("needle").style.setProperty("--share", `${Math.min(1, share) * 100}%`);
     const verdict = isKept ? "accepted" : "rejected; another is drawn from the shaded part, max(0, p − q)";
-    const moved = u === first.needle ? "" : ` (The run had u = ${chance(first.needle)}.)`;
     const says = `u = ${chance(u)} ${isKept ? "<" : "≥"} p / q = ${chance(p)} / ${chance(q)} = `
-      + `${chance(share)}: ${quoted(drafted)} is ${verdict}.${moved}`;
-    return { entries, same: isKept ? drafted.id : null, says, hasResidual: true };
-  }
-  coupled(given, number) {
-    const { drafted, none, hasQ } = this.#about;
-    const entries = withNoise(given, number).map((entry) => (
+      + `${chance(q ? p / q : p ? Infinity : 0)}: ${quoted(drafted)} is ${verdict}.`;
+    return { same: isKept ? drafted.id : null, says, hasResidual: true };
+  },
+  coupled({ entries: given, drafted, none, hasQ }) {
+    const entries = withNoise(given).map((entry) => (
       drafted && hasQ ? entry : { ...entry, draft: -Infinity }));
     const [own, guess] = [top(entries, "target"), drafted && (hasQ ? top(entries, "draft") : drafted)];
     const [mine, theirs, isSame] = [quoted(own), guess && quoted(guess), own.id === guess?.id];
-    const words = !guess ? `${none} With its noise ${mine} is the largest of p: the target’s choice.`
+    const says = !guess ? `${none} With its noise ${mine} is the largest of p: the target’s choice.`
       : !hasQ ? `The drafter names ${theirs}. With the noise the target lands on ${isSame ? "it" : mine}: `
         + `${isSame ? "accepted" : "rejected"}.`
         : isSame ? `The same noise was added to both, and both land on ${mine}: accepted.`
           : `With the same noise the drafter lands on ${theirs}, the target on ${mine}: rejected.`;
-    const says = words + (number ? " (Noise made here; the run had another.)" : "");
     return { entries, same: own.id, says, guess: guess?.id, isNoisy: true };
-  }
-  #bars({ entries, same, guess = null, hasResidual = false, isNoisy = false }) {
-    const { drafted, chosen } = this.#about;
-    const hasQ = entries[0].q !== null;
-    const ours = same === drafted?.id ? "accepted" : drafted ? "recovered" : chosen.kind;
-    const noisy = this.#about.hasQ ? "log p, log q + noise, in nats" : "log p + noise, in nats";
-    this.#keys.replaceChildren(keyOf("p", "p, the target"), hasQ ? keyOf("q", "q, the drafter") : "",
-      hasResidual ? keyOf("recovered", "max(0, p − q)") : "", isNoisy ? ` right: ${noisy}` : "");
-    const [kinds, shown] = [[[drafted?.id, "drafting"], [same, ours]], [same, drafted?.id, guess]];
-    drawRows(byId("chances"), ...chanceRows(likeliest(entries, shown), new Map(kinds), hasResidual));
-  }
-}
-
-/** The likeliest weights that make up `nucleus` of them all, as shares; 0 for the others. */
-function withTopP(weights, nucleus) {
-  const isIn = (weight) => sum(weights.filter((other) => other > weight)) < nucleus * sum(weights);
-  const kept = weights.map((weight) => (isIn(weight) ? weight : 0));
-  return kept.map((weight) => weight / sum(kept));
-}
+  },
+};
 
 /** From where to where scores with noise are drawn: the same for all noises that are usual. */
 const rangeOf = (entries) => [DEEPEST, Math.max(HIGHEST, ...entries.flatMap(({ target, draft, noise }) => (

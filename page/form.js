@@ -5,8 +5,7 @@ import { byId, element, write } from "./elements.js";
 import { ServerError } from "./stream.js";
 import { nameOfPrompt } from "./words.js";
 
-const ELSEWHERE = ["temperature", "top_p", "max_tokens", "seed"]; // what another engine takes, too
-const NUMBERS = ["num_speculative_tokens", ...ELSEWHERE];
+const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
 const FIELDS = ["prompt", "drafter", "verification", "json_schema", ...NUMBERS];
 const NUMBER = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i;
 const FIRST_PROMPT = "code_function";
@@ -16,7 +15,6 @@ const labelOf = (name) => byId(name).labels[0].textContent.split(",")[0].trim();
 export class RequestForm {
   #demo = byId("demo-prompt");
   #prompt = byId("prompt");
-  #fields = FIELDS.slice(1); // that go into a request beside the prompt
   #prompts = {}; // by name
   constructor() {
     this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
@@ -35,8 +33,7 @@ export class RequestForm {
     this.fill({ demo: isChat || !(FIRST_PROMPT in prompts) ? names[0] : FIRST_PROMPT });
   }
   /** Offer these drafters, once, and the chat template if the model has one; begin with these fields. */
-  offer({ chat_template, engine }, drafters, fields) {
-    if (engine) this.#fields = ELSEWHERE; // it has chosen the drafter, and tells of no cycle
+  offer({ chat_template }, drafters, fields) {
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
     byId("drafter").append(...drafters.map((name) => element("option", name)));
@@ -57,20 +54,16 @@ export class RequestForm {
   askForKey() { byId("key-field").hidden = !(byId("more").open = true); }
   /** What is filled in, by field, as it stands there: without the prompt. */
   get #filled() {
-    const texts = this.#fields.map((name) => [name, byId(name).value.trim()]);
+    const texts = FIELDS.slice(1).map((name) => [name, byId(name).value.trim()]);
     return Object.fromEntries(texts.filter(([, text]) => text));
   }
-  /**
-   * The request as the server wants it; empty fields are left to its defaults. A named drafter drafts as
-   * many tokens as K says; with auto the controller decides. `messages` go instead of the prompt.
-   */
-  request(isRace, messages = null) {
-    const body = { prompt: messages ?? this.#prompt.value, stream: true, ...this.#filled };
+  /** The request; empty fields are left to the server. A named drafter drafts as many tokens as K says. */
+  request(isRace) {
+    const body = { prompt: this.#prompt.value, stream: true, trace: true, ...this.#filled };
     if (!body.prompt.length) throw new ServerError("Write a prompt first.", { param: "prompt" });
     for (const name of NUMBERS.filter((number) => number in body)) body[name] = numberIn(name, body[name]);
-    if (this.#fields !== ELSEWHERE) body.trace = true;
     if (isRace) body.compare = true;
-    if (messages || (!byId("chat-field").hidden && byId("chat").checked)) body.chat = true;
+    if (!byId("chat-field").hidden && byId("chat").checked) body.chat = true;
     if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
     return body;
   }

@@ -1,10 +1,9 @@
 // The race: one request decoded both ways. The server runs speculative decoding first, which is held back
 // here. Then both lanes move on the server's clock, as plain decoding's tokens come. The figures under
-// them are medians of three runs of each. Replay shows the first two runs again, slowed; a race that is over
-// too soon to be seen is shown so at once.
+// them are medians of three runs of each. A race that is over too soon to be seen is shown slowed.
 
 import { bar, drawRows, row, scale } from "./charts.js";
-import { byId, explained, mayMove, onPress, write } from "./elements.js";
+import { byId, explained, mayMove, write } from "./elements.js";
 import { isRecorded } from "./stream.js";
 import { tokensOf } from "./tokens.js";
 import { spentMs } from "./trace.js";
@@ -25,7 +24,6 @@ export class Race {
   #finished = null; // shows the figures, once the lanes have come to their ends
   #first = byId("race-says").textContent;
   #about = null; // the request that was raced, in words
-  constructor() { onPress("race-again", () => this.#replay()); }
   /** A request begins, raced or not: what was raced of another one goes. */
   begin(about, isRace) {
     if (!isRace && about === this.#about) return;
@@ -37,7 +35,7 @@ export class Race {
     if (!isRace) return;
     this.#lanes = { speculative: [], plain: [] };
     this.#show();
-    byId("chart-race").hidden = byId("race-again").hidden = true;
+    byId("chart-race").hidden = true;
     write("race-pace", "");
   }
   add(name, { step, tokens, text, ms }) {
@@ -62,7 +60,6 @@ export class Race {
   }
   get #endMs() { return Math.max(...Object.values(this.#lanes).map(endOf)); }
   #tell(compare, textOf) {
-    byId("race-again").hidden = !mayMove();
     if (compare.costs.alpha === null) {
       return this.say(`Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);
     }

@@ -65,12 +65,9 @@ export class TokenText {
     this.#prompt.textContent = prompt;
     this.#list.replaceChildren();
     this.#list.hidden = true; // a list without options is none
-    while (this.#box.lastChild !== this.#list) this.#box.lastChild.remove();
     [this.#tokens, this.#stop] = [[], null];
     this.#box.scrollTop = this.#box.scrollHeight; // to the end of the prompt
   }
-  /** Show text of which no token is known. */
-  write(text) { this.#box.append(text); }
   /** Take a cycle's tokens; they are shown with the next flush. */
   add(cycle) {
     const made = tokensOf(cycle, (token, i) => ({

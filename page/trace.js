@@ -83,7 +83,7 @@ export function figuresOf(cycles) {
   const told = later.findLast(({ controller }) => controller);
   const [draft, verify, other] = ["draft", "verify", "other"].map((name) => sum(spent, name));
   return {
-    tokens, passes, drafted: judged + beside, accepted, perCycle, at, ms: { draft, verify, other },
+    tokens, passes, drafted: judged + beside, accepted, at, ms: { draft, verify, other },
     totalMs: spentMs({ draft, verify, other }), tokensPerPass: ratio(tokens - 1, passes),
     acceptanceRate: ratio(accepted, judged + beside), alpha: ratio(accepted, sum(at, "reached")),
     acceptanceLength: judged ? 1 + accepted / count((cycle) => cycle.drafted) : null,

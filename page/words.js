@@ -63,13 +63,6 @@ export const pace = ({ tokens, passes, tokensPerPass }) => (
   `${counted(tokens, "token")}, ${tokens - 1} of them in ${counted(passes, "pass", "passes")}: `
     + `${short(tokensPerPass)} tokens per pass`);
 
-/** What another engine tells of its run, in words. */
-export function toldWords({ usage, timings, metrics: { speculative_decoding: told } }) {
-  const drafts = told.num_draft_tokens === null ? ""
-    : `, ${told.num_accepted_draft_tokens} of ${told.num_draft_tokens} drafted ones accepted`;
-  return `${usage.completion_tokens} tokens${drafts}, ${Math.round(timings.predicted_ms)} ms after the first`;
-}
-
 /** What the grammar said at place `i` of a cycle, in sentences; "" without one. */
 export function grammarWords({ grammar }, i) {
   const at = grammar?.[i];
@@ -114,8 +107,7 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
   const limit = asked === "none" ? 0 : isFixed ? k : Number(/K=(\d+)/.exec(controller)?.[1] ?? n);
   const early = n < limit ? ` ${n} of at most ${limit}: ${texts.says.early}.` : "";
-  const resting = /while/.test(controller) ? texts.says.rests : "";
-  const rests = n || !controller ? "" : ` The controller: ${controller}. ${resting}`;
+  const told = n || !controller ? "" : ` The controller: ${controller}.`;
   return `Cycle ${step}${tells}${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
-    + `(${spent}).${early}${rests}`;
+    + `(${spent}).${early}${told}`;
 }

@@ -1,45 +1,36 @@
 // The workbench: one request at a time, with all that can be seen of it.
 //
 //   form → begin → Run ──cycles──→ session {cycles, figures, text} → the cycle, the charts
-//                   └──plain────→ race       answer → verdict, what if, the address
+//                   └──plain────→ race       answer → verdict, the address
 //
 // A session is what one request gave. `now` is the one that is looked at, `run` the one under way.
 
 import { drawStatistics } from "./charts.js";
-import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
-import { byId, element, enable, isNarrow, isOff, mayMove, onPress, reveal, write } from "./elements.js";
+import { byId, element, enable, isNarrow, isOff, onPress, reveal, write } from "./elements.js";
 import { RequestForm, settingsWords } from "./form.js";
-import { drawModel } from "./model.js";
-import { phasesOf, Picture } from "./picture.js";
+import { Picture } from "./picture.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
 import { getJson, isRecorded, isUnrecorded, recordedRun, recording, unrecorded } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
 import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
-import { fromRace, WhatIf } from "./whatif.js";
-import { pace, summary, toldWords } from "./words.js";
+import { pace, summary } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SEEN_WELL = 7; // drafted tokens, where nobody asks for more
-const SLOW_MS = 700; // of a phase that is shown slowly
 const [LOADING, SILENT] = ["The model is being loaded.", "The server does not answer."];
 
-const [form, race, whatIf, distribution] = [new RequestForm(), new Race(), new WhatIf(), new Distribution()];
+const [form, race, distribution] = [new RequestForm(), new Race(), new Distribution()];
 const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
 const text = new TokenText(byId("text"), (cycle, place) => showCycle(cycle.step, place, true));
-const chat = new Chat((messages, answer) => begin("running", messages, answer), (cycle, place, answer) => {
-  if (now !== answer.session) look(answer.session);
-  showCycle(cycle.step, place, true);
-});
-
-const fresh = (more) => ({ request: {}, cycles: [], names: new Map(), answer: null, at: -1, text, ...more });
+const fresh = (more) => ({ request: {}, cycles: [], names: new Map(), answer: null, at: -1, ...more });
 let now = fresh();
 let run = null; // {stream: a Run, session, ended: called with the session or null, follows}
 let mode = "idle"; // idle | running | stepping | racing
-let [drawnAt, slowly] = [0, 0]; // when pictures were drawn last; a timer
+let drawnAt = 0; // when pictures were drawn last
 let health = null;
 let [isLoading, isOpening] = [false, true]; // the model; the page, until it has what it needs
 
@@ -48,19 +39,17 @@ const askedFor = (request) => `${request.drafter}, ${settingsWords(request)}`;
 
 // ---------------------------------------------------------------------------------- a run
 
-/** Start what the form asks for, or a conversation; false, with an error shown, if it cannot be sent. */
-function begin(wanted, messages = null, answer = null, ended = () => {}) {
+/** Start what the form asks for; false, with an error shown, if it cannot be sent. */
+function begin(wanted, ended = () => {}) {
   showError(null);
-  const session = fresh({ asAnswer: answer, isAsked: !isOpening });
+  const session = fresh({ isAsked: !isOpening });
   try {
-    session.request = form.request(wanted === "racing", messages);
+    session.request = form.request(wanted === "racing");
     if (isUnrecorded(session.request)) throw unrecorded(); // what is shown stays
     if (isRecorded) Object.assign(session.request, recordedRun(session.request)?.request);
   } catch (error) { showError(error); return false; }
   const { request } = session;
-  if (answer) [answer.session, session.text] = [session, answer.text];
-  else text.clear(request.prompt + (request.chat ? "\n" : ""));
-  showTalk(Boolean(answer));
+  text.clear(request.prompt + (request.chat ? "\n" : ""));
   look(session);
   race.begin(`${askedFor(request)}: ${request.prompt}`, request.compare);
   const seen = byId(request.compare ? "racing" : "cycle");
@@ -78,9 +67,7 @@ function look(session) {
   [now, drawnAt] = [session, 0];
   Object.assign(byId("cycle-number"), { disabled: true, max: 0, value: 0 });
   for (const id of ["cycle-count", "cycle-settings", "whole-text", "notes"]) write(id, "");
-  clearTimeout(slowly);
-  enable("slow", false);
-  if (!health?.engine) write("cycle-says", texts.says.cycle);
+  write("cycle-says", texts.says.cycle);
   byId("cycle").style.minHeight = `${byId("cycle").offsetHeight}px`; // until a cycle is there again
   picture.clear();
   distribution.clear();
@@ -96,16 +83,14 @@ const shown = {
       return race.add("plain", { ...event.plain, tokens });
     }
     if (!("step" in event)) return Object.assign(session, { answer: event });
-    if (health?.engine) return session.text.write(event.text);
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
     for (const one of [cycle.tokens, ...cycle.distributions].flat()) session.names.set(one.id, one.text);
-    session.text.add(cycle);
+    text.add(cycle);
     return session.request.compare && race.add("speculative", cycle);
   },
   flush() {
-    run.session.text.flush();
-    run.session.asAnswer?.follow();
+    text.flush();
     if (mode === "stepping" || performance.now() - drawnAt > (isRecorded ? 0 : PICTURE_MS)) drawPictures();
   },
   ended({ state, error }) {
@@ -118,7 +103,6 @@ const shown = {
     if (isFinished) showAnswer(session);
     else say(state === "stopped" ? "Stopped." : "Failed.");
     if (session.request.compare && !isFinished) race.breakOff();
-    session.asAnswer?.finish(session);
     if (state !== "failed" && !isRecorded) askHealth().catch(showError); // a recording stays as it was
     if (session.isAsked) writeLink();
     ended(isFinished ? session : null);
@@ -127,17 +111,12 @@ const shown = {
 
 function showAnswer(session) {
   const { answer, cycles, request } = session;
-  const figures = cycles.length ? `${pace(figuresOf(cycles))}, seed ${answer.seed}` : toldWords(answer);
-  say(`Finished (${answer.finish_reason}): ${figures}.`);
+  say(`Finished (${answer.finish_reason}): ${pace(figuresOf(cycles))}, seed ${answer.seed}.`);
   write("whole-text", `The whole text: ${answer.text}`);
   const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
   const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
   byId("notes").replaceChildren(...[...answer.warnings, ...more].map((words) => element("li", words)));
-  const recordedAs = isRecorded && recordedRun(request);
-  if (recordedAs) whatIf.add(fromRace(recordedAs.events.at(-1), recordedAs.prompt));
-  if (!request.compare) return;
-  race.finish(answer, (id) => nameOf(session, id));
-  whatIf.add(fromRace(answer));
+  if (request.compare) race.finish(answer, (id) => nameOf(session, id));
 }
 
 // -------------------------------------------------------------------------------- pictures
@@ -153,7 +132,6 @@ function drawPictures(isEnd = false) {
 
 /** Show a cycle of the session that is looked at, and the place in it that says most. */
 function showCycle(step, place = null, isAsked = false, isTelling = false) {
-  clearTimeout(slowly);
   const [cycle, last, number] = [now.cycles[step], now.cycles.length - 1, byId("cycle-number")];
   if (!cycle) return;
   now.at = step;
@@ -163,11 +141,10 @@ function showCycle(step, place = null, isAsked = false, isTelling = false) {
   write("cycle-says", summary(cycle, now.request, isTelling ? last : 0));
   tellSettings();
   picture.draw(cycle, now.cycles);
-  now.text.mark(cycle.first, cycle.tokens.length, isAsked || isTelling || mode !== "running");
+  text.mark(cycle.first, cycle.tokens.length, isAsked || isTelling || mode !== "running");
   showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1), isAsked);
   byId("cycle").style.minHeight = "";
   enable("back", step > 0);
-  enable("slow", mayMove());
   if (!isAsked) return;
   if (run) run.follows = step === last;
   writeLink();
@@ -176,20 +153,8 @@ function showCycle(step, place = null, isAsked = false, isTelling = false) {
 function showPlace(place, isAsked = false) {
   now.place = place;
   picture.mark(place);
-  distribution.show(now.cycles[now.at], place, now.request);
+  distribution.show(now.cycles[now.at], place);
   if (isAsked) for (const id of ["cycle", "verdict"]) if (byId(id)) reveal(byId(id));
-}
-
-function playSlowly(phase = 0) {
-  const phases = phasesOf(now.cycles[now.at]);
-  clearTimeout(slowly);
-  picture.show(phase, true);
-  write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
-  if (phase < phases.length) {
-    picture.mark(-1);
-    distribution.clear(); // it would tell the end
-    slowly = setTimeout(() => playSlowly(phase + 1), (phase ? 3 : 1) * SLOW_MS);
-  } else showPlace(now.place);
 }
 
 const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
@@ -217,12 +182,11 @@ function showError(error) {
   if (error?.isGone) write("server", SILENT);
 }
 
-/** Say what the run had where the form has something else by now; What if? follows the form. */
+/** Say what the run had where the form has something else by now. */
 function tellSettings() {
   const had = askedFor(now.request);
   const isOther = now.cycles.length && had !== `${byId("drafter").value}, ${form.settings}`;
   write("cycle-settings", isOther ? `This run had other settings than the form has now: ${had}.` : "");
-  whatIf.follow(byId("drafter").value);
 }
 
 function setMode(wanted) {
@@ -234,21 +198,14 @@ function setMode(wanted) {
   enable("back", now.at > 0);
   enable("stop", !isIdle);
   enable("race", isReady && isIdle);
-  chat.isBusy = !isReady || !isIdle;
   write("run", isStepping ? "Run on" : "Run");
   byId("text").setAttribute("aria-busy", !isIdle);
   if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
 }
 
-function showTalk(isTalk) {
-  [byId("text").hidden, byId("talk").hidden] = [isTalk, !isTalk];
-  for (const id of ["show-text", "show-chat"]) byId(id).ariaPressed = isTalk === (id === "show-chat");
-}
-
 /** Keep the run in the address: its request, its seed, and the cycle that is shown. */
 function writeLink() {
   const { request, answer, at } = now;
-  if (typeof request.prompt !== "string") return; // a conversation is no single request
   const fields = new URLSearchParams({ ...request, seed: answer?.seed ?? request.seed ?? "", at });
   for (const name of ["stream", "trace", "compare", "fixed_k"]) fields.delete(name);
   history.replaceState(null, "", `#${fields}`);
@@ -260,7 +217,7 @@ function followLink() {
   if (fold) fold.open = true;
   fold?.scrollIntoView();
   const fields = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" }, !health?.engine);
+  if ("prompt" in fields) runAgain({ ...fields, chat: fields.chat === "true" }, true);
 }
 
 function runAgain({ at, ...fields }, isStrict = false) {
@@ -272,7 +229,7 @@ function runAgain({ at, ...fields }, isStrict = false) {
   const param = ["drafter", "verification"].find((name) => fields[name] && byId(name).value !== fields[name]);
   if (param) byId(param).selectedIndex = 0;
   if (param && isStrict) return showError({ message: `“${fields[param]}” is not offered here.`, param });
-  begin("running", null, null, (session) => (
+  begin("running", (session) => (
     session && at && showCycle(Math.min(Number(at) || 0, session.cycles.length - 1), null, true)));
 }
 
@@ -288,15 +245,6 @@ onPress("back", back);
 onPress("step", onward);
 onPress("stop", () => run.stream.stop());
 onPress("race", () => begin("racing"));
-onPress("slow", () => playSlowly());
-onPress("show-text", () => showTalk(false));
-onPress("show-chat", () => showTalk(true));
-onPress("link", async () => {
-  writeLink();
-  const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  say(`The address ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle. `
-    + "The text returns; cycles may differ, and by rejection the text, too.");
-});
 byId("cycle-number").addEventListener("input", ({ target }) => showCycle(Number(target.value), null, true));
 addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -337,26 +285,19 @@ async function askHealth() {
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
   const k = Math.min(health.num_speculative_tokens, SEEN_WELL);
-  if (isRecorded) health = offerRecorded(await recording);
+  if (isRecorded) offerRecorded(await recording);
   else form.offer(health, [...drafters, "none"], { ...health, num_speculative_tokens: k });
-  byId("views").hidden = !health.chat_template || isRecorded;
-  if (!health.engine) learnCurve(); // another engine has none
-  drawModel(health);
+  if (!isRecorded) learnCurve();
   return true;
 }
 
 /** Ask what passes take here; a server that measures none says so with 404. */
 async function learnCurve() {
-  tellSettings();
   const curve = await getJson("curve", form.key).catch(() => null);
-  whatIf.learn(health, curve);
-  if (!isRecorded) return curve && dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
-  const { runs } = await recording;
-  const raced = runs.filter(({ prompt, request }) => prompt === "first" && !request.temperature);
-  return whatIf.add(raced.flatMap(({ events }) => fromRace(events.at(-1), "first")));
+  if (curve) dispatchEvent(new CustomEvent("curve", { detail: { curve, health } }));
 }
 
-/** Offer what was recorded, where no server of ours sends the page; gives /health as it is for that. */
+/** Offer what was recorded, where no server of ours sends the page. */
 function offerRecorded({ runs, model, recorded_at: day, machine }) {
   const requests = runs.map(({ request }) => request);
   const first = requests.find(({ drafter }) => drafter === "draft_model") ?? requests[0];
@@ -374,8 +315,9 @@ function offerRecorded({ runs, model, recorded_at: day, machine }) {
   Object.assign(byId("demo-prompt").options[0], { disabled: true, text: "your own text: not recorded" });
   byId("recorded-settings").hidden = false;
   byId("prompt").readOnly = true;
-  write("server", `Recorded on ${day} with ${model} on ${machine}; no server runs here.`);
-  return { ...health, drafters, controller: null }; // its clock was of many runs
+  const here = "engine" in document.documentElement.dataset
+    ? "the engine that runs here has no cycles to show" : "no server runs here";
+  write("server", `Recorded on ${day} with ${model} on ${machine}; ${here}.`);
 }
 
 async function load() {

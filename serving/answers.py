@@ -13,7 +13,7 @@ import torch
 
 from control import Costs
 from grammars import OPEN
-from messages import Engine, Json, Request, RequestError, TextSequence, engine_failure
+from messages import Engine, Json, Model, Request, RequestError, TextSequence, engine_failure
 from models.catalogue import entry_of
 
 from . import trace
@@ -184,7 +184,7 @@ class Shape:
     @property
     def per_prompt(self) -> int:
         """How many texts the request wants of each prompt."""
-        return self._fields.get("n") or self._fields.get("n_cmpl") or 1
+        return self._fields.get("n") or 1
 
     @property
     def num_choices(self) -> int:
@@ -272,7 +272,7 @@ def sse(data: Json) -> str:
 def setting(engine: Engine, options: Options) -> str:
     """One sentence: what the target is computed with on this machine, and whether that is exact."""
     model, fast, report = engine.target.model, engine.target.compiled, engine.target.report
-    kind = weights_of(engine, options)["dtype"]
+    kind = weights_of(engine.target)["dtype"]
     backend = fast.description if fast else "in transformers' modules"
     count, device = torch.get_num_threads(), model.device.type
     where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else device
@@ -282,21 +282,23 @@ def setting(engine: Engine, options: Options) -> str:
     return f"the target runs {backend} on {where}, with {kind}; {drafted}"
 
 
-def weights_of(engine: Engine, options: Options) -> Json:
-    """The target in numbers: what a pass reads, and how much a text may hold."""
-    target = engine.target
-    config = target.model.config.get_text_config()
-    size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
-    kind, num_bytes = str(target.model.dtype).removeprefix("torch."), target.num_weights * size
-    if target.fingerprint:  # a file as it is
-        kind, num_bytes = "packed", target.compiled.num_bytes
+def weights_of(model: Model) -> Json:
+    """A model in numbers: what a pass reads, and how much a text may hold."""
+    config, fast = model.model.config.get_text_config(), model.compiled
+    size = 1 if model.quantize == "int8" else model.model.dtype.itemsize
+    kind, num_bytes = str(model.model.dtype).removeprefix("torch."), model.num_weights * size
+    if model.fingerprint:  # a file as it is
+        kind = "packed"
+    if model.fingerprint or model.quantize == "int4":
+        num_bytes = fast.num_bytes
     return {
-        "parameters": target.num_weights,
+        "parameters": model.num_weights,
         "layers": config.num_hidden_layers,
-        "dtype": options.quantize or kind,
+        "dtype": model.quantize or kind,
+        "forms": sorted({panels.form for panels in fast.panels}) if fast else [],
         "weight_bytes": num_bytes,
-        "vocabulary": target.vocab_size,
-        "context": target.max_length,
+        "vocabulary": model.vocab_size,
+        "context": model.max_length,
     }
 
 
@@ -315,7 +317,8 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "compiled": bool(engine.target.compiled and engine.target.compiled.is_compiled),
         "trees": engine.pool.can_branch,
         "model_card": entry and entry.card,  # where a model of the catalogue comes from
-        "target": weights_of(engine, options),
+        "target": weights_of(engine.target),
+        "draft_model": engine.draft_model and weights_of(engine.draft_model),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,
         "drafters": list(engine.pool.choices),

@@ -12,7 +12,7 @@ from control import Controller
 from drafters.base import Sample
 from messages import Engine, Model
 from models import StartError, ahead, loading
-from models.reference import check, contents_of, refusal
+from models.reference import check, refusal
 
 from . import answers
 from .options import Options
@@ -43,11 +43,13 @@ def assemble_engine(
     draft = load_draft(options, load_model)
     ahead.end()
     context = drafters.Context(target, sample, draft, **options.for_drafters)
-    target.contents = contents_of(target.model)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # after the heads have read its weights
+        # A draft model's roundings change no text, and each of its steps reads all its weights.
+        is_rounded = model is draft and draft.num_weights >= drafters.MANY_WEIGHTS
+        quantize = "int4" if is_rounded else options.quantize
         with refusal(model, is_fast=True):
-            kernels.speed_up(model, options.quantize, check)
+            kernels.speed_up(model, quantize, check, keeps_embedding=is_rounded)
     return engine_class(
         target, loaded, default, prefill_chunk=options.prefill_chunk,
         controller=None if options.fixed_k else Controller.of(target, loaded),

@@ -1,6 +1,7 @@
 """The cost curve: what passes of the target and drafts take on this machine (measurement.py).
 
-It is stored beside the compiled kernels, and read at the next start of these models.
+It is stored beside the compiled kernels, in a file for each target, and read at the next start. Of
+each drafter it has what was measured with that drafter, whichever others a server has.
 """
 
 import json
@@ -27,6 +28,8 @@ from messages import Engine, Json, RequestError, in_short
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64)
 PARTS = ("call_ms", "step_ms", "read_ms")
 _MOST_FILES = 100
+_POSSIBLE = 1e-5, 1e6  # ms of a pass, at least and at most
+_MOST_CONTEXT = 1 << 30
 LOG = logging.getLogger("engine")
 
 
@@ -52,11 +55,14 @@ class Curve:
         drafters = {name: {part: float(parts[part]) for part in PARTS} for name, parts in known}
         if tuple(stored["rows"]) != ROWS or not passes or not passes.keys() <= {*ROWS}:
             raise ValueError("its rows are others")
-        times = [*passes.values(), *(ms for parts in drafters.values() for ms in parts.values())]
-        if not all(0 <= ms < inf for ms in times) or not all(passes.values()):
+        times, (least, most) = [ms for each in drafters.values() for ms in each.values()], _POSSIBLE
+        are_possible = all(least <= ms <= most for ms in passes.values())
+        if not (are_possible and all(0 <= ms <= most for ms in times)):
             raise ValueError("it has impossible times")
+        if not 0 <= (context := int(stored["context"])) <= _MOST_CONTEXT:
+            raise ValueError("it has an impossible context")
         measured_at = datetime.fromisoformat(stored["measured_at"]).isoformat()
-        return cls(passes, drafters, measured_at, int(stored["context"]))
+        return cls(passes, drafters, measured_at, context)
 
     def least(self, other: "Curve") -> "Curve":
         """This curve, where another one of the same models and machine has no shorter times.
@@ -103,10 +109,10 @@ class Store:
         """
         target, draft, self._file = engine.target, engine.draft_model, None
         other = draft and (draft.fingerprint or draft.model.dtype)
-        known = fingerprint, sizes, target.model.dtype, other, torch.get_num_threads(), cpu_name()
-        name = f"curve-{sha256(repr(known).encode()).hexdigest()[:16]}.json"
+        self._keys = {name: f"{name} {_hash(size, other)}" for name, size in sizes.items()}
+        self._of = _hash(fingerprint, target.model.dtype, torch.get_num_threads(), cpu_name())
         with self._telling("stored"):
-            self._file = kernels.own_folder() / name if fingerprint else None
+            self._file = kernels.own_folder() / f"curve-{self._of}.json" if fingerprint else None
 
     @contextmanager
     def _telling(self, what: str) -> Iterator[None]:
@@ -115,23 +121,41 @@ class Store:
         except Exception as error:  # anything may stand there
             LOG.warning("the cost curve cannot be %s: %s", what, in_short(error))
 
+    def _stored(self) -> Curve:
+        """What stands in the file, with drafters by their keys. Raises for anything else."""
+        stored = json.loads(self._file.read_text("utf-8"))
+        if stored.get("of") != self._of:
+            raise ValueError("it is of another machine, model or version")
+        return Curve.of(stored)
+
     def read(self) -> Curve | None:
         """The curve of an earlier start, if there is one that can be used."""
         with self._telling(f"read from {self._file}"):
             if self._file and self._file.exists():
-                return Curve.of(json.loads(self._file.read_text("utf-8")))
+                curve, keys = self._stored(), self._keys.items()
+                known = {name: curve.drafters[key] for name, key in keys if key in curve.drafters}
+                return replace(curve, drafters=known)
         return None
 
     def write(self, curve: Curve) -> None:
-        """Write it in one piece; the oldest curves go."""
+        """Write it in one piece. What is known of other drafters stays; the oldest curves go."""
         with self._telling("stored"):
-            if self._file:
+            if self._file and curve.pass_ms:
+                others = dict[str, dict[str, float]]()
+                with suppress(Exception):  # what cannot be read has been told, and goes
+                    others = self._stored().drafters
+                own = {self._keys[name]: parts for name, parts in curve.drafters.items()}
+                whole = replace(curve, drafters=others | own)
                 part = self._file.with_suffix(f".{os.getpid()}")
-                part.write_text(json.dumps(asdict(curve)), "utf-8")
+                part.write_text(json.dumps(asdict(whole) | {"of": self._of}), "utf-8")
                 part.replace(self._file)
                 files = sorted(part.parent.glob("curve-*"), key=lambda file: file.stat().st_mtime)
                 for oldest in files[:-_MOST_FILES]:
                     oldest.unlink(missing_ok=True)
+
+
+def _hash(*parts: Any) -> str:
+    return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def cpu_name() -> str:

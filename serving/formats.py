@@ -1,15 +1,13 @@
 """What a text must obey: one grammar, which clients ask for under many names.
 
-    response_format                          OpenAI's, with llama.cpp's `schema` beside its type
-    json_schema, regex, grammar, choice      of /generate; llama.cpp and SGLang have the first three
-    structured_outputs, guided_…             vLLM's, today's and those of before
+    response_format                        OpenAI's; its type json_object may have a `schema`
+    json_schema, regex, grammar, choice    of /generate
 
 A request has at most one of them.
 """
 
 import json
 import re
-import reprlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any
@@ -35,12 +33,8 @@ from .fields import wrong
 
 _TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
 _ANY_OBJECT = {"type": "object"}
-_KINDS = {"json": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
-_NAMES = {
-    "json_schema": JSON, "regex": REGEX, "grammar": LARK, "ebnf": LARK, "choice": CHOICE,
-    **{f"guided_{name}": kind for name, kind in _KINDS.items()},
-}  # fmt: skip
-FIELDS = ("response_format", "structured_outputs", *_NAMES)
+_KINDS = {"json_schema": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
+FIELDS = ("response_format", *_KINDS)
 
 
 def _are_texts(value: Any) -> bool:
@@ -82,22 +76,6 @@ def _of_response_format(value: Any) -> Iterator[tuple[str, str, Any]]:
         raise wrong(name, "must be an object of type text, json_object or json_schema")
 
 
-def _of_structured_outputs(value: Any) -> Iterator[tuple[str, str, Any]]:
-    """The constraint of vLLM's field."""
-    name = "structured_outputs"
-    if not isinstance(value, dict):
-        raise wrong(name, "must be an object")
-    for key, part in value.items():
-        if part is None or part is False:
-            continue
-        if key == "json_object":
-            yield _checked(f"{name}.{key}", JSON, _ANY_OBJECT)
-        elif key in _KINDS:
-            yield _checked(f"{name}.{key}", _KINDS[key], part)
-        elif key != "disable_any_whitespace":  # there is none
-            raise wrong(name, f"has the field {reprlib.repr(key)}, which is not supported")
-
-
 def constraint_of(body: Json) -> tuple[str, str, Any] | None:
     """The constraint of a request, as (name of the field, kind, value). Raises RequestError."""
     constraints = list[tuple[str, str, Any]]()
@@ -106,10 +84,8 @@ def constraint_of(body: Json) -> tuple[str, str, Any] | None:
             continue
         if name == "response_format":
             constraints += _of_response_format(value)
-        elif name == "structured_outputs":
-            constraints += _of_structured_outputs(value)
         else:
-            constraints.append(_checked(name, _NAMES[name], value))
+            constraints.append(_checked(name, _KINDS[name], value))
     if len(constraints) > 1:
         first, second = (name for name, *_ in constraints[:2])
         raise wrong(second, f"cannot go with {first}: a text obeys one")

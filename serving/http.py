@@ -35,7 +35,7 @@ _OTHER_CONNECTIONS = 448  # beside those that have a thread
 _OTHER_FILES = 128 + MAX_ACCEPTED  # beside connections
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
 _HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
-_OPEN = ("/page/", "/prompts")  # these, / and both paths of /health need no API key
+_OPEN = ("/page/", "/prompts")  # these, / and /health need no API key
 LOG = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ def base_app(options: Options) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # /v1//models gets a 404: a redirect would be HTML
-    name_requests(app, options.log_prompts)
+    name_requests(app)
     register_errors(app)
     guard = Guard(options)
 
@@ -128,7 +128,7 @@ def check_kind(asked: Request) -> None:
 
 
 def _is_open(path: str) -> bool:
-    return path in ("/", "/health", "/v1/health") or path.startswith(_OPEN)
+    return path in ("/", "/health") or path.startswith(_OPEN)
 
 
 def _is_ip(name: str) -> bool:

@@ -107,7 +107,6 @@ def _in_words(line: Json) -> str:
     elif "error" in line:
         said.append(f"answered with an error, status {line['status']} ({line['error']})")
     said.append(f"{line['ms']:.0f} ms")
-    said += [f"{name} {line[name]!r}" for name in ("prompt", "text") if name in line]
     return f"{line['method']} {line['path']}: {', '.join(said)}"
 
 
@@ -135,10 +134,10 @@ def log_to_stderr() -> Callable[[], bool]:
     return flush
 
 
-def name_requests(app: Flask, with_text: bool) -> None:
+def name_requests(app: Flask) -> None:
     """Give every request an id; write a line for those that generate and those refused.
 
-    To be registered before what may refuse. `with_text`: prompts and outputs are written, too.
+    To be registered before what may refuse. Prompts and outputs are never written.
     """
 
     @app.before_request
@@ -158,11 +157,11 @@ def name_requests(app: Flask, with_text: bool) -> None:
             head = {"id": g.id, "method": request.method[:20], "path": request.path[:200]}
             head["status"] = response.status_code
             # Once all is sent, or nobody is there to read it.
-            response.call_on_close(partial(_write, head, g.error, g.jobs, g.arrived, with_text))
+            response.call_on_close(partial(_write, head, g.error, g.jobs, g.arrived))
         return response
 
 
-def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_text: bool) -> None:
+def _write(head: Json, error: str | None, jobs: list[Job], arrived: float) -> None:
     line = head | {"finish": None}
     if jobs:
         job, s = jobs[0], jobs[0].sequence
@@ -180,8 +179,6 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_
             line[name] = None if moment is None else _ms(moment - arrived)
         if failure := job.failure:
             error = error or getattr(failure, "code", None) or type(failure).__name__
-        if with_text and s:
-            line |= {"prompt": s.tokenizer.decode(s.request.prompt), "text": s.text.text}
     if error is None and head["status"] >= 400:
         error = responses.get(head["status"])  # none of 499
     if error:

@@ -7,8 +7,9 @@
                      the controller
 
 No statistics count these cycles, and nothing is remembered of their text. What costs little is
-measured most often; large passes for which no time is left are left out. Not measured: drafters
-from files, and those that run no model.
+measured most often. All is measured at least once, in later idle times if need be, but for passes
+so large that a request would wait long for their end. What else the machine does only adds to a
+time, so the shortest counts. Not measured: drafters from files, and those that run no model.
 """
 
 import time
@@ -18,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from math import inf
-from statistics import median
 
 import kernels
 from cache.states import MOST_RECORDED
@@ -29,7 +29,8 @@ from messages import Draft, Engine, Json, Request, TextSequence, in_short
 from .curve import LOG, PARTS, ROWS, Curve, Store
 from .worker import uncounted
 
-_LONGEST_MS = 1500.0  # of measuring, in all, without waiting for a core
+_LONGEST_MS = 1500.0  # of measuring more than once, in all, without waiting for a core
+_LONGEST_PASS_MS = 750.0  # a request may come meanwhile
 _TIMES = 4  # each; the first time warms up
 _SHORT, _LONG = 1, 5  # tokens of drafts
 _UNREAD = 4  # tokens: a draft behind so many more is one that reads
@@ -91,6 +92,8 @@ class Measurement:
         """Give back what the text holds: a request comes."""
         if self._text is not None:
             text, self._text = self._text, None
+            if not self.is_done:  # a later start goes on from it
+                self._store.write(self._known().least(self._stored))
             self._planned.clear()
             try:
                 with self._uncounted() as twin:
@@ -139,7 +142,11 @@ class Measurement:
         if _ROOM <= length:
             taken |= {name: len(self._drafts[name, _LONG]) for name in self._names}
         costs = {n: self._expected_ms(n) for n, count in taken.items() if count < _TIMES}
-        costs = {n: ms for n, ms in costs.items() if ms <= max(0.0, self.left_ms)}
+        costs = {
+            n: ms for n, ms in costs.items()
+            if ms <= max(0.0, self.left_ms)
+            or not taken[n] and (isinstance(n, str) or ms <= _LONGEST_PASS_MS)
+        }  # fmt: skip
         if costs:  # so far, and for one cycle more
             chosen = min(costs, key=lambda n: costs[n] * (taken[n] + 1 / len(_cycles(n))))
             self._planned += _cycles(chosen)
@@ -182,21 +189,21 @@ class Measurement:
         passes, least, drafters = dict[int, float](), inf, dict[str, dict[str, float]]()
         for rows in reversed(ROWS):  # what took longer than a larger pass met with an accident
             if times := self._passes[rows]:
-                passes[rows] = least = min(least, round(_typical(times), 4))
+                passes[rows] = least = min(least, round(_shortest(times), 4))
         for name in self._names:
             short, long = self._drafts[name, _SHORT], self._drafts[name, _LONG]
             if short and long:
-                first_ms = _typical([ms for ms, _ in short])
+                first_ms = _shortest([ms for ms, _ in short])
                 # A draft that copies text may be one step; a call alone is next to nothing.
                 steps = [(ms - first_ms) / (n - 1) for ms, n in long if n > 1] or [first_ms]
-                step_ms = min(first_ms, max(0.0, _typical(steps)))
+                step_ms = min(first_ms, max(0.0, _shortest(steps)))
                 # Of many tokens: a few are read along at next to no cost.
                 many = [each for each in self._reads[name] if each[1] >= len(self._prompt)]
                 reads = [(ms - first_ms) / unread for ms, unread in many]
-                parts = first_ms - step_ms, step_ms, max(0.0, _typical(reads or [0.0]))
+                parts = first_ms - step_ms, step_ms, max(0.0, _shortest(reads or [0.0]))
                 drafters[name] = {part: round(ms, 4) for part, ms in zip(PARTS, parts, strict=True)}
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        context = int(_typical(self._contexts or [0]))
+        context = max(self._contexts, default=0) // 2  # on average
         return Curve(dict(sorted(passes.items())), drafters, now, context)
 
 
@@ -207,6 +214,6 @@ def _cycles(what: int | str) -> list[tuple[str, int]]:
     return [(what, _SHORT), (what, _SHORT), (what, _LONG)]
 
 
-def _typical(values: list[float]) -> float:
-    """The median; the first one warmed up, and counts only if it is alone."""
-    return median(values[1:] or values)
+def _shortest(values: list[float]) -> float:
+    """The shortest; the first one warmed up, and counts only if it is alone."""
+    return min(values[1:] or values)

@@ -1,15 +1,13 @@
-"""GET /metrics: counters in Prometheus' text format, under vLLM's names and llama.cpp's.
+"""GET /metrics: counters in Prometheus' text format, under vLLM's names.
 
 Counters are over the server's life, of requests that have ended. prometheus-client writes the
 format. The values are read from the engine and the worker at each request. Everything comes twice,
-plain and with the prefix of vLLM, and llama.cpp's names come with its own.
+plain and with the prefix of vLLM.
 """
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from messages import Engine
 
-from .statistics import Statistics, ratio
+from .statistics import Statistics
 
 _COUNTERS = {
     "spec_decode_num_drafts": "drafts that were verified",
@@ -58,38 +56,13 @@ _WORDS = {"submitted": "arrival", "began": "place", "first_token": "first token"
 _BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0  # seconds
 # In no global registry: several servers may live in one process, each with its histograms.
 _Histogram = partial(Histogram, registry=None, buckets=_BUCKETS)
-_LLAMA_CPP: dict[str, tuple[str, Callable[[dict[str, float]], float]]] = {  # from sums by our names
-    "prompt_tokens_total": ("counter", lambda n: n["prompt_tokens"] - n["prompt_tokens_cached"]),
-    "prompt_tokens_cached_total": ("counter", lambda n: n["prompt_tokens_cached"]),
-    "prompt_seconds_total": ("counter", lambda n: n["prompt_seconds"]),
-    "tokens_predicted_total": ("counter", lambda n: n["generation_tokens"]),
-    "tokens_predicted_seconds_total": ("counter", lambda n: n["decode_seconds"]),
-    "n_decode_total": ("counter", lambda n: n["cycles"]),
-    "n_tokens_max": ("counter", lambda n: n["longest_text"]),
-    "spec_decode_num_drafts_total": ("counter", lambda n: n["spec_decode_num_drafts"]),
-    "spec_decode_num_draft_tokens_total": ("counter", lambda n: n["spec_decode_num_draft_tokens"]),
-    "spec_decode_num_accepted_tokens_total": (
-        "counter", lambda n: n["spec_decode_num_accepted_tokens"]
-    ),
-    "prompt_tokens_seconds": (
-        "gauge",
-        lambda n: ratio(n["prompt_tokens"] - n["prompt_tokens_cached"], n["prompt_seconds"]) or 0,
-    ),
-    "predicted_tokens_seconds": (
-        "gauge",
-        lambda n: ratio(n["generation_tokens"] - n["requests"], n["decode_seconds"]) or 0,
-    ),
-    "requests_processing": ("gauge", lambda n: n["num_requests_running"]),
-    "requests_deferred": ("gauge", lambda n: n["num_requests_waiting"]),
-    "n_busy_slots_per_decode": ("gauge", lambda n: ratio(n["batched"], n["cycles"]) or 0),
-}  # fmt: skip
 
 
 class Meter:
     """Counts jobs of a worker that have ended; each is counted once."""
 
     def __init__(self) -> None:
-        read = "prompt_tokens", "prompt_tokens_cached", "longest_text"
+        read = "prompt_tokens", "prompt_tokens_cached"
         self.values, self.finished = Counter(dict.fromkeys(read, 0)), Counter[str]()
         self.histograms = {
             name: _Histogram(name, f"from a request's {_WORDS[begin]} to its {_WORDS[end]}")
@@ -100,11 +73,8 @@ class Meter:
         """Count a Job. Those that belong to the first of a request have no times of their own."""
         self.finished[job.finish] += 1
         if job.first_token or job.finish in ("stop", "length"):  # its prompt was read
-            length = job.num_prompt_tokens or 0
-            self.values["prompt_tokens"] += length
+            self.values["prompt_tokens"] += job.num_prompt_tokens or 0
             self.values["prompt_tokens_cached"] += job.num_cached or 0
-            longest = max(self.values["longest_text"], length + len(job.sequence.output))
-            self.values["longest_text"] = longest
         for name, span in _SPANS.items() if job.after is None else ():
             begin, end = (getattr(job, moment) for moment in span)
             if begin and end:  # not of one that ended before
@@ -114,7 +84,7 @@ class Meter:
 class Figures(NamedTuple):
     """What an engine has counted. What it does not count is None or left out."""
 
-    values: dict[str, float | None]  # by the names in _COUNTERS and _GAUGES, and seconds
+    values: dict[str, float | None]  # by the names in _COUNTERS and _GAUGES
     accepted_at: Sequence[float]  # drafted tokens, by position in the draft
 
 
@@ -127,8 +97,6 @@ def figures_of(engine: Engine) -> Figures:
         "spec_decode_num_draft_tokens": total.num_draft_tokens,
         "spec_decode_num_accepted_tokens": total.num_accepted_draft_tokens,
         "generation_tokens": total.completion_tokens,
-        "prompt_seconds": total.prompt_ms / 1e3,
-        "decode_seconds": (total.draft_ms + total.verify_ms + total.other_ms) / 1e3,
         "target_passes": total.target_passes,
         "requests": total.prefills,
         "drafter_failures": engine.pool.failures.total(),
@@ -170,7 +138,6 @@ class _Collector(Collector):
 
 def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> None:
     """GET /metrics: what `read` gives, and what the worker knows of its requests."""
-    head = {"Process-Start-Time-Unix": str(int(time.time()))}  # as llama.cpp's
 
     @app.get("/metrics")
     def get_metrics() -> Response:
@@ -183,9 +150,4 @@ def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> No
         registry.register(_Collector(figures._replace(values=values), worker.meter))
         page = generate_latest(registry).decode()
         page += re.sub("(?m)^(# (?:HELP|TYPE) )?(?=[a-z])", r"\1vllm:", page)
-        known = {name: value for name, value in values.items() if value is not None}
-        for name, (kind, value_of) in _LLAMA_CPP.items():
-            with suppress(KeyError):  # another engine does not tell of what it is made
-                value, name = value_of(known), f"llamacpp:{name}"
-                page += f"# HELP {name} as in llama.cpp\n# TYPE {name} {kind}\n{name} {value}\n"
-        return Response(page, content_type="text/plain; version=0.0.4", headers=head)
+        return Response(page, content_type="text/plain; version=0.0.4")

@@ -1,7 +1,7 @@
 """What the command line sets, with its defaults, and how it is read.
 
-A field of Options is an option of the command line. Its metadata say in which group --help-all
-shows it, what it does, and how argparse reads it.
+A field of Options is an option of the command line. Its metadata say in which group the help shows
+it, what it does, and how argparse reads it. What nobody needs to change is a constant of the class.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from drafters import NAMES
@@ -38,10 +38,10 @@ text stays the model's own; only the time changes."""
 _BEGIN = """\
 Begin:  python 08_speculative_decoding.py --demo
         python 08_speculative_decoding.py --port 5000     then open http://127.0.0.1:5000"""
-_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --plan | --export DIR) [options]"
-# The groups of --help-all, in order. Those of --help are the first two.
+_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --export DIR) [options]"
+# The groups of the help, in order.
 _GROUPS = DO, CHANGE, MORE, MODELS, DRAFTING, SAMPLING, SERVING, CALLERS, SPEED, ENGINES = (
-    "Do one of these", "Change what runs", "More for --demo, --prompt and --plan", "Models",
+    "Do one of these", "Change what runs", "More for --demo and --prompt", "Models",
     "Drafting", "Sampling, where a request does not say", "Serving", "Who may call", "Speed",
     "Other engines",
 )  # fmt: skip
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, without the usage."""
         if message.startswith("one of the arguments"):
-            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT, --plan or "
+            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or "
             message += "--export DIR"
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
@@ -89,7 +89,6 @@ def address(text: str) -> str:
 
 
 _COUNTED: Json = {"type": between(1, 1_000_000), "metavar": "N"}
-_SECONDS: Json = {"type": seconds, "metavar": "S"}
 _SWITCH = {"action": "store_true"}
 _NAME = {"metavar": "NAME"}
 
@@ -112,7 +111,7 @@ def _option(group: str, default: Any, text: str, shown: str | None = None, **det
 
 def _flag(name: str) -> str:
     """A field as the command line spells it. Example: max_tokens -> --max-tokens."""
-    return f"--{name.replace('_', '-')}"
+    return "--no-kernels" if name == "kernels" else f"--{name.replace('_', '-')}"
 
 
 def _head(kind: str, shown: str) -> Any:
@@ -123,6 +122,16 @@ def _head(kind: str, shown: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     """What the command line sets, and its defaults."""
+
+    # The longest text that fits the default context takes a model of 1.5B four minutes.
+    request_timeout: ClassVar[float] = 600.0  # seconds until a request ends with status 504
+    # Of one cycle, until /health says stuck. A large model reads a piece of a prompt for seconds.
+    stall_limit: ClassVar[float] = 120.0
+    grace_period: ClassVar[float] = 30.0  # seconds to finish after SIGTERM: what Kubernetes gives
+    # Seconds of a call to a drafter from a file, for which all texts wait.
+    drafter_timeout: ClassVar[float] = 10.0
+    # Tokens of a long prompt that are read between two cycles, for which the other texts wait.
+    prefill_chunk: ClassVar[int] = 256
 
     model: str | None = _option(
         CHANGE, None,
@@ -161,9 +170,6 @@ class Options:
         DRAFTING, None, "tokens of past outputs in which suffix looks; 0 is none",
         f"{REMEMBERED}, or 0 where others may call", type=between(0, 10_000_000), metavar="N",
     )  # fmt: skip
-    drafter_timeout: float = _option(
-        DRAFTING, 10.0, "seconds that a call to a drafter from a file may take", **_SECONDS
-    )
     raw: bool = _option(
         MORE, False, "do not put prompts into the model's chat template; for the page, too"
     )
@@ -186,18 +192,6 @@ class Options:
         SAMPLING, Sampling.min_p, "leave out what is less likely than P times the likeliest",
         metavar="P",
     )  # fmt: skip
-    repetition_penalty: float = _option(
-        SAMPLING, Sampling.repetition_penalty,
-        "lower logits of tokens that occurred by this factor; 1 is off", metavar="X",
-    )  # fmt: skip
-    presence_penalty: float = _option(
-        SAMPLING, Sampling.presence_penalty,
-        "lower logits of tokens that were written by this much; 0 is off", metavar="X",
-    )  # fmt: skip
-    frequency_penalty: float = _option(
-        SAMPLING, Sampling.frequency_penalty,
-        "the same, once for each time that the token was written; 0 is off", metavar="X",
-    )  # fmt: skip
     verification: str = _option(
         SAMPLING, Sampling.verification,
         "the rule that accepts drafts of sampled text: both keep its distribution, and coupled "
@@ -215,23 +209,10 @@ class Options:
         SERVING, 512, "requests that may wait; more are refused with status 429",
         type=between(1, MAX_QUEUED), metavar="N",
     )  # fmt: skip
-    prefill_chunk: int = _option(
-        SERVING, 256, "tokens of a long prompt that are read between two cycles", **_COUNTED
-    )
     prefix_cache_mb: int = _option(
         SERVING, 512, "megabytes for prompts already read, which are not read again; 0 is off",
         type=between(0, 1 << 20), metavar="MB",
     )  # fmt: skip
-    request_timeout: float = _option(
-        SERVING, 600.0, "seconds after which a request ends with status 504", **_SECONDS
-    )
-    stall_limit: float = _option(
-        SERVING, 120.0, "seconds that one cycle may take before /health says stuck", **_SECONDS
-    )
-    grace_period: float = _option(
-        SERVING, 30.0, "seconds to finish running requests after SIGTERM", **_SECONDS
-    )
-    log_prompts: bool = _option(SERVING, False, "write prompts and outputs to the log")
     max_model_len: int | None = _option(
         MODELS, None, "tokens that a prompt and its answer may have together",
         "what the model says, at most 8192", **_COUNTED,
@@ -253,14 +234,9 @@ class Options:
     allow_pickle: bool = _option(
         MODELS, False, "load weights that are not safetensors; such files can run code"
     )
-    mmap: bool = _option(
-        MODELS, False,
-        "map the files of the weights in place of reading them: this saves memory, and nobody may "
-        "change the files while the server runs",
-    )  # fmt: skip
     kernels: bool = _option(
-        SPEED, True, "compute in C, with equal bits; without, transformers' own modules run", "",
-        action=argparse.BooleanOptionalAction,
+        SPEED, True, "run transformers' own modules, and not the C that has equal bits", "",
+        action="store_false", dest="kernels",
     )  # fmt: skip
     dtype: str = _option(
         SPEED, "auto",
@@ -275,8 +251,8 @@ class Options:
     )  # fmt: skip
     engine: str | None = _option(
         ENGINES, None,
-        "let the vLLM or SGLang that runs at URL compute; --plan prints how to start it",
-        "", type=address, metavar="URL",
+        "let the vLLM, SGLang or llama-server that runs at URL compute", "",
+        type=address, metavar="URL",
     )  # fmt: skip
 
     @property
@@ -339,7 +315,7 @@ class Options:
     def for_drafters(self) -> Json:
         """The options that a drafters.Context gets, by its field names."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
-        alike = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "mmap", "prefix_cache_mb")
+        alike = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "prefix_cache_mb")
         return {name: getattr(self, name) for name in (*alike, "allow_pickle")} | {
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
@@ -365,31 +341,21 @@ class Options:
 # ------------------------------------------------------------------------------- command line
 
 
-class _HelpAll(argparse.Action):
-    """Print the help with every option, and exit."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        _parser(is_complete=True).print_help()
-        parser.exit()
-
-
-def _parser(is_complete: bool) -> Parser:
-    """A parser of all options; its help shows every one, or those that most people need."""
+def _parser() -> Parser:
+    """A parser of all options."""
     words = {"usage": _USAGE, "description": _ABOUT, "epilog": _BEGIN}
     parser = Parser(**words, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
     groups = {name: parser.add_argument_group(name) for name in _GROUPS}
     actions = groups[DO].add_mutually_exclusive_group(required=True)
 
     def add(group: str, flag: str, text: str, **details: Any) -> None:
-        is_shown = is_complete or group in (DO, CHANGE)
         place = actions if group == DO else groups[group]
-        place.add_argument(flag, help=text if is_shown else argparse.SUPPRESS, **details)
+        place.add_argument(flag, help=text, **details)
 
     add(DO, "--demo", "race every drafter against plain decoding on the demo prompts", **_SWITCH)
     add(DO, "--prompt", "continue TEXT here, and mark where each token came from", metavar="TEXT")
     port = {"type": between(1, 65535), "metavar": "PORT"}
     add(DO, "--port", "serve the page and the HTTP interface at http://127.0.0.1:PORT", **port)
-    add(DO, "--plan", "work out a vLLM and an SGLang command line for your prompts", **_SWITCH)
     add(DO, "--export", "write the page into DIR, with recorded answers", metavar="DIR")
     for field in fields(Options):
         default = None if field.name in _DEPENDING else field.default
@@ -397,51 +363,41 @@ def _parser(is_complete: bool) -> Parser:
         add(flag=_flag(field.name), default=default, **field.metadata)
     few = {"type": between(1, 1000), "nargs": "?", "const": 4, "default": 0, "metavar": "N"}
     add(CHANGE, "--explain", "with --prompt: show the first N cycles (4) step by step", **few)
-    some = "with --demo and --plan: run these of demo_prompts/, by name or kind (chat, code, …)"
-    some += "; with --plan also a file that has a prompt in each line"
+    some = "with --demo: run these of demo_prompts/, by name or kind (chat, code, …)"
     add(MORE, "--prompts", some, nargs="+", metavar="NAME")
     times = "with --demo: times are medians of N runs (default: 3, or fewer "
     add(MORE, "--repeats", times + "to end in a minute)", type=between(1, 100), metavar="N")
-    add(MORE, "--json", "with --demo and --plan: print one JSON document", **_SWITCH)
+    add(MORE, "--json", "with --demo: print one JSON document", **_SWITCH)
     until = "with --prompt: end before this text; may be repeated"
     add(MORE, "--stop", until, action="append", metavar="TEXT")
-    add(CALLERS, "--api-key-file", "read the API key from FILE", metavar="FILE")
-    helps = parser.add_argument_group("Help")
-    helps.add_argument("-h", "--help", action="help", help="show this page and exit")
-    every = "show all options, by group, and exit"
-    helps.add_argument("--help-all", nargs=0, action=_HelpAll, help=every)
+    groups[MORE].add_argument("-h", "--help", action="help", help="show this page and exit")
     return parser
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
     """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
-    parser = _parser(is_complete=False)
+    parser = _parser()
     flags = parser.parse_args(arguments)
     _check(flags, parser)
     try:
-        flags.api_key = read_key(flags.api_key, flags.api_key_file, os.environ.get(KEY_VARIABLE))
-    except (OSError, ValueError) as error:
+        flags.api_key = read_key(flags.api_key, os.environ.get(KEY_VARIABLE))
+    except ValueError as error:
         parser.error(f"cannot use the API key: {error}")
     values = {field.name: getattr(flags, field.name) for field in fields(Options)}
     values["max_running"] = flags.max_running or (RUNNING_ELSEWHERE if flags.engine else 8)
-    chosen = Request if flags.fixed_k or flags.engine or flags.plan else Options
+    chosen = Request if flags.fixed_k or flags.engine else Options
     values["num_speculative_tokens"] = flags.num_speculative_tokens or chosen.num_speculative_tokens
-    if flags.plan:  # for engines that have no controller; --max-running is theirs
-        values |= {"fixed_k": True, "max_running": 8}
     return flags, Options(**values)
 
 
-def read_key(option: str | None, file: str | None, variable: str | None) -> str | None:
-    """The API key from the command line, a file or the environment; None where all are None.
+def read_key(option: str | None, variable: str | None) -> str | None:
+    """The API key from the command line or the environment; None where both are None.
 
-    Raises ValueError for a key that no client could send, OSError for an unreadable file.
+    Raises ValueError for a key that no client could send.
     """
-    if [option, file, variable].count(None) < 2:
-        raise ValueError(f"give it once: --api-key, --api-key-file or ${KEY_VARIABLE}")
-    key = option if variable is None else variable
-    if file is not None:
-        key = Path(file).read_bytes().decode(errors="surrogateescape").strip()
-    if key is None:
+    if None not in (option, variable):
+        raise ValueError(f"give it once: --api-key or ${KEY_VARIABLE}")
+    if (key := option if variable is None else variable) is None:
         return None
     if not key:
         raise ValueError("it is empty: leave it out for none")
@@ -452,15 +408,12 @@ def read_key(option: str | None, file: str | None, variable: str | None) -> str 
 
 def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
-    is_many, is_one, is_plain = flags.demo or flags.plan, flags.prompt, flags.drafter == PLAIN
-    unlike = "--quantize" if flags.quantize else "--drafter none"
+    is_one, is_plain = flags.prompt, flags.drafter == PLAIN
     for is_wrong, why in (
         (flags.demo and is_plain, "--demo compares drafters: --drafter none does not go with it"),
         (flags.quantize and not flags.kernels, "--quantize computes in C: leave out --no-kernels"),
-        (flags.plan and (is_plain or flags.quantize),
-         f"--plan compares drafters of a model as it is: {unlike} does not go with it"),
-        (flags.json and not is_many, "--json goes with --demo and --plan"),
-        (flags.prompts and not is_many, "--prompts goes with --demo and --plan"),
+        (flags.json and not flags.demo, "--json goes with --demo"),
+        (flags.prompts and not flags.demo, "--prompts goes with --demo"),
         (flags.repeats and not flags.demo, "--repeats goes with --demo"),
         (flags.explain and is_one is None, "--explain goes with --prompt"),
         (flags.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
@@ -474,17 +427,15 @@ def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     ):  # fmt: skip
         if is_wrong:
             parser.error(why)
-    own = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle"
+    own = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "allow_pickle"
     for name in own if flags.engine else ():
         if getattr(flags, name) != getattr(Options, name):
             why = "is for this server's own engine: it does not go with --engine"
             parser.error(f"{_flag(name)} {why}")
     names = read_prompts(is_chat=True)
     known = sorted({*names, *map(kind_of, names)})
-    is_file = flags.plan and len(flags.prompts or ()) == 1 and Path(flags.prompts[0]).is_file()
-    if not is_file and (unknown := set(flags.prompts or ()) - set(known)):
-        file = " or a file" if flags.plan else ""
-        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}{file}")
+    if unknown := set(flags.prompts or ()) - set(known):
+        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}")
     try:
         check_fields({name: getattr(flags, name, None) for name in SAMPLING_FIELDS})
     except RequestError as error:

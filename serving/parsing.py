@@ -27,7 +27,7 @@ from messages import (
 from models.prompts import at_place, chat_ids, is_text, large_bodies, prediction_ids, prompt_ids
 
 from . import formats, masks
-from .fields import HARMLESS, OTHER_NAMES, REFUSED, check_supported, with_own_names, wrong
+from .fields import known_fields, wrong
 from .trace import IDS, NAMES
 
 
@@ -59,7 +59,6 @@ MAX_TOKENS_LIMIT = 1_000_000
 MAX_BIASES, MAX_CHOICES, MAX_STOPS = 300, 8, 64
 MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of a request's prompts: 60 bytes of JSON each
 _PREDICTION = "prediction"  # the name of the field, and of its drafter
-_MAX_NAMED = 16  # unknown fields that a warning names
 Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
 
 
@@ -143,7 +142,6 @@ _CHECKS: dict[str, Check] = {
         f"a list of at most {masks.MOST_WORDS} texts of up to "
         f"{MAX_STOP_CHARACTERS} characters, none of them empty",
     ),
-    "repeat_last_n": _one_of(-1, 0),
     "truncate_prompt_tokens": _or_minus_1(_integer(1, 1 << 31)),
     "truncation_side": _one_of("left", "right"),
     "logprobs": (
@@ -152,12 +150,12 @@ _CHECKS: dict[str, Check] = {
     ),
     "prompt_logprobs": _integer(0, 20),
 }
-_CHECKS |= {other: _CHECKS[name] for other, name in OTHER_NAMES.items()}
-_CHECKS |= {"n_predict": _or_minus_1(_CHECKS["max_tokens"]), "n_probs": _integer(0, 20)}
-KNOWN = dict.fromkeys(
+_LIMIT, _OTHER_LIMIT = "max_tokens", "max_completion_tokens"  # two names of one field
+_CHECKS[_OTHER_LIMIT] = _CHECKS[_LIMIT]
+# The fields of /generate. Those of the protocols in dialects/ are translated into these.
+KNOWN = frozenset(
     [*_CHECKS, "prompt", "prediction", "drafter", "model", "stream_options", *formats.FIELDS]
 )
-_PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 _STREAM_OPTIONS = "include_usage", "continuous_usage_stats", "include_obfuscation"
 READ = "truncate_prompt_tokens", "truncation_side"  # how a prompt is read
 # The fields of Sampling that a request may set, with their defaults.
@@ -170,19 +168,14 @@ SAMPLING_FIELDS = (*_SAMPLING, "seed")
 
 
 def check_fields(body: Json) -> Json:
-    """The known fields of a body (a null counts as absent), each in range.
-
-    Raises RequestError, naming the first that is not.
-    """
-    known = {name: body[name] for name in KNOWN if body.get(name) is not None}
+    """The fields of a body, each in range. Raises RequestError, naming the first that is not."""
+    known = known_fields(body, KNOWN)
     for name, (is_valid, what) in _CHECKS.items():
         if name in known and not is_valid(known[name]):
             raise RequestError(f"{name} must be {what}", param=name)
-    if known.get("n_probs") == 0:
-        del known["n_probs"]
-    known = with_own_names(known)
-    if known.pop("repeat_last_n", -1) == 0:  # penalties look at no tokens
-        known |= {name: getattr(Sampling, name) for name in _PENALTIES}
+    if (limit := known.pop(_OTHER_LIMIT, None)) is not None:
+        if known.setdefault(_LIMIT, limit) != limit:
+            raise wrong(_OTHER_LIMIT, f"is another name of {_LIMIT}: send one")
     return known
 
 
@@ -239,7 +232,6 @@ def _read_prompt(known: Json, fields: Json, target: Any) -> Any:
             refusal = RequestError(str(error), param="prompt")
             if len(prompt) >= max_length:
                 refusal.code = "context_length_exceeded"
-                refusal.counts = {"n_prompt_tokens": len(prompt), "n_ctx": max_length}
             raise refusal from error
     _check_scores(len(prompt), fields.get("prompt_logprobs"), fields.get("n", 1))
     return prompt
@@ -297,22 +289,10 @@ def _check_stream_options(value: Any) -> None:
             raise wrong(f"stream_options.{option}", "must be true or false")
 
 
-def _unknown(body: Json) -> list[str]:
-    """Warnings about fields that nobody reads."""
-    known = KNOWN, HARMLESS, REFUSED
-    unknown = [name for name in body if not any(name in names for names in known)]
-    options = body.get("stream_options") or {}
-    unknown += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
-    notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown[:_MAX_NAMED]]
-    if more := len(unknown) - len(notes):
-        notes.append(f"{more} more unknown fields were ignored")
-    return notes
-
-
 def parse_fields(
     body: Json, target: Any, drafters: Collection[str], defaults: Json
 ) -> tuple[Json, list[str]]:
-    """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
+    """Checked fields of a generate request, `defaults` filled in, and warnings.
 
     `target` is a Model, or an engine that runs elsewhere and has no tokenizer. `prompt` comes back
     as _read_prompt has it, `stop` as a tuple, `drafter` as a name or None (for "none", and without
@@ -321,7 +301,6 @@ def parse_fields(
     counts as absent. Raises RequestError, naming the field.
     """
     known = check_fields(body)
-    check_supported(body)
     check_model(known.get("model", target.name), target.name)
     if "stream_options" in known:
         if not known.get("stream"):
@@ -350,8 +329,7 @@ def parse_fields(
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
-    warnings = _expect(fields, known, target)
-    return fields, warnings + _unknown(body)
+    return fields, _expect(fields, known, target)
 
 
 def parse_request(

@@ -11,10 +11,10 @@ from typing import Any
 from flask import Flask, Response, current_app, g, request
 
 from grammars import OPEN
-from messages import Engine, Json, Request
+from messages import Engine, Json
 from models.calls import Form
-from models.fim import Gap, infill_prompt
-from models.prompts import Tokenizer, call_form, chat_prompt, list_ids, read_prompts
+from models.fim import infill_prompt
+from models.prompts import Conversation, Tokenizer, call_form, chat_prompt, list_ids, read_prompts
 from models.reference import system_fingerprint
 from models.tools import Tools
 from page import register_page
@@ -24,7 +24,6 @@ from .answers import Shape, stream
 from .comparison import runs_to_compare
 from .connection import WHEN_LEFT
 from .curve import register_curve
-from .fields import LIMITS
 from .formats import reasoning_of
 from .http import base_app, check_kind
 from .metrics import Figures, figures_of, register_metrics
@@ -56,7 +55,6 @@ class Service:
 
     worker: Admission
     tokenizer: Tokenizer | None  # None: another engine tokenises
-    end_ids: list[int]  # tokens that end a text
     fingerprint: str | None = None  # of an engine that runs elsewhere nothing is known
 
     def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
@@ -66,7 +64,7 @@ class Service:
         self.name, self.max_length = target.name, target.max_length
         self.is_chat = options.is_chat(target.tokenizer)
         self.call_form: Form | None = call_form(target.tokenizer)
-        self.tokenizer, self.end_ids = target.tokenizer, sorted(engine.eos_ids)
+        self.tokenizer = target.tokenizer
         self.fingerprint = system_fingerprint(target, options.quantize)
 
     def new_app(self) -> Flask:
@@ -109,10 +107,13 @@ class Service:
     ) -> tuple[list[Any], bool, list[str]]:
         """Parse and queue a request. Returns its jobs, whether to stream, and warnings.
 
-        Of several `prompts` there are choices of the first, then those of the second, … Raises
-        RequestError.
+        Of several `prompts` there are choices of the first, then those of the second, … Where
+        neither the request nor the operator limits it, a chat goes on to the end of the context:
+        its clients mostly name no limit, and want the whole answer. Raises RequestError.
         """
         defaults = self.options.for_requests
+        if self.options.max_tokens is None and isinstance(fields.get("prompt"), Conversation):
+            defaults["max_tokens"] = -1  # what fits
         if prompts:
             requests, is_stream, notes = parse_list(fields, prompts, self.engine, defaults)
             runs = [run for each in requests for run in each.choices]
@@ -136,26 +137,19 @@ class Service:
 
         `how` is what template_options returns. Returns whether the answer begins amid reasoning.
         Raises RequestError.
-
-        Where neither the request nor the operator limits it, a chat goes on to the end of the
-        context: its clients mostly name no limit, and want the whole answer.
         """
         tokenizer = self.engine.target.tokenizer
         ids = chat_prompt(messages, tokenizer, self.max_length, tools, how)
         fields["prompt"] = ids
-        if self.options.max_tokens is None and all(fields.get(name) is None for name in LIMITS):
-            fields["n_predict"] = -1
         return reasoning_of(tokenizer, ids) == OPEN
 
-    def read_infill(self, gap: Gap, fields: Json) -> None:
+    def read_infill(self, prefix: str, suffix: str, fields: Json) -> None:
         """Put the prompt of a text with a gap into the fields that `begin` gets.
 
         Raises RequestError.
         """
-        limits = [fields[name] for name in LIMITS if isinstance(fields.get(name), int)]
-        num_new = max([*limits, 1]) if limits else self.options.max_tokens or Request.max_tokens
-        model, tokenizer = model_id(self.name), self.tokenizer
-        fields["prompt"] = infill_prompt(gap, tokenizer, model, self.max_length, num_new)
+        model = model_id(self.name)
+        fields["prompt"] = infill_prompt(prefix, suffix, self.tokenizer, model, self.max_length)
 
     def answer(self, jobs: list[Any], notes: list[str]) -> Json:
         """What /generate returns for finished jobs; `notes` are the request's warnings."""

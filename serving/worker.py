@@ -412,7 +412,6 @@ class Worker(Admission):
         """
         super().__init__(options)
         self.app: Any = None  # a Flask
-        self.meter.values.update(cycles=0, batched=0)
         self._engine, self._load, self._died = engine, load, False
         self._busy_since: float | None = None
         loaded: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -482,7 +481,6 @@ class Worker(Admission):
 
     def _step(self) -> None:
         """A cycle of all running jobs. A fault in it fails only the job that it belongs to."""
-        self.meter.values.update(cycles=1, batched=len(self._running))
         try:
             cycles = retry.step(self._engine, [job.sequence for job in self._running])
         except Exception as error:

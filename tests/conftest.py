@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -95,12 +96,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What was compared with transformers is not noted in the user's cache folder."""
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder where it is noted which models were compared with transformers."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("models.reference.cache_folder", lambda: folder)
-        yield
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_noted(notes: Path) -> None:
+    """No test depends on what was compared in another one, or by the user."""
+    shutil.rmtree(notes / "compared", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

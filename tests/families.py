@@ -2,23 +2,18 @@
 
 One table of field names makes the config of any family small; OVERRIDES has what a family needs
 besides. All parameters are random, norms and biases too, as ones and zeros hide faults. The usual
-loader loads each model, whose texts are compared with transformers'. This writes docs/families.txt
-anew:
-
-    PYTHONPATH=. python tests/families.py
+loader loads each model, whose texts are compared with transformers'.
 """
 
 import re
 import sys
-import tempfile
-import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from conftest import ROOT, TARGET, load, together
+from conftest import TARGET, load, together
 from exactness import assert_same_bits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,8 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from messages import Request
 
-DOCUMENT = ROOT / "docs" / "families.txt"
-KINDS = EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
+EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
 NUM_TOKENS = 12
 CONTEXT, WINDOW = 384, 24
 _LAYERS, _HEADS, _WIDTH, _INNER = 4, 4, 64, 96
@@ -190,42 +184,3 @@ def outcome_of(name: str, folder: Path) -> Outcome:
         return Outcome(RIGHT, remark)
     assert_same_bits(engine.target, 4, Random(3))
     return Outcome(EXACT, remark)
-
-
-# -------------------------------------------------------------------------------- the document
-def table(outcomes: dict[str, Outcome]) -> str:
-    """Outcomes as a paragraph for each kind and remark, with its families below."""
-    rows: dict[Outcome, list[str]] = {}
-    for name, seen in outcomes.items():
-        rows.setdefault(seen, []).append(name)
-    ordered = sorted(rows.items(), key=lambda row: (KINDS.index(row[0].kind), row[0].remark))
-    return "\n\n".join(
-        f"{seen.kind}: {seen.remark}".rstrip(": ")
-        + textwrap.fill(", ".join(names), 120, initial_indent="\n  ", subsequent_indent="  ")
-        for seen, names in ordered
-    )
-
-
-def documented() -> dict[str, Outcome]:
-    """The outcome of each family in the document, whose first paragraph is an introduction."""
-    outcomes = {}
-    for paragraph in DOCUMENT.read_text("utf-8").split("\n\n")[1:]:
-        head, _, names = paragraph.partition("\n")
-        kind, _, remark = head.partition(": ")
-        outcomes |= dict.fromkeys(names.replace(",", " ").split(), Outcome(kind, remark))
-    return outcomes
-
-
-def main() -> None:
-    """See what becomes of every family, and put them in the place of the document's."""
-    outcomes = {}
-    for name in NAMES:
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes[name] = outcome_of(name, Path(folder) / name)
-        print(name, outcomes[name], file=sys.stderr)
-    introduction = DOCUMENT.read_text("utf-8").partition("\n\n")[0]
-    DOCUMENT.write_text(f"{introduction}\n\n{table(outcomes)}\n", "utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The real server with faults built in, which requests call up.
 
-    python tests/faulty_server.py --port 5000 --drafter-timeout 0.5
+    python tests/faulty_server.py --port 5000
 
 A request names one of DRAFTER_FAULTS as its drafter, or has the token id of one of TARGET_FAULTS in
 its prompt. Faults come a few cycles after the prefill, in the middle of an answer.

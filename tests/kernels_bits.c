@@ -114,6 +114,25 @@ static uint32_t repacked(int form, uint32_t hash) {
   return hash_of(panels, bytes_of(form, outputs, inputs), hash);
 }
 
+// Panels of a matrix whose weights are rounded to four bits, and some of its rows.
+static uint32_t rounded(int form, uint32_t hash) {
+  const matrix m = new_matrix(form, 1 + next(40), 1 + next(300));
+  const int64_t row = next((uint32_t)m.outputs);
+  matrix one = m;
+  float *numbers_of_it = malloc((size_t)m.inputs * 4);
+  one.panels = calloc(1, panel_bytes(form, m.inputs));
+  gather(&m, 1, &row, (uint8_t *)one.panels);
+  unpack(&one, 0, numbers_of_it);
+  hash = hash_of(numbers_of_it, (size_t)m.inputs * 4, hash);
+  const size_t bytes = panel_bytes(Q4, m.inputs);
+  uint8_t *panel = malloc(bytes);
+  for (int i = 0; i < (m.outputs + LANES - 1) / LANES; ++i) {
+    const int fits = round_panel(&m, i, panel);
+    hash = hash_of(panel, bytes, hash ^ (uint32_t)fits);
+  }
+  return hash;
+}
+
 // Products of the largest numbers with the largest inputs of either sign, whose sums need the most bits.
 static uint32_t farthest(int form, int threads, uint32_t hash) {
   enum { INPUTS = 256, ROWS_OF = 8 };
@@ -227,6 +246,7 @@ int main(int count, char **arguments) {
     }
     uint32_t hash = 2166136261u;
     for (int form = 0; form < NUM_FORMS; ++form) hash = repacked(form, hash);
+    for (int form = 0; form < NUM_FORMS; ++form) hash = rounded(form, hash);
     for (int form = Q8; form < NUM_FORMS; ++form) hash = farthest(form, threads, hash);
     for (int i = 0; i < 3; ++i) hash = stepped(threads, hash);
     hash = chosen(sizes[seed % 9], hash);

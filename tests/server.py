@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from serving.options import Options
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE, FAULTY = "08_speculative_decoding", "faulty_server"  # modules, with a main(arguments)
 SCRIPT = f"{CORE}.py"
@@ -50,7 +52,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None, stderr=None):
+def _run(
+    module, arguments, log, ignored=(signal.SIGINT,), stdout=None, stderr=None, constants=None
+):
+    """`constants` are those of Options. A drafter may take as long as a gate holds it up."""
+    for name, value in ({"drafter_timeout": 600.0} | (constants or {})).items():
+        setattr(Options, name, value)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background
     for number in ignored:  # as a shell does with SIGINT in its background jobs, nohup with SIGHUP
@@ -258,7 +265,7 @@ class Gate(Drafter):
     def __init__(self, folder, model):
         self._folder = folder
         (folder / "gate.py").write_text(self._SOURCE)
-        drafter = ("--drafter", f"{folder / 'gate.py'}:Gate", "--drafter-timeout", "600")
+        drafter = ("--drafter", f"{folder / 'gate.py'}:Gate")
         self.arguments = ("--model", str(model), "--fixed-k", *drafter)
         self.open("load")
         self.open()

@@ -136,7 +136,7 @@ import builtins, sys
 usual, seen = builtins.__import__, []
 
 def watched(name, *args, **options):
-    if name == "torch" and not seen:
+    if name.split(".")[0] == "torch" and not seen:
         from models import ahead
         ahead.wait(ahead._begun.values())
         seen.extend(made.result() for file in ahead._files.values() for made in file.ahead.values())
@@ -145,7 +145,7 @@ def watched(name, *args, **options):
 
 sys.argv = ["08_speculative_decoding.py", "--model", sys.argv[1], "--port", "1"]
 builtins.__import__ = watched
-import models.shortage
+import models.startup
 from models import gguf_config, gguf_model
 assert len(seen) > 10
 with gguf_model.open_model(sys.argv[2]) as file:

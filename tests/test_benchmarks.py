@@ -1,7 +1,7 @@
 """Each benchmark runs with the command of its docstring, and its last line is one JSON document.
 
 Here each one runs in small, and must find what it is there to find: equal texts, a drafter that
-lies, an answer that a server lost. What it makes of times is tested with times that are made up.
+lies. What it makes of times is tested with times that are made up.
 """
 
 import importlib
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import nullcontext
 from functools import partial
 from itertools import permutations
 from unittest.mock import Mock
@@ -20,17 +19,17 @@ from unittest.mock import Mock
 import gguf
 import pytest
 import torch
-from conftest import ROOT
 from gguf_files import TINY, write
-from server import serving
+from server import ROOT, serving
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import benchmarks as bench
-from benchmarks import audition, fixed_clock, lossless, never_loses, pair, served, servers, soak
+from benchmarks import audition, fixed_clock, lossless, never_loses, pair, served, servers
 from benchmarks.mixture import folder_of, mixture_of
 from benchmarks.passes import retype
 from messages import Request
+from models import startup
 from serving.curve import Curve
 
 
@@ -118,12 +117,13 @@ def test_speedups_are_medians_of_runs():
 
 def test_auto_and_plain_write_the_same_texts_and_the_worst_cell_is_first(measure, monkeypatch):
     monkeypatch.setattr(never_loses, "memory_gb_per_s", lambda: 9.9)
-    few = "--kinds edit JSON --temperatures 1.2 --clients 1 3"
+    few = "--kinds edit JSON --temperatures 1.2 --clients 1 3 --fixed ngram:2"
     document = measure(f"never_loses --tokens 3 --runs 1 {few}")
     rows = document["results"]
     cells = {(row["kind"], row["temperature"], row["clients"]) for row in rows}
     assert len(cells) == len(rows) == 2 * 2
     assert all(row["differing"] == row["control_differing"] == 0 for row in rows)
+    assert all(row["best_way"] in ("plain", "ngram:2") and row["of_best"] > 0 for row in rows)
     speeds = [row["auto_of_plain"] for row in rows]
     assert speeds == sorted(speeds) and speeds[0] > 0
     whole, alone, _ = document["summary"]
@@ -148,16 +148,28 @@ def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monke
     monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
     server = Namespace(port=0, health=lambda: {"chat_template": is_chat})
     cells = [never_loses.Cell(kind, 0.0, 2) for kind in never_loses.KINDS]
-    found = never_loses.measure(server, cells, Namespace(runs=rounds, clients=[2], tokens=3))
+    given = {"clients": [2], "tokens": 3, "order": "chance", "fixed": []}
+    found = never_loses.measure(server, cells, Namespace(runs=rounds, **given))
     texts = [text for drafter, text in asked[2:] if drafter == "auto"]  # behind the warm-up
     assert len({*texts}) == len(texts) == len(cells) * 2 * rounds
     assert sorted(text for drafter, text in asked[2:] if drafter == "none") == sorted(texts * 2)
     for told in found.values():  # six rounds have all orders
         assert sorted(map(tuple, told)) == sorted(permutations(("auto", "plain", "control")))
     most[0] = len(asked) + 2 + 4 * 6 - 2  # the warm-up, three whole rounds, most of a fourth
-    flags = Namespace(runs=rounds, clients=[2], tokens=3)
-    found = never_loses.measure(server, cells, flags)
+    found = never_loses.measure(server, cells, Namespace(runs=rounds, **given))
     assert [len(told) for told in found.values()] == [1, 1, 1]
+
+
+def test_each_kind_may_come_behind_each_other_kind():
+    order = never_loses.in_order(4, "pairs", random.Random(0))
+    assert {*zip(order, order[1:], strict=False)} >= {*permutations(range(4), 2)}
+
+
+def test_the_best_fixed_way_stands_beside_auto():
+    ways = {"auto": 8.0, "plain": 10.0, "control": 10.0, "ngram:2": 11.0, "mtp:3": 5.0}
+    told = {way: never_loses.Answers(ms, [], ms) for way, ms in ways.items()}
+    row = never_loses.row_of(never_loses.Cell("a", 0.0, 1), [told])
+    assert (row["best_way"], row["of_best"]) == ("mtp:3", 0.625)
 
 
 def test_prompts_of_a_kind_are_all_different():
@@ -517,7 +529,7 @@ def test_ctrl_c_while_a_benchmark_imports_torch_is_one_line(tmp_path):
 
 def test_ctrl_c_behind_that_is_one_line_too(capsys):
     with pytest.raises(SystemExit) as ended:
-        sys.modules["models.shortage"]._hook(KeyboardInterrupt, KeyboardInterrupt(), None)
+        startup._hook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
@@ -612,14 +624,6 @@ def test_served_speeds_are_in_those_of_the_engine_s_own_process():
     assert not row["identical"]
 
 
-def test_int8_is_near_float32_and_smaller(measure):
-    document = measure("quality --model embedded --tokens 300")
-    floats, halves, integers = document["quality"]
-    assert floats["agree"] == 1 and floats["overlap"] == pytest.approx(1, abs=1e-3)
-    assert 0.9 < integers["agree"] <= 1 and 0.9 < integers["overlap"] < 1
-    assert integers["bytes_per_weight"] < halves["bytes_per_weight"] < floats["bytes_per_weight"]
-
-
 @pytest.mark.slow
 def test_auto_loses_to_no_drafter_by_more_than_five_percent_on_any_kind_of_prompt(capsys):
     fixed_clock.main(["--json"])
@@ -654,7 +658,6 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("peers", "--k 17", "must be from"),
-    ("soak", "--minutes 0", "must be more than 0"),
     ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
     ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
 ])  # fmt: skip
@@ -662,91 +665,3 @@ def test_benchmarks_refuse_what_measures_nothing(name, arguments, message, capsy
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main(arguments.split())
     assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------ the soak
-
-
-@pytest.mark.slow
-def test_a_short_soak_loses_nothing_and_leaks_nothing():
-    """Of all kinds of clients. How fast /health was is the benchmark's affair, not a test's."""
-    few = "--minutes 0.1 --warm-up 5 --clients 8 --sample 6 --json"
-    command = [sys.executable, "-m", "benchmarks.soak", *few.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    document = json.loads(result.stdout)
-    assert [fault for fault in document["faults"] if "p99" not in fault] == [], result.stderr
-    in_all = document["requests"][-1]
-    assert in_all["answered"] > 20 and in_all["refused"] > 0 and in_all["left_early"] > 0
-    assert document["rerun"] == [{"kept": 6, "sent_again": 6, "differ": 0}]
-
-
-SOUND = {
-    "requests": [{"lost": 0, "wrong": 0}],
-    "throughput": [{"requests": 20_000}],
-    "memory": [{"quarter_1": 600.0, "quarter_2": 602.0, "quarter_3": 606.0, "quarter_4": 607.0}],
-    "at_rest": [{"at_rest": "threads", "leaked": 0}],
-    "latency": [{"answered": "GET /health", "p99_ms": 5.0}],
-    "rerun": [{"kept": 9, "sent_again": 9, "differ": 0}],
-    "server": [{"exit_code": 0, "tracebacks": 0}],
-}
-
-
-@pytest.mark.parametrize(("part", "changes", "fault"), [
-    ("requests", {"lost": 2}, "2 lost"),
-    ("at_rest", {"leaked": 3}, "3 threads leaked"),
-    ("memory", {"quarter_4": 607.2}, "memory grew by 5.2 > 5 MiB in the second half"),
-    ("latency", {"p99_ms": 100.1}, "p99 of /health missed: 100.1 > 100 ms"),
-    ("rerun", {"sent_again": 8}, "not all of the sample could be sent again"),
-    ("server", {"exit_code": -9}, "exit code -9 after SIGTERM"),
-    ("server", {"tracebacks": 1}, "a traceback in the log"),
-])  # fmt: skip
-def test_the_soak_calls_a_fault_what_is_one(part, changes, fault):
-    assert soak.find_faults(SOUND) == []
-    assert soak.find_faults(SOUND | {part: [SOUND[part][0] | changes]}) == [fault]
-
-
-ASKED = {"prompt": "a", "max_tokens": 2, "seed": 7, "stop": ["z"], "stream": True}
-USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-ANSWER = {
-    "text": "bc", "token_ids": [5, 6], "finish_reason": "length", "seed": 7, "warnings": [],
-    "usage": USAGE, "timings": {"predicted_n": 2},
-}  # fmt: skip
-CYCLES = [{"step": i, "text": "bc"[i], "tokens": [{"id": 5 + i}]} for i in range(2)]
-
-
-@pytest.mark.parametrize("changes", [
-    {"token_ids": [5]}, {"seed": 8}, {"warnings": ["?"]}, {"text": "bz"}, {"text": "bd"},
-    {"finish_reason": "error"}, {"timings": {"predicted_n": 1}},
-    {"usage": USAGE | {"total_tokens": 4}},
-], ids=str)  # fmt: skip
-def test_the_soak_s_clients_see_that_an_answer_is_wrong(changes):
-    assert soak.read_stream(ASKED, *CYCLES, ANSWER).token_ids == [5, 6]
-    for events in ([*CYCLES, ANSWER | changes], [CYCLES[0], ANSWER]):
-        with pytest.raises(soak.Wrong):
-            soak.read_stream(ASKED, *events)
-
-
-@pytest.mark.parametrize("send", [soak.send_other, lambda client: client.get(ASKED)])
-def test_the_soak_s_clients_come_again_while_the_queue_is_full(send, monkeypatch):
-    """Bad input, too: the server need not look at what it has no room for."""
-    refusal = b'{"error": {"message": "full", "type": "", "param": null, "code": "queue_full"}}'
-    full = soak.servers.Full(Mock(headers={"Retry-After": "0"}, read=lambda: refusal))
-    told = soak.servers.Told((1.0,), (*CYCLES, ANSWER))
-    answer = nullcontext(Mock(read=lambda: refusal))
-    monkeypatch.setattr(soak.servers, "answering", Mock(side_effect=[full, answer]))
-    monkeypatch.setattr(soak.servers, "ask", Mock(side_effect=[full, told]))
-    client = soak.Client(0, soak.Tally(), random.Random(0), [], "some")
-    send(client)
-    (_, sent), (_, again), (_, outcome) = client.tally.seen
-    assert (sent, again) == ("sent", "retried_429") and outcome in ("answered", "refused")
-
-
-def test_the_soak_sees_that_an_answer_differs_from_the_one_alone(capsys):
-    text, tally = soak.read_answer(ASKED, ANSWER), soak.Tally()
-    client = soak.Client(0, tally, random.Random(0), [])
-    for now, differs in ((text, 0), (text._replace(token_ids=[5, 9]), 1)):
-        client.get = lambda ask, now=now: now
-        outcome = soak.send_again(client, [(ASKED, text)])
-        assert outcome == {"kept": 1, "sent_again": 1, "differ": differs}
-    assert tally.seen.count(("again, alone", "wrong")) == 1 and "WRONG" in capsys.readouterr().err

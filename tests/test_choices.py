@@ -6,7 +6,6 @@ They run side by side, and the prompt is read once.
 """
 
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -14,13 +13,11 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 from conftest import LIMIT_S
-from engine import replaying
 from server import COLOURS, ENDLESS, JSON, ROUTES, is_error, module_server, serving, until
 
-from engines import client, relay
 from messages import Request, RequestError
 from serving.options import Options
-from serving.worker import Job, Worker, read
+from serving.worker import Admission, Job, Worker, read
 
 LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two blocks
 FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
@@ -167,30 +164,35 @@ def test_choices_and_texts_of_a_list_wait_as_one_and_end_when_their_client_leave
 
 
 def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place():
-    """Also where there are more of them than places to run. The engine takes them and is silent."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        engine = client.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        places = relay.Relay(engine, "m", Options(max_running=2, max_queued=2))
-        (one,) = places.submit(relay.Wanted(), lambda: False)
-        jobs = places.submit(relay.Wanted(n=8), lambda: False)
-        assert (places.num_running, places.num_waiting) == (2, 1)
-        more = places.submit(relay.Wanted(n=8), lambda: False)
-        for n in (1, 8):
-            with pytest.raises(RequestError, match="2 requests wait already.*--max-queued"):
-                places.submit(relay.Wanted(n=n), lambda: False)
-        with pytest.raises(RequestError, match="2 requests wait already"):
-            places.expect_place()
-        for job in (one, *jobs[:6]):
-            job.cancel()
-        until(lambda: jobs[7].began)
-        assert (places.num_running, places.num_waiting) == (2, 1) and one.failure is None
-        for job in more[1:]:
-            job.cancel()
+    """Also where there are more of them than places to run."""
+    places = Admission(Options(max_running=2, max_queued=2))
+
+    def submit(n):
+        jobs = [Job(Request([1], n=n), 60)]
+        jobs += [Job(Request([1], n=n), 60, None, jobs[0]) for _ in range(1, n)]
+        places._queue(jobs)
+        places._give_places()
+        return jobs
+
+    (one,), jobs, more = submit(1), submit(8), submit(8)
+    assert (places.num_running, places.num_waiting) == (2, 2)
+    for n in (1, 8):
+        with pytest.raises(RequestError, match="2 requests wait already.*--max-queued"):
+            submit(n)
+    with pytest.raises(RequestError, match="2 requests wait already"):
         places.expect_place()
-        assert places.num_waiting == 1 and all(job.ended for job in more[1:])
-        for job in (*jobs, *more):
-            job.cancel()
-        assert places.num_waiting == 0 and places.drain(LIMIT_S) == 0
+    for job in (one, *jobs[:6]):
+        job.cancel()
+        if job in places._running:
+            places._running.remove(job)
+        places._give_places()
+    assert jobs[7] in places._running and (places.num_running, places.num_waiting) == (2, 1)
+    for job in more[1:]:
+        job.cancel()
+    places.expect_place()
+    assert places.num_waiting == 1 and all(job.ended for job in more[1:])
+    more[0].cancel()
+    assert places.num_waiting == 0
 
 
 def test_a_choice_begins_when_the_prompt_is_read_and_another_run_gets_the_place_of_the_first():
@@ -213,21 +215,6 @@ def test_a_silent_stream_pings_ever_more_rarely():
     assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 10
     job.put({})
     assert next(seen) == (0, [{}]) and next(seen) == (0, []) and pauses[-1] < 0.2
-
-
-def test_another_engine_is_asked_for_each_choice():
-    with replaying() as replay:
-        replay.is_lenient = True
-        with serving("--engine", replay.url) as server:
-            fields = {"prompt": COLOURS, "max_tokens": 12, "n": 2, "seed": 7}
-            status, body = server.generate(**fields)
-            assert status == 200 and [c["seed"] for c in body["choices"]] == [7, 8]
-            sent = [each for path, each, _ in replay.seen if path == "/v1/completions"]
-            assert sorted(each["seed"] for each in sent) == [7, 8]
-            counts = [choice["timings"]["predicted_n"] for choice in body["choices"]]
-            assert body["usage"]["completion_tokens"] == sum(counts) > 0
-            *events, _ = server.stream(**fields | {"seed": None})  # the engine chooses
-            assert {event["index"] for event in events} == {0, 1}
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -1,34 +1,99 @@
-"""Clients in environments of their own, which need the package index and some minutes: by hand."""
+"""Three real clients against a real server: chat, streams, tools and JSON, as their pages show it.
 
-import json
+Each is installed into an environment of its own, which needs the Python package index and some
+minutes, so it is run by hand:
+
+    python -m pytest -n0 -m network tests/test_clients.py
+"""
+
+import subprocess
 import sys
 
-import clients
 import pytest
+from conftest import ROOT
+from server import serving
+
+HEAD = """
+import json, sys
+url, model = sys.argv[1:]
+city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}}
+city |= {"required": ["city"], "additionalProperties": False}
+hello = [{"role": "user", "content": "Say hello."}]
+asked = {"role": "user", "content": "What is the weather in Paris?"}
+"""
+OPENAI = """
+import openai
+client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+assert [entry.id for entry in client.models.list()] == [model]
+def chat(**fields):
+    fields = {"messages": hello, "max_tokens": 32, "temperature": 0} | fields
+    return client.chat.completions.create(model=model, **fields)
+chunks = [*chat(stream=True, stream_options={"include_usage": True})]
+text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+assert text == chat().choices[0].message.content and chunks[-1].usage.completion_tokens > 0
+tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
+message = chat(messages=[asked], tools=tools, tool_choice="required").choices[0].message
+calls = message.tool_calls
+results = [{"role": "tool", "tool_call_id": call.id, "content": "18"} for call in calls]
+assert "city" in json.loads(message.tool_calls[0].function.arguments)
+last = chat(messages=[asked, message, *results], tools=tools, tool_choice="none").choices[0]
+assert last.message.content and not last.message.tool_calls
+form = {"type": "json_schema", "json_schema": {"name": "city", "schema": city}}
+assert json.loads(chat(response_format=form).choices[0].message.content)["city"]
+answer = client.responses.create(model=model, input="Say hello.", max_output_tokens=16)
+assert answer.output_text and 0 < answer.usage.output_tokens <= 16
+with client.responses.stream(model=model, input="Say hello.", temperature=0) as events:
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text and events.get_final_response().output_text == text
+"""
+ANTHROPIC = """
+import anthropic
+client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0).messages
+fields = dict(model=model, max_tokens=64, extra_body={"temperature": 0})
+answer = client.create(system="Be brief.", messages=hello, **fields)
+assert answer.content[0].text and 0 < answer.usage.output_tokens <= 64
+with client.stream(messages=hello, **fields) as events:
+    text = "".join(events.text_stream)
+    assert text and events.get_final_message().content[0].text == text
+tools = [{"name": "weather", "description": "of a city", "input_schema": city}]
+first = client.create(messages=[asked], tools=tools, tool_choice={"type": "any"}, **fields)
+use = next(block for block in first.content if block.type == "tool_use")
+assert first.stop_reason == "tool_use" and "city" in use.input
+result = {"type": "tool_result", "tool_use_id": use.id, "content": "18"}
+said = [asked, {"role": "assistant", "content": first.content}]
+said.append({"role": "user", "content": [result]})
+last = client.create(messages=said, tools=tools, tool_choice={"type": "none"}, **fields)
+assert last.content[0].text
+assert client.count_tokens(model=model, messages=hello).input_tokens > 0
+"""
+LANGCHAIN = """
+from langchain_openai import ChatOpenAI
+llm = ChatOpenAI(base_url=url + "/v1", api_key="none", model=model, temperature=0, max_tokens=64)
+answer = llm.invoke("Say hello.")
+assert answer.content and answer.usage_metadata["output_tokens"] > 0
+assert "".join(chunk.content for chunk in llm.stream("Say hello.")) == answer.content
+assert len(llm.batch(["Say hello.", "Say goodbye."])) == 2
+tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
+assert llm.bind_tools([tool], tool_choice="weather").invoke([asked]).tool_calls[0]["args"]["city"]
+place = {"title": "place", **city}
+llm = llm.with_structured_output(place, method="json_schema")
+assert llm.invoke("Where is the Louvre?")["city"]
+"""
+CLIENTS = {"openai": OPENAI, "anthropic": ANTHROPIC, "langchain-openai": LANGCHAIN}
 
 
-def test_a_row_tells_what_passed_and_why_the_rest_did_not(tmp_path, monkeypatch):
-    """No package is installed: the environment is ours, and the client asks nothing."""
-
-    class Some(clients.Checks):
-        package = "pytest"
-
-        def passes(self):
-            assert (self.url, self.model) == ("URL", "MODEL")
-
-        def fails(self):
-            raise RuntimeError("because\nof this")
-
-    monkeypatch.setitem(clients.CLIENTS, "pytest", Some)
-    found = clients.outcomes("pytest", "URL", "MODEL")
-    assert found == {"passes": "", "fails": "RuntimeError: because of this"}
-    monkeypatch.setattr(clients, "environment_of", lambda *_: (sys.executable, "1.0"))
-    monkeypatch.setattr(clients, "run", lambda *_, **__: "noise\n" + json.dumps(found))
-    row = clients.tried("pytest", "URL", "MODEL", tmp_path, False)
-    assert (row["version"], row["passed"], row["total"]) == ("1.0", 1, 2)
-    assert row["fails"] == {"fails": "RuntimeError: because of this"}
+@pytest.fixture(scope="module")
+def smollm2():
+    with serving("--model", "smollm2") as server:
+        yield server
 
 
 @pytest.mark.network
-def test_every_client_does_what_its_documentation_shows(capfd):
-    assert clients.main([]) == 0, capfd.readouterr().err
+@pytest.mark.parametrize("package", CLIENTS)
+def test_a_client_does_what_its_documentation_shows(package, smollm2, tmp_path):
+    python = str(tmp_path / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path)], check=True)
+    limits = str(ROOT / "requirements.txt")
+    subprocess.run([python, "-m", "pip", "install", "-q", "-c", limits, package], check=True)
+    url = f"http://127.0.0.1:{smollm2.port}"
+    subprocess.run([python, "-c", HEAD + CLIENTS[package], url, "smollm2"], check=True)

@@ -236,7 +236,7 @@ def test_explain_changes_none_of_the_figures(main, monkeypatch):
 
 
 def test_sampling_options_are_followed_and_the_seed_is_told(main):
-    fields = ["--prompt", "def f(", "--max-tokens", "12", *SAMPLED, "--repetition-penalty", "1.1"]
+    fields = ["--prompt", "def f(", "--max-tokens", "12", *SAMPLED]
 
     def said(*more):
         return re.sub(r"· ms: .*", "", main(*fields, *more)[1])
@@ -279,12 +279,9 @@ MISTAKES = {  # what is said -> after which command lines
     "temperature must be a number from 0": ["--demo --temperature nan"],
     "--top-p must be a number from": ["--port 5000 --top-p 7"],
     "--repeats goes with --demo": ["--prompt x --repeats 2"],
-    "must be more than 0": ["--port 5000 --stall-limit -1"],
     "cannot use the API key: it is empty": ["--port 5000 --api-key ''"],
     "must be from 1 to 4096": ["--port 5000 --max-queued 4097"],
     "it must be UTF-8": ["--port 5000 --api-key a\udcff"],
-    "give it once": ["--port 5000 --api-key a --api-key-file b"],
-    "No such file": ["--port 5000 --api-key-file no/such/file"],
     "--prompt-lookup-min (9) must be at most": ["--model tests --prompt x --prompt-lookup-min 9"],
     "--host is empty: give 127.0.0.1": ["--port 5000 --host ''", "--port 5000 --host ' '"],
     "leave no room in a context of 2048": [f"--model embedded --prompt '{'x ' * 2100}'"],
@@ -292,29 +289,27 @@ MISTAKES = {  # what is said -> after which command lines
     "stop must be a non-empty string": ["--model embedded --prompt x --stop ''"],
     "vllm is no address such as": ["--port 1 --engine vllm --model T"],
     "": [  # what does not go together
-        "--plan --drafter none", "--plan --quantize int8", "--plan --demo",
-        "--plan --prompts nowhere.txt", "--plan --engine http://x:1", "--port 1 --json",
-        "--plan --model no/such/folder --no-kernels", "--demo --engine http://x:1",
-        "--port 1 -- x",
+        "--demo --drafter none", "--demo --prompt x", "--demo --prompts nowhere.txt",
+        "--port 1 --json", "--demo --engine http://x:1", "--port 1 -- x",
         *("--port 1 --engine " + url for url in ("http://", "http://x:y", "http://x:0")),
         *("--port 1 --engine http://x:1 " + option
-          for option in ("--quantize int8", "--device cuda", "--mtp H", "--mmap")),
+          for option in ("--quantize int8", "--device cuda", "--mtp H")),
     ],
 }  # fmt: skip
 EACH_MISTAKE = [(line, message) for message, lines in MISTAKES.items() for line in lines]
 
 
-def test_a_key_may_come_from_where_ps_does_not_show_it(tmp_path, monkeypatch):
-    (tmp_path / "key").write_text("schlüssel\n", "utf-8")
-    _, from_file = parse_arguments(["--port", "1", "--api-key-file", str(tmp_path / "key")])
+def test_a_key_may_come_from_where_ps_does_not_show_it(monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, "schlüssel")
-    _, from_environment = parse_arguments(["--port", "1"])
+    _, options = parse_arguments(["--port", "1"])
     given = "Bearer schlüssel".encode().decode("latin-1")  # as WSGI has it
     head = {"REQUEST_METHOD": "GET", "PATH_INFO": "/metrics", "HTTP_AUTHORIZATION": given}
-    for options in (from_file, from_environment):
-        Guard(options).check(head)
-        with pytest.raises(RequestError, match="give the API key"):
-            Guard(options).check(head | {"HTTP_AUTHORIZATION": "Bearer schluessel"})
+    Guard(options).check(head)
+    with pytest.raises(RequestError, match="give the API key"):
+        Guard(options).check(head | {"HTTP_AUTHORIZATION": "Bearer schluessel"})
+    with pytest.raises(SystemExit):
+        parse_arguments(["--port", "1", "--api-key", "a"])
+    assert "give it once" in capsys.readouterr().err
 
 
 def assert_one_line(message, status, out, err):
@@ -452,8 +447,8 @@ def test_ctrl_c_is_no_traceback_while_torch_is_imported_either():
         maps = Path(f"/proc/{process.pid}/maps")
         until(lambda: "libtorch" in maps.read_text())
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == "interrupted\n"
-    assert process.returncode == 130
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == -signal.SIGINT  # which a shell shows as 130
 
 
 def test_too_little_memory_for_torch_is_one_line_and_exit_2():

@@ -3,7 +3,7 @@
 import json
 import threading
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -28,6 +28,7 @@ def folder(tmp_path, monkeypatch):
     kernels.own_folder  # noqa: B018  (a name of the room is imported when it is first asked for)
     monkeypatch.setattr(kernels, "own_folder", lambda: tmp_path)
     monkeypatch.setattr(measurement, "_LONGEST_MS", inf)
+    monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", inf)
     return tmp_path
 
 
@@ -157,13 +158,61 @@ BROKEN = {
 }  # fmt: skip
 
 
+ABSURD = [
+    {"pass_ms": {"1": 1e-300, "2": 1e300}}, {"pass_ms": {"1": 1.0, "2": float("nan")}},
+    {"context": -(10**30)}, {"context": 10**30}, {"of": "another machine"}, {"of": None},
+    {"drafters": {"mtp": {"call_ms": 1e300, "step_ms": 0, "read_ms": 0}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ABSURD, ids=str)
+def test_a_stored_curve_with_absurd_numbers_or_of_another_machine_is_ignored_with_one_line(
+    demo_engine, folder, caplog, fields
+):
+    curve = Curve({1: 10.0, 2: 11.0}, {}, "2026-01-02T00:00:00", 32)
+    Measurement(demo_engine, "a target")._store.write(curve)
+    (file,) = folder.iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    assert Measurement(demo_engine, "a target").curve == Curve()
+    (record,) = caplog.records
+    assert "cannot be read" in record.getMessage()
+
+
+def test_what_is_known_of_a_drafter_stays_where_a_server_is_without_it(demo_engine, monkeypatch):
+    """And its target's passes are known there, too; of another draft model nothing is."""
+    whole = measured(demo_engine)
+    assert "draft_model" in whole.curve.drafters
+    with monkeypatch.context() as patch:
+        patch.delitem(demo_engine.pool.drafters, "draft_model")
+        less = Measurement(demo_engine, "a target")
+        assert less.curve.pass_ms == whole.curve.pass_ms and [*less.curve.drafters] == ["mtp"]
+        less._store.write(less.curve)
+    assert Measurement(demo_engine, "a target").curve == whole.curve
+    monkeypatch.setattr(demo_engine.draft_model, "fingerprint", "of another file")
+    assert "draft_model" not in Measurement(demo_engine, "a target").curve.drafters
+
+
+def test_all_is_measured_once_when_the_time_for_more_is_spent(demo_engine, monkeypatch):
+    """Also in the idle times behind requests; and a start that ended earlier is gone on from."""
+    monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
+    whole = Measurement(demo_engine, "a target")
+    while len(whole.curve.pass_ms) < 5:
+        whole.measure()
+    whole.pause()
+    assert [*Measurement(demo_engine, "a target").curve.pass_ms] == [*ROWS[:5]]
+    while not whole.is_done:
+        whole.measure()
+    assert [*whole.curve.pass_ms] == [*ROWS] and {*whole.curve.drafters} == {"draft_model", "mtp"}
+
+
 @pytest.mark.parametrize("part", ["", *BROKEN])
 def test_a_stored_curve_that_is_broken_is_ignored_with_one_line(demo_engine, folder, caplog, part):
     curve = Curve({1: 10.0, 2: 11.0}, {}, "2026-01-02T00:00:00", 32)
     Measurement(demo_engine, "a target")._store.write(curve)
     (file,) = folder.iterdir()
     assert Measurement(demo_engine, "a target").curve == curve
-    file.write_text(json.dumps(asdict(curve) | {part: BROKEN[part]}) if part else '{"rows":')
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | {part: BROKEN[part]}) if part else '{"rows":')
     assert Measurement(demo_engine, "a target").curve == Curve()
     (record,) = caplog.records
     assert "cannot be read" in record.getMessage()
@@ -201,8 +250,9 @@ def test_large_passes_are_left_out_where_time_or_context_ends(demo_engine, monke
     monkeypatch.setattr(demo_engine.target, "max_length", 48)
     assert [*measured(demo_engine).curve.pass_ms] == [*ROWS[:-2]]
     hybrid = load("hybrid")  # its states cannot go back over more than 32 tokens
-    assert [*measured(hybrid).curve.pass_ms] == [*ROWS[:-3]] and not caplog.records
+    assert [*measured(hybrid, "a hybrid").curve.pass_ms] == [*ROWS[:-3]] and not caplog.records
     monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
+    monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", 0.0)
     one = measured(demo_engine, "another")
     assert one.status == "measured" and [*one.curve.pass_ms] == [1] and not one.curve.break_even
 

@@ -544,7 +544,7 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
 
 
 def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompts, monkeypatch):
-    """The output is the same; a text of rare words is drafted from all."""
+    """The output is the same; the text's own rare words come again, and of many all are drafted."""
     prompt, name = prompts["repetitive_colours"], "draft_model"
     drafter = demo_engine.pool.drafters[name]
 
@@ -557,6 +557,10 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompt
     few = drafted(border)
     assert few and max(few) < border
     assert any(token >= 2 for token in drafted(2))  # all are rare
+    monkeypatch.setattr("drafters.draft_model._MOST_RARE", 1.0)
+    prompt = prompts["easy_table"]
+    few = drafted(max(prompt) + 1)
+    assert set(few) <= set(prompt) and drafted(max(few)) == few != []
 
 
 def test_a_draft_model_of_which_words_are_a_large_part_chooses_among_fewer():

@@ -27,8 +27,8 @@ IDS = [5, 6, 7, 8, 5, 6, 7]
 
 @pytest.fixture(scope="module")
 def server():
-    options = ("--drafter", "ngram", "--fixed-k", "--drafter-timeout", "0.7")
-    with serving(*options, module=FAULTY) as server:
+    options = ("--drafter", "ngram", "--fixed-k")
+    with serving(*options, module=FAULTY, constants={"drafter_timeout": 0.7}) as server:
         yield server
         assert server.health()["status"] == "ok"
         server.send(signal.SIGTERM)
@@ -165,7 +165,8 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
 def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
     """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
     fields = {"prompt": IDS, "max_tokens": 20}
-    with serving(*gate.arguments, "--stall-limit", "0.5") as server, ThreadPoolExecutor(1) as pool:
+    limit = {"constants": {"stall_limit": 0.5}}
+    with serving(*gate.arguments, **limit) as server, ThreadPoolExecutor(1) as pool:
         expected = server.generate(**fields)[1]["token_ids"]
         gate.shut()
         taken = pool.submit(server.generate, **fields)

@@ -42,28 +42,14 @@ def wrapped(schema):
 NAMES = {  # the fields that ask for the same
     "schema": [
         {"response_format": wrapped(SCHEMA)},
-        {"response_format": {"type": "json_object", "schema": SCHEMA}},  # llama.cpp's
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"response_format": {"type": "json_schema", "schema": SCHEMA}},
         {"json_schema": SCHEMA},
         {"json_schema": json.dumps(SCHEMA)},
-        {"structured_outputs": {"json": SCHEMA}},
-        {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
-        {"guided_json": SCHEMA},
     ],
-    "regex": [
-        {"regex": REGULAR}, {"guided_regex": REGULAR}, {"structured_outputs": {"regex": REGULAR}},
-        {"grammar": LARK}, {"ebnf": LARK}, {"guided_grammar": LARK}, {"grammar": GBNF},
-        {"ebnf": GBNF}, {"structured_outputs": {"grammar": GBNF}},
-    ],
-    "choice": [
-        {"choice": CHOICES}, {"guided_choice": CHOICES},
-        {"structured_outputs": {"choice": CHOICES}},
-    ],
-    "object": [
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-        {"json_schema": {"type": "object"}},
-    ],
+    "regex": [{"regex": REGULAR}, {"grammar": LARK}, {"grammar": GBNF}],
+    "choice": [{"choice": CHOICES}],
+    "object": [{"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}],
 }  # fmt: skip
 PATTERNS = {
     "schema": r'\{"unit":"[CF]","days":[1-9]\}', "regex": REGULAR, "choice": "red|green|blue",
@@ -118,17 +104,13 @@ for _ in range(60):
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
 WRONG = [  # fields, the one that the answer names, and what it says
     ({"regex": "a", "choice": ["a"]}, "choice", "choice cannot go with regex"),
-    ({"guided_json": {}, "json_schema": {}}, "guided_json", "cannot go with"),
-    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "cannot go with"),
+    ({"regex": "a", "json_schema": {}}, "regex", "cannot go with json_schema"),
     ({"response_format": wrapped({}), "grammar": LARK}, "grammar", "cannot go with"),
     ({"response_format": "json_object"}, "response_format", "must be an object of type"),
     ({"response_format": {"type": "xml"}}, "response_format", "must be an object of type"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
     ({"response_format": wrapped([])}, "response_format", "must be a JSON schema"),
     ({"response_format": {"type": "json_object", "schema": 1}}, "response_format", "JSON schema"),
-    ({"structured_outputs": []}, "structured_outputs", "must be an object"),
-    ({"structured_outputs": {"xml": 1}}, "structured_outputs", "'xml', which is not supported"),
-    ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "must be a list of texts"),
     ({"json_schema": "{"}, "json_schema", "must be a JSON schema"),
     ({"json_schema": "[" * 9999}, "json_schema", "must be a JSON schema"),
     ({"json_schema": 5}, "json_schema", "must be a JSON schema"),
@@ -143,15 +125,15 @@ WRONG = [  # fields, the one that the answer names, and what it says
     ({"regex": ["a"]}, "regex", "must be a regular expression"),
     ({"regex": "(a"}, "regex", "cannot be used"),
     ({"regex": "(?=a)b"}, "regex", "cannot be used"),
-    ({"guided_regex": r"(a)\1"}, "guided_regex", "cannot be used"),
+    ({"regex": r"(a)\1"}, "regex", "cannot be used"),
     ({"grammar": "start: thing"}, "grammar", "cannot be used"),
     ({"grammar": 7}, "grammar", "must be a grammar"),
-    ({"ebnf": "root ::= thing"}, "ebnf", "cannot be used"),
-    *(({"ebnf": rf'root ::= "\{code}"'}, "ebnf", rf"\{code} is no character")
+    ({"grammar": "root ::= thing"}, "grammar", "cannot be used"),
+    *(({"grammar": rf'root ::= "\{code}"'}, "grammar", rf"\{code} is no character")
       for code in ("U00110000", "ud800")),
     ({"choice": []}, "choice", "must be a list of texts"),
     ({"choice": ["a", 1]}, "choice", "must be a list of texts"),
-    ({"guided_choice": "a"}, "guided_choice", "must be a list of texts"),
+    ({"choice": "a"}, "choice", "must be a list of texts"),
     ({"regex": "a\\"}, "regex", "escapes nothing"),
     ({"choice": ["", "a"]}, "choice", "none of them empty"),
     ({"grammar": 'start: "a"' + " " * 70_000}, "grammar", "at most 65536 are read"),
@@ -164,7 +146,7 @@ WRONG = [  # fields, the one that the answer names, and what it says
     ({"json_schema": WIDE}, "json_schema", "1500 properties of one object that may be left out"),
     ({"json_schema": {"type": "integer", "multipleOf": "1e999999999"}}, "json_schema", "used:"),
     ({"json_schema": {"type": "integer", "multipleOf": 7**200}}, "json_schema", "has 1.05e+169"),
-    ({"ebnf": 'root ::= "a'}, "ebnf", "is no GBNF: Unexpected end of input"),
+    ({"grammar": 'root ::= "a'}, "grammar", "is no GBNF: Unexpected end of input"),
 ]  # fmt: skip
 
 
@@ -212,7 +194,7 @@ def test_no_format_and_any_text_are_free_text_and_a_schema_that_allows_all_is_an
     status, body = asked(client, GENERATE, json_schema=True, max_tokens=4)
     assert status == 200 and body["token_ids"]
     text = {"response_format": {"type": "text"}}
-    for fields in (text, {"structured_outputs": {}}, {"regex": None}):
+    for fields in (text, {"regex": None}):
         assert asked(client, GENERATE, **fields)[1]["token_ids"] == free
 
 

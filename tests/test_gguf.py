@@ -67,7 +67,7 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monk
     monkeypatch.setattr(loading, "open_model", lambda path: opened.append(path) or open_model(path))
     engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
     assert opened == [str(files["q4_0"]), str(files["q8_0"])]  # each header is parsed once
-    weights = answers.weights_of(engine, Options())
+    weights = answers.weights_of(engine.target)
     if library.why_not() is None:
         size, count = weights["weight_bytes"], weights["parameters"]
         assert weights["dtype"] == "packed" and 0 < size < 1.2 * count
@@ -182,7 +182,8 @@ def test_a_file_is_compared_once_and_the_latest_are_remembered(files, tmp_path, 
 def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(reference, "ROOT", tmp_path)
     files = [tmp_path / name for name in ("core.py", "kernels/c/a.c", "models/b.py")]
-    cached, notes = SimpleNamespace(fingerprint="", max_length=1), [None]
+    model = SimpleNamespace(device=torch.device("cpu"))
+    cached, notes = SimpleNamespace(fingerprint="", contents="", max_length=1, model=model), [None]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")

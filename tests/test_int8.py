@@ -126,7 +126,7 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
 
 def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
     """Both want the output layer of the embedded target, which is shared."""
-    monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
+    monkeypatch.setattr("drafters.self_int8.MANY_WEIGHTS", 0)
     engine, prompt = load("embedded", drafter="auto", fixed_k=False), prompts["code_class"]
     assert {"mtp", "self_int8"} < set(engine.pool.choices["auto"])
     assert_lossless(engine, prompt, 40, "auto")
@@ -143,7 +143,7 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
 def test_it_takes_memory_only_where_someone_can_use_it(tiny_folder, monkeypatch, options, is_there):
     options = Options(model=str(tiny_folder("llama")), **options)
     assert "self_int8" not in assemble(options).pool.drafters  # it is too small
-    monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
+    monkeypatch.setattr("drafters.self_int8.MANY_WEIGHTS", 0)
     assert ("self_int8" in assemble(options).pool.drafters) is is_there
 
 
@@ -172,9 +172,9 @@ def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkey
 def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     """Requests of many kinds come and go; each text is the one of plain decoding."""
     engine = load(
-        tiny_folder(family), dtype=dtype, drafter="self_int8", max_model_len=96, prefill_chunk=16,
-        max_running=4,
+        tiny_folder(family), dtype=dtype, drafter="self_int8", max_model_len=96, max_running=4,
     )  # fmt: skip
+    engine.prefill_chunk = 16
     rng = Random(family)
     requests = [
         Request(
@@ -201,6 +201,41 @@ def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, option
         assemble(Options(str(tiny_folder(family)), drafter="self_int8", **options))
 
 
+# ------------------------------------------------------------------------------ four bits
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=str)
+def test_a_large_draft_model_has_four_bits_and_changes_no_text(monkeypatch, prompts, options):
+    monkeypatch.setattr("drafters.MANY_WEIGHTS", 10**9)  # as a small one, it stays as it is
+    usual = load("embedded", drafter="draft_model", **options)
+    monkeypatch.setattr("drafters.MANY_WEIGHTS", 0)
+    engine = load("embedded", drafter="draft_model", **options)
+    whole, weights = (answers.weights_of(each.draft_model) for each in (usual, engine))
+    assert weights["forms"] == ["Q4"] != whole["forms"] and weights["dtype"] == "int4"
+    assert weights["weight_bytes"] < 0.7 * whole["weight_bytes"]
+    assert answers.weights_of(engine.target) == answers.weights_of(usual.target)
+    drafted = accepted = 0
+    for prompt in prompts.values():
+        counts = assert_lossless(engine, prompt, 24, "draft_model").statistics
+        drafted += counts.num_draft_tokens
+        accepted += counts.num_accepted_draft_tokens
+    assert accepted > 0.2 * drafted > 0
+
+
+def test_where_four_bits_cannot_hold_a_matrix_those_beside_it_read_what_it_reads(tiny_folder):
+    """A draft model still gives numbers: a query in floats would take its inputs for blocks."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype="float32")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[3, 5] = 1e7
+    decoder = decoder_of(model, 128, examine(model, 128).windows, is_known=True)
+    weights = [panels.unpacked() for panels in decoder.blocks[0].matrices["qkv"]]
+    decoder.quantise("int4")
+    first, second = (block.matrices for block in decoder.blocks[:2])
+    assert {panels.form for panels in first["qkv"]} == {"FLOAT"}
+    assert {panels.form for panels in (*first["down"], *second["qkv"])} == {"Q4"}
+    assert torch.equal(first["qkv"][0].unpacked(), weights[0])
+    error = first["qkv"][1].unpacked() - weights[1]
+    assert 0 < error.norm() < 0.2 * weights[1].norm()  # it was rounded before
+
+
 # ---------------------------------------------------------------------------------- memory
 def test_weights_take_at_most_a_byte_and_a_quarter_each(tiny_folder):
     """The model's embedding is its output layer, too, and is not held twice."""
@@ -209,7 +244,7 @@ def test_weights_take_at_most_a_byte_and_a_quarter_each(tiny_folder):
     freed = weakref.ref(model.get_input_embeddings().weight)
     decoder = decoder_of(model, 128, examine(model, 128).windows)
     release(decoder, model)
-    decoder.quantise()
+    decoder.quantise("int8")
     gc.collect()
     assert freed() is None  # the packed output layer shares nothing with it any more
     assert quality.num_bytes(model, decoder) <= 1.25 * num_weights

@@ -105,6 +105,50 @@ def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     assert np.array_equal(*(np.where(np.isnan(x), -1, x.view(np.int32)) for x in both))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_some_rows_of_a_matrix_have_their_bits(form):
+    panels, _, _ = weights(form, 100, 512)
+    ids = torch.tensor([99, 3, 17, 16, 15, 0, *range(50, 62)])
+    some, x = panels.some(ids), numbers(3, 512)
+    assert torch.equal(some(x), panels(x)[:, ids])
+    assert torch.equal(some.unpacked(), panels.unpacked()[ids])
+
+
+def nearest_error(weight):
+    """What a plain rounding to four bits leaves, where each block's largest weight is -8."""
+    blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
+    numbers = (blocks / torch.where(scale == 0, 1, scale)).round().clamp(-8, 7)
+    return ((numbers * scale - blocks) * blocks).square().sum()
+
+
+@pytest.mark.parametrize("size", [(37, 100), (100, 512)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_rounded_to_four_bits_with_less_error_than_by_the_largest(form, size):
+    panels, weight, bias = weights(form, *size)
+    panels.quantise("int4")
+    if form in ("Q4", "Q4M", "Q4K"):
+        assert panels.form == form and torch.equal(panels.unpacked(), weight.float())
+        return
+    assert panels.form == "Q4" and torch.equal(panels.bias.double(), bias)
+    error = ((panels.unpacked() - weight) * weight).square().sum()  # of large weights above all
+    assert 0 < error < 0.95 * nearest_error(weight)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e7])
+def test_a_matrix_that_four_bits_cannot_hold_stays_as_it_is(odd):
+    weight = numbers(40, 100)
+    weight[33, 99] = odd
+    panels = Panels.of(weight, None, "int4")
+    kept, expected = (each.nan_to_num() for each in (panels.unpacked(), weight))
+    assert panels.form == "FLOAT" and torch.equal(kept, expected)
+    weight[33, 99] = 0
+    weight[5] = 0  # no scale is best
+    weight[6] *= 1e-9  # float16 has no such scale
+    panels = Panels.of(weight, None, "int4")
+    assert panels.form == "Q4" and not panels.unpacked()[5:7].any()
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_is_as_near_as_its_roundings_allow(form, size):

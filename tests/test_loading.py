@@ -5,7 +5,6 @@ cannot see is tested by itself: where weights lie in memory, and windows and rot
 depend on the texts beside one.
 """
 
-import gc
 import json
 import os
 import re
@@ -23,13 +22,24 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, application, assemble, load, logits_of, open_rows
+from conftest import (
+    ROOT,
+    TARGET,
+    application,
+    assemble,
+    before,
+    load,
+    logits_of,
+    needs_compiler,
+    open_rows,
+)
 from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
+from kernels import reading
 from models import catalogue, gguf_tokenizer, loading, reference, structure, tokenizer_bounds
 from models.files import read_folder, why_not_loaded
 from models.loading import StartError
@@ -275,7 +285,7 @@ def is_mapped(folder):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(tmp_path, kernels):
+def test_no_weights_lie_in_a_mapped_file(tmp_path, kernels):
     """Those of the target, and those of its MTP head; an engine that is kept keeps its files.
 
     Where a mapped file changes, answers do; where it shrinks, the process ends.
@@ -283,10 +293,8 @@ def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(tmp_path, ker
     path = shutil.copytree(TARGET, tmp_path / "float32")
     floats = {k: w.float() for k, w in load_file(path / "model.safetensors").items()}
     save_file(floats, path / "model.safetensors")  # need no conversion, and may stay there
-    for mmap in (False, True):
-        gc.collect()  # an engine that is let go of lies in a circle of references
-        engine = load(path, drafter="mtp", kernels=kernels, mmap=mmap)
-        assert engine.default_drafter == "mtp" and is_mapped(path) == mmap
+    engine = load(path, drafter="mtp", kernels=kernels)
+    assert engine.default_drafter == "mtp" and not is_mapped(path)
 
 
 @pytest.mark.parametrize(("name", "dtype", "pickled"), [
@@ -304,12 +312,11 @@ def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
         torch.save(weights, path / "pytorch_model.bin")
     else:
         save_file(weights, file, metadata={"format": "pt"})
-    for mmap in (False, True):
-        options = Options(str(path), dtype=dtype, allow_pickle=pickled, mmap=mmap)
-        model = loading.load_pretrained(str(path), options).model
-        assert is_mapped(path) == mmap and model.dtype == kind
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        assert (embedding.weight is head.weight) == (name == "gpt2")
+    options = Options(str(path), dtype=dtype, allow_pickle=pickled)
+    model = loading.load_pretrained(str(path), options).model
+    assert not is_mapped(path) and model.dtype == kind
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (embedding.weight is head.weight) == (name == "gpt2")
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -470,6 +477,28 @@ def test_one_token_may_choose_another_expert(folder, name):
         expected.check(target)
 
 
+@needs_compiler
+def test_a_model_is_compared_once_for_its_weights_and_code(folder, monkeypatch):
+    """A further start compares neither blocks nor logits. Code of a folder may change unseen."""
+    path, agrees = folder("llama"), []
+    monkeypatch.setattr(reading, "_agrees", reading._agrees)  # it is put back behind the test
+    before(reading, "_agrees", lambda *_: agrees.append(1))
+    load(path)
+    assert agrees and core.load_model(str(path), Options()).reference is None
+    agrees.clear()
+    load(path)
+    assert not agrees
+    assert core.load_model(str(path), Options(dtype="bfloat16")).reference
+    assert core.load_model(str(path), Options(kernels=False)).reference
+    with monkeypatch.context() as patched:
+        patched.setattr(reference, "_FOREIGN", "transformers.models.llama")
+        assert core.load_model(str(path), Options()).reference
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert core.load_model(str(path), Options()).reference
+
+
 def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
     path = folder("llama")
     monkeypatch.setattr("kernels.report_of", lambda *_: 1 / 0)
@@ -482,7 +511,7 @@ def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
 def test_torch_s_compiler_is_imported_only_when_it_is_asked_for():
     code = """
 import sys
-import models.shortage
+import models.startup
 import torch
 from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained("demo_models/target")(torch.tensor([[1]]))

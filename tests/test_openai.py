@@ -13,10 +13,13 @@ import openai
 import pytest
 import speculative_decoding as core
 import torch
+from conftest import TARGET
 from prometheus_client.parser import text_string_to_metric_families
 from server import AT_WORK, COLOURS, is_error, module_server, request, until
+from transformers import AutoTokenizer
 
 from models.reference import contents_of, system_fingerprint
+from serving.dialects.shapes import bytes_of
 from serving.options import Options
 
 KEY, ORIGIN = "secret key", "https://example.org"
@@ -164,7 +167,8 @@ def test_our_own_fields_go_along(client):
     figures = result.metrics["speculative_decoding"]
     assert figures["drafter"] == "ngram" and figures["num_spec_tokens"] == 3
     assert len(result.trace) == figures["target_passes"] + 1
-    assert ask(user="me", extra_body={"x": 1}).warnings == ["unknown field 'x' was ignored"]
+    with pytest.raises(openai.BadRequestError, match="no field 'draftr' here.* is drafter"):
+        ask(user="me", extra_body={"draftr": "ngram"})
     same = {"n": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1}
     assert ask(**same).warnings == []
 
@@ -242,6 +246,8 @@ def test_log_probabilities_have_the_shape_of_chat(chat):
     only = {"choice": ["🙃"]}
     entries = chat(logprobs=True, extra_body=only).choices[0].logprobs.content
     assert b"".join(bytes(e.bytes) for e in entries) == "🙃".encode() and len(entries) > 1
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    assert bytes_of(len(tokenizer), tokenizer) == b""  # a model may have more rows
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, server):
@@ -249,7 +255,7 @@ def test_a_route_that_is_not_there_is_told_what_is(client, server):
         client.embeddings.create(model="embedded", input="x")
     status, _, data = server.call("GET", "/v2", headers=GUARDED)
     there = json.loads(data)["error"]["message"].partition("has ")[2].split(", ")
-    assert status == 404 and len(there) == 14
+    assert status == 404 and len(there) == 11
     for method, path in map(str.split, there):
         good = 400 if method == "POST" else 302 if path == "/" else 200
         assert server.call(method, path, headers=GUARDED)[0] == good
@@ -316,18 +322,12 @@ def test_metrics_are_what_prometheus_reads(server):
     assert buckets == sorted(buckets) and buckets[-1] == count >= 1 and total > 0
     for name in (*AT_WORK, "spec_decode_num_drafts", "prompt_tokens", "generation_tokens"):
         assert value(f"vllm:{name}") == value(name)
-    read, cached = value("llamacpp:prompt_tokens"), value("llamacpp:prompt_tokens_cached")
-    assert read > 0 and read + cached == value("prompt_tokens")
-    assert value("llamacpp:tokens_predicted") == value("generation_tokens")
-    assert value("llamacpp:n_tokens_max") >= before["usage"]["total_tokens"]
-    assert value("llamacpp:n_busy_slots_per_decode") >= 1 > value("llamacpp:requests_deferred")
+    assert value("prompt_tokens") > value("prompt_tokens_cached") >= 0
     ended = {s.labels["finished_reason"]: s.value for s in families["request_success"].samples}
     assert ended["length"] >= 1
     for name in ("request_queue_time_seconds", "e2e_request_latency_seconds"):
         assert [s.value for s in families[f"vllm:{name}"].samples if "_count" in s.name] == [count]
-    decodes, prompts = value("llamacpp:n_decode"), value("prompt_tokens")
+    prompts = value("prompt_tokens")
     generate(server, prompt=[*range(300, 500)], max_tokens=0, prompt_logprobs=0)
-    generate(server, prompt="x", n=4, max_tokens=9)
     until(is_at_rest)
     assert value("prompt_tokens") >= prompts + 200
-    assert decodes < value("llamacpp:n_decode") <= decodes + 2 + 9 + 3  # of four at once

@@ -24,7 +24,7 @@ from subprocess import PIPE, Popen, run
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, application
+from conftest import ROOT
 from safetensors.torch import load_file
 from server import (
     COLOURS,
@@ -80,9 +80,8 @@ def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
         until(lambda: f"reading the weights of {name}" in server.health()["stage"])
         assert b"<h1>" in server.call("GET", "/page/")[2]  # the page, which asks for that
         assert {server.refusal(path) for path in PATHS} == {"the model is being loaded"}
-        paths = "/v1/messages", "/completion"
-        kinds = [end_of(server.call("POST", path, GOOD))[1]["error"]["type"] for path in paths]
-        assert kinds == ["overloaded_error", "unavailable_error"]  # Anthropic's and llama.cpp's
+        told = end_of(server.call("POST", "/v1/messages", GOOD))[1]
+        assert told["error"]["type"] == "overloaded_error"  # as Anthropic has it
         assert "serving on" not in server.log()
         gate.open("load")
         until(server.is_ready)
@@ -150,7 +149,7 @@ def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate, stdout, numb
 def test_at_a_load_of_64_each_answer_that_is_cut_off_says_so(gate):
     """Eight run, the others wait. A stream that ended without an error event would look whole."""
     pool, count = ThreadPoolExecutor(64), 64
-    with serving(*gate.arguments, "--grace-period", "0.3") as server, pool:
+    with serving(*gate.arguments, constants={"grace_period": 0.3}) as server, pool:
         gate.shut()
         asked = [(PATHS[i % 2], FIELDS | {"stream": i % 4 < 2}) for i in range(count)]
         answers = [pool.submit(server.call, "POST", *each) for each in asked]
@@ -327,7 +326,7 @@ def test_the_log_on_a_terminal_is_for_people():
             said.extend(os.read(reader, 1 << 16))
         return said.decode().splitlines()
 
-    with serving("--log-prompts", stderr=os.ttyname(end)) as server:
+    with serving(stderr=os.ttyname(end)) as server:
         plain = {"max_tokens": 3, "speculative": False}
         assert server.generate(prompt=f"{SECRET} \u202e", **plain)[0] == 200
         assert server.call("GET", "/%1b[31m")[0] == 404
@@ -337,7 +336,7 @@ def test_the_log_on_a_terminal_is_for_people():
     assert "{" not in said.decode() and all(line.isprintable() for line in shown)
     *started, answered, refused = (line[17:] for line in shown)
     assert any("the target runs in" in line for line in started)
-    words = r"POST /generate: 3 tokens in 3 passes, no drafter, \d+ ms, prompt 'correct .*, text .*"
+    words = r"POST /generate: 3 tokens in 3 passes, no drafter, \d+ ms"
     assert re.fullmatch(words, answered)
     words = r"GET /\\x1b\[31m: answered with an error, status 404 \(Not Found\), \d+ ms"
     assert re.fullmatch(words, refused) and f"WARNING {refused}" in said.decode()
@@ -375,16 +374,6 @@ def test_what_was_written_or_read_is_in_no_line(server):
         assert status in (400, 404)
     until(lambda: answered["X-Request-Id"] in lines_of(server))
     assert SECRET not in server.log() and written not in server.log().replace("\\n", "\n")
-
-
-def test_prompts_and_outputs_are_logged_where_that_was_asked_for(demo_engine, caplog):
-    caplog.set_level("INFO", "serving.requests")
-    fields = {"prompt": SECRET, "max_tokens": 12}
-    with application(demo_engine, Options(log_prompts=True)) as client:
-        with client.post("/generate", json=fields) as answer:
-            written = answer.json["text"]
-    (line,) = (record.msg for record in caplog.records if record.name == "serving.requests")
-    assert line["prompt"] == SECRET and line["text"] == written
 
 
 @pytest.fixture

@@ -17,10 +17,8 @@ from conftest import assert_decided_by, logits_of, probabilities, run, scripted_
 from server import COLOURS, module_server
 
 from drafters.pool import AUTO, TREE
-from engines.relay import Wanted
 from kernels import can_chain
 from sampling import Noise, penalise, ranked
-from serving.options import parse_arguments
 
 COMMA, GREEN = 12, 1381  # tokens of COLOURS
 SETTINGS = {
@@ -149,21 +147,3 @@ def test_an_id_outside_of_the_vocabulary_is_named(server):
     status, body = server.post("/v1/completions", prompt=COLOURS, logit_bias=biases)
     said = "logit_bias has token id 4096: the largest one is 4095"
     assert status == 400 and body["error"]["message"] == said
-
-
-def test_another_engine_is_sent_what_is_switched_on():
-    for fields in ({}, SETTINGS["all"]):
-        sent = Wanted(prompt="x", sampling=core.Sampling(**fields)).body("model")[1]
-        for name, off in (("presence_penalty", 0), ("frequency_penalty", 0), ("logit_bias", {})):
-            value = sent.get(name, off)
-            assert value == (dict(fields[name]) if off == {} and fields else fields.get(name, off))
-
-
-def test_the_command_line_sets_defaults_and_knows_their_range(capsys):
-    words = ["--prompt", "x", "--presence-penalty", "1", "--frequency-penalty", "-0.5"]
-    options = parse_arguments(words)[1]
-    assert (options.sampling.presence_penalty, options.sampling.frequency_penalty) == (1, -0.5)
-    assert options.for_requests["presence_penalty"] == 1
-    with pytest.raises(SystemExit):
-        parse_arguments(["--prompt", "x", "--presence-penalty", "3"])
-    assert "--presence-penalty must be a number from -2 to 2" in capsys.readouterr().err

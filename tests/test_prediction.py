@@ -5,10 +5,7 @@ requests without a prediction.
 """
 
 import random
-from collections import deque
 from dataclasses import replace
-from math import inf
-from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
@@ -18,11 +15,10 @@ from server import CHAT, GENERATE, ROUTES, is_error, text_of
 from cache.prefix import PrefixCache
 from control import Controller
 from control.estimates import Acceptance
-from control.planner import Account, Candidate
+from control.planner import Candidate
 from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
-from engines.app import refuse_what_it_cannot
-from messages import MAX_SPECULATIVE_TOKENS, Draft, Request, RequestError
+from messages import MAX_SPECULATIVE_TOKENS, Draft, Request
 from models import prompts as reading
 from models.prompts import prediction_ids
 from serving.curve import Curve
@@ -93,10 +89,8 @@ def test_an_exact_prediction_is_drafted_at_full_length(demo_engine, prompts, pla
 
 def unclocked(engine):
     """Costs stay as they are expected before any is measured: no clock has a say."""
-    account = Account(deque(), timed=4)
     engine.controller.costs.observe_pass = lambda *_: None
-    account.see = account.see_plain = lambda *_: None
-    engine.controller.account = lambda *_: account
+    engine.controller.costs.is_due = lambda _: False
     engine.planner.observe_pass = lambda *_: None  # so that it chooses in every cycle
     return engine
 
@@ -113,22 +107,15 @@ def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
             assert max(len(event["proposals"]) for event in events) == 16
 
 
-def test_batches_with_a_prediction_rest_by_themselves(engine, prompts):
-    """Where drafts lose by the clock for other texts, a prediction is tried all the same."""
-    for prediction in ((), (5, 6), ()):
-        run(engine, prompts["easy_facts"], prediction=prediction, drafter="auto", max_tokens=6)
-    assert len({who for _, who in engine.controller._accounts}) == 2
-
-
 def test_a_certain_draft_pays_though_rows_have_become_dearer():
-    """The pace that the text had is out of reach then, and says nothing of what time is worth."""
+    """The pace that the text had is out of reach then, and soon says nothing of time's worth."""
     own, record = Controller(100, {"prediction": 0}), Acceptance()
-    account = Account(deque(), balance=inf)
     record.chances = [1.0] * 8
     candidate = Candidate({"prediction": record}, 8, 1000)
     for row_ms in (0.2, 5.0):
         own.costs.start_from(Curve({rows: 10 + row_ms * rows for rows in (1, 9)}))
-        assert {own.decide([candidate], 1, account, True)[0].num_tokens for _ in range(30)} == {8}
+        drafted = [own.decide([candidate], 1, True)[0].num_tokens for _ in range(30)]
+        assert {*drafted[10:]} == {8}
 
 
 @pytest.mark.parametrize("name", [*NAMES, "ngram", None])
@@ -343,11 +330,3 @@ def test_its_ids_are_those_of_the_text_alone(demo_engine, monkeypatch):
     for text in ("def f(x):", "x" * 30_000):
         assert prediction_ids(text, Marking(), 1 << 20) == (*tokenizer(text)["input_ids"],)
     assert sizes == [9, 30_000]
-
-
-def test_another_engine_refuses_it():
-    engine = SimpleNamespace(drafter=None, kind="vllm", num_spec_tokens=None)
-    with pytest.raises(RequestError, match="cannot draft from it") as refused:
-        refuse_what_it_cannot({"prompt": "x", "prediction": "y"}, engine)
-    assert refused.value.param == "prediction"
-    refuse_what_it_cannot({"prompt": "x", "prediction": ""}, engine)

@@ -40,9 +40,10 @@ def expected(demo_engine):
 
 
 @pytest.mark.parametrize("family", ["embedded", "gemma2", "lfm2", "gpt2"])
-def test_scores_are_those_of_transformers(demo_engine, tiny_folder, reference, family):
+def test_scores_are_those_of_transformers(demo_engine, tiny_folder, reference, monkeypatch, family):
     folder = TARGET if family == "embedded" else tiny_folder(family)
-    engine = demo_engine if family == "embedded" else load(folder, prefill_chunk=50)
+    engine = demo_engine if family == "embedded" else load(folder)
+    monkeypatch.setattr(engine, "prefill_chunk", 50)
     text = TEXT[: engine.target.max_length]  # all that the context holds
     entries = scores_of(run(engine, text, max_tokens=0, prompt_logprobs=NUM_TOP)[0])
     with torch.inference_mode():

@@ -198,8 +198,8 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
 
 def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
     """Or without one: the queue is long, and it is counted all the same."""
-    limits = "--request-timeout", "0.7", "--max-running", "2"
-    with serving(*gate.arguments, *limits) as server:
+    limit = {"constants": {"request_timeout": 0.7}}
+    with serving(*gate.arguments, "--max-running", "2", **limit) as server:
         gate.shut()
         kinds = [(path, stream) for path in PATHS for stream in (False, True)]
         fields = {"prompt": "1, 2, 3,", "max_tokens": 20}

@@ -389,9 +389,8 @@ def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
 KEPT = DONE | {"#cycle-says": "tells most"}
 REFUSED = {"#error": "This page has no server", "#track:visible": 0}
 FIRST, TITLE = TOLD["prompts"]["first"], "#cycle-title"  # where a click does nothing
-FOLDS = ("#more", "#statistics", "#whatif", "#model")
+FOLDS = ("#more", "#statistics")
 RACED_NOW = DONE | {"#race-says": "Medians of three runs"}
-NAMES = "#whatif-gain .measured + text:visible"
 DRAWN = "[data-chapter=sampling] .quiet"  # its run has settings that are not as usual
 
 
@@ -411,15 +410,6 @@ def is_sampled(rule):
     return ({"drafter": f"sampled, {rule}"}, TITLE, DONE | {
         "#settings-now": f"temperature 0.8, {rule}", "#demo-prompt": value("new"),
         "#whole-text": exactly(f"The whole text: {text}")})  # fmt: skip
-
-
-def follows(drafter):
-    """A step to a drafter: sliders, words and its point are seen, and its run begins by itself."""
-    costs, speed = RACED[drafter]["costs"], times(RACED[drafter]["measured_speedup"])
-    alpha = f"{costs['alpha']:.2f}".lstrip("0")
-    return ({"drafter": drafter}, TITLE, DONE | {
-        "#whatif-alpha-value": alpha, "#whatif-number": alpha, NAMES: [drafter],
-        "#measured": f"With {drafter} it was {speed} as fast"})  # fmt: skip
 
 
 # By what is claimed: the address, and steps.
@@ -443,14 +433,10 @@ RECORDED = {
         is_sampled("coupled"),
         ({"demo-prompt": "copy"}, TITLE, KEPT | {
             "#settings-now": "greedy", "#drafter option:checked": exactly("draft_model")})),
-    "a link holds the request": ("",
-        ("click", "#link", {"#status": "it holds the request",
-                            "html": lambda html: "prompt=" in html.evaluate("location.hash")})),
-    "no server is spoken of, and what was measured is kept": ("",
+    "no server is spoken of": ("",
         ("look", "", {"#workbench": speaks_of_no_server}),
         ("click", "#race", RACED_NOW),
-        ("click", "#run", DONE | {
-            "#workbench": speaks_of_no_server, "#measured": "the last race"})),
+        ("click", "#run", DONE | {"#workbench": speaks_of_no_server})),
     "the story is read by keyboard and leads to the workbench": ("",
         ("focus", "[data-chapter=reject] .answer-button >> nth=1", {}),
         ("Enter", ":focus", {
@@ -464,18 +450,14 @@ RECORDED = {
             "#prompt": value(FIRST), COUNT: f"{CUT['step']} of"})),
     "all but the text, the cycle and the race is folded until a key opens it": ("",
         ("look", "", {f"{fold}[open]": 0 for fold in FOLDS} | {
-            "#model-number": "134.5 M parameters", "#settings-now": "K = 5, greedy",
+            "#settings-now": "K = 5, greedy",
             "#statistics-number": "2.61 tokens per pass"}),
         *(("Enter", f"{fold} > summary", {f"{fold}[open]": 1}) for fold in FOLDS),
         ("click", "#run", DONE | {f"{fold}[open]": 1 for fold in FOLDS} | {
             "#statistics": "α counts a guess only if all before it were accepted"})),
-    "a link opens a fold, and settings that are not as usual open theirs": ("#whatif",
-        ("look", "", {"#whatif[open]": 1, "#model[open]": 0}),
+    "a link opens a fold, and settings that are not as usual open theirs": ("#statistics",
+        ("look", "", {"#statistics[open]": 1, "#more[open]": 0}),
         ("click", DRAWN, DONE | {"#more[open]": 1, "#settings-now": "temperature 0.8"})),
-    "What if? follows the form's drafter, and names others with the focus": ("#whatif",
-        follows("eagle3"),
-        follows("ngram"),
-        ("focus", "#whatif-gain .measured[aria-label=self_int8]", {NAMES: ["self_int8", "ngram"]})),
 }  # fmt: skip
 
 
@@ -491,9 +473,7 @@ def test_the_text_the_cycle_and_the_race_fill_a_desktop_s_window(open_story):
     page = open_story()
     page.act(("click", "#race", RACED_NOW))
     page.evaluate("document.querySelector('#workbench').scrollIntoView()")
-    assert page.flaws("#request", "#text", "#cycle", "#racing", "#race-says", "#model") == []
-    for part in ("#racing", "#model"):
-        assert sum(page.locator(part).bounding_box()[side] for side in ("y", "height")) > 800
+    assert page.flaws("#request", "#text", "#cycle", "#racing", "#race-says") == []
 
 
 def test_a_tablet_that_is_turned_shows_the_chapter_that_is_read_in_slots_of_one_width(open_story):

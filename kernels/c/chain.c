@@ -35,7 +35,7 @@ static int guess(const draft *a, int most) {
 // it asks for those that a step leaves to the next. `most_wanted` rows at once, or one for each text, may be chosen from.
 // Returns 0, or what run_decoder() or choose() gives in its place.
 int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary *v, int most_wanted, int threads) {
-  const int texts = f->num_wanted, outputs = d->output->outputs, words = v->count;
+  const int texts = f->num_wanted, outputs = d->output->outputs + (d->rarer ? d->rarer->outputs : 0), words = v->count;
   const size_t width = (size_t)d->hidden, held = d->has_states ? texts * width : 0, laid = v->ids ? (size_t)words : 0;
   const size_t room = (size_t)f->rows + (size_t)(most_wanted > texts ? most_wanted : texts);
   batch now = *f;

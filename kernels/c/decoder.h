@@ -57,6 +57,7 @@ typedef struct {
   const block *blocks;
   const rope *ropes;
   const matrix *embedding, *positions, *output;  // positions and output may be NULL
+  const matrix *rarer;  // of the same form, whose outputs come behind those of `output`; or NULL
   float embedding_scale, logit_scale, logit_softcap;
   norm last_norm, second_norm;  // the second follows the first, or is none
   // A head of another model reads a token's embedding and a state, both normed, side by side: through `entrance`,

@@ -326,10 +326,11 @@ static void run(void *task) {
   }
   if (!f->num_wanted) return;
   meet();
-  const int words = d->output->outputs;
+  const layer ends = {d->rarer ? 2 : 1, {d->output, d->rarer}};
+  const int words = outputs_of(&ends);
   FOR_ROWS(i, f->num_wanted) prepare_row(w, d->output, i, w->read + (size_t)f->wanted[i] * 2 * width);
   meet();
-  multiply(&(layer){1, {d->output}}, f->num_wanted, w->prepared, f->logits, NULL, d->logit_scale);
+  multiply(&ends, f->num_wanted, w->prepared, f->logits, NULL, d->logit_scale);
   if (d->logit_softcap == 0) return;
   meet();
   const lanes cap = all(d->logit_softcap);

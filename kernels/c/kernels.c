@@ -1,5 +1,6 @@
 // What Python calls (library.py): one job of all threads for each call.
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "errors.h"
@@ -56,4 +57,23 @@ int apply_linear(const layer *l, int rows, const float *x, float *y, int threads
 // Rows of a matrix, such as an embedding's [count, inputs].
 void read_rows(const matrix *m, int count, const int64_t *rows, float *to) {
   for (int i = 0; i < count; ++i) unpack(m, (int)rows[i], to + (size_t)i * m->inputs);
+}
+
+typedef struct {
+  const matrix *m;
+  uint8_t *panels;
+  atomic_int fits;
+} rounding;
+
+static void round_panels(void *task) {
+  rounding *j = task;
+  for (int panel; take((j->m->outputs + LANES - 1) / LANES, 1, &panel) > 0;)
+    if (!round_panel(j->m, panel, j->panels + panel * panel_bytes(Q4, j->m->inputs))) j->fits = 0;
+}
+
+// A matrix's panels in Q4. Returns whether they hold it (1 or 0).
+int round_matrix(const matrix *m, uint8_t *panels, int threads) {
+  rounding j = {m, panels, 1};
+  run_in_threads(threads, round_panels, &j);
+  return j.fits;
 }

@@ -85,6 +85,12 @@ void multiply_floats(const product *of);
 // Row number `output` of a matrix [inputs].
 void unpack(const matrix *m, int output, float *row);
 
+// Panels of some rows of a matrix: the same numbers.
+void gather(const matrix *m, int count, const int64_t *rows, uint8_t *panels);
+
 // Rows `first` to `first + count` of a file's tensor, in GGUF's type of the same numbers, to panels;
 // `first` is a multiple of 16. Nothing lies behind the last row.
 void repack(int form, const uint8_t *rows, int first, int count, int inputs, uint8_t *panels);
+
+// A panel of a matrix in Q4: its weights rounded to four bits. Returns 0 if one of them, or a scale, is no number there.
+int round_panel(const matrix *m, int panel, uint8_t *to);

@@ -59,19 +59,23 @@ static void scales_of(int form, const uint8_t *scales, const uint8_t *shared, in
   }
 }
 
+INLINE int offset_of(int form) { return form == Q8 ? 128 : form == Q4 ? 8 : form == Q5 ? 16 : form == Q6K ? 32 : 0; }
+INLINE float number_at(int form, const uint8_t *at) {  // of a form without blocks
+  float x;
+  if (form == FLOAT) memcpy(&x, at, 4);
+  else x = form == FLOAT16 ? half_at(at) : wide(*(const uint16_t *)at);
+  return x;
+}
+
 void unpack(const matrix *m, int output, float *row) {
   const int form = m->form, lane = output % LANES, inputs = m->inputs;
   const layout l = layouts[form];
   const uint8_t *step = m->panels + output / LANES * panel_bytes(form, inputs), *shared = step;
   if (form < Q8) {
-    for (int k = 0; k < inputs; ++k) {
-      const uint8_t *at = step + place_of_number(form, lane, k);
-      if (form == FLOAT) memcpy(row + k, at, 4);
-      else row[k] = form == FLOAT16 ? half_at(at) : wide(*(const uint16_t *)at);
-    }
+    for (int k = 0; k < inputs; ++k) row[k] = number_at(form, step + place_of_number(form, lane, k));
     return;
   }
-  const int offset = form == Q8 ? 128 : form == Q4 ? 8 : form == Q5 ? 16 : form == Q6K ? 32 : 0;
+  const int offset = offset_of(form);
   for (int b = 0; b < num_blocks(inputs); ++b, step += step_bytes(form)) {
     if (l.shared && b % 8 == 0) shared = step, step += l.shared;
     float d[2], least;
@@ -83,6 +87,131 @@ void unpack(const matrix *m, int output, float *row) {
       row[32 * b + j] = has_minima(form) ? __builtin_fmaf(whole, d[j / 16], least) : whole * d[j / 16];
     }
   }
+}
+
+// What belongs to one of 16 outputs, `unit` bytes of every 16 times so many.
+INLINE void copy_lane(const uint8_t *from, int lane, uint8_t *to, int to_lane, int bytes, int unit) {
+  for (int i = 0; i < bytes; i += LANES * unit) memcpy(to + i + to_lane * unit, from + i + lane * unit, (size_t)unit);
+}
+
+void gather(const matrix *m, int count, const int64_t *rows, uint8_t *panels) {
+  const layout l = layouts[m->form];
+  const int steps = (m->inputs + l.inputs - 1) / l.inputs, numbers = l.numbers + l.plane;
+  for (int i = 0; i < count; ++i) {
+    const int lane = (int)(rows[i] % LANES), to_lane = i % LANES;
+    const uint8_t *from = m->panels + (size_t)(rows[i] / LANES) * panel_bytes(m->form, m->inputs);
+    uint8_t *to = panels + (size_t)(i / LANES) * panel_bytes(m->form, m->inputs);
+    for (int s = 0; s < steps; ++s, from += step_bytes(m->form), to += step_bytes(m->form)) {
+      if (s % 8 == 0) copy_lane(from, lane, to, to_lane, l.shared, 2), from += l.shared, to += l.shared;
+      copy_lane(from, lane, to, to_lane, numbers, m->form == FLOAT16 ? 2 : 4);
+      copy_lane(from + numbers, lane, to + numbers, to_lane, l.scales, m->form < Q4K ? 2 : 1);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------- rounding to four bits
+
+enum { TRIES = 5 };  // scales of a block
+
+// Weights of 32 inputs, from 32 b on, of a panel's 16 outputs.
+static void load_block(const matrix *m, int panel, int b, lanes *x) {
+  const int form = m->form, offset = offset_of(form);
+  const layout l = layouts[form];
+  const uint8_t *const begin = m->panels + panel * panel_bytes(form, m->inputs);
+  if (form < Q8) {
+    float row[LANES];
+    for (int j = 0; j < 32; ++j) {
+      for (int lane = 0; lane < LANES; ++lane)
+        row[lane] = 32 * b + j < m->inputs ? number_at(form, begin + place_of_number(form, lane, 32 * b + j)) : 0;
+      x[j] = load(row);
+    }
+    return;
+  }
+  const uint8_t *const shared = begin + b / 8 * (8 * (size_t)step_bytes(form) + l.shared);
+  const uint8_t *const step = shared + l.shared + b % 8 * step_bytes(form);
+  float d[2][LANES], least[LANES];
+  for (int lane = 0; lane < LANES; ++lane) {
+    float halves[2];
+    scales_of(form, step + l.numbers + l.plane, shared, lane, halves, least + lane);
+    d[0][lane] = halves[0], d[1][lane] = halves[1];
+  }
+  for (int g = 0; g < 8; ++g) {
+    const place p = place_of_four(form, g);
+    const lanes factors = load(d[g / 4]), minima = load(least);
+    for (int i = 0; i < 4; ++i) {
+      ilanes q;
+      for (int k = 0; k < VECTORS; ++k) {
+        q.v[k] = load_bytes(step + 64 * p.word + VECTOR_BYTES * k) >> (8 * i + p.shift) & (int32_t)(p.mask & 255);
+        if (p.plane_mask)
+          q.v[k] |= (load_bytes(step + l.numbers + 64 * p.plane_word + VECTOR_BYTES * k) >> (8 * i + p.plane_shift) & (int32_t)(p.plane_mask & 255)) << 4;
+      }
+      x[4 * g + i] = fma16(as_floats(iadd(q, iall(-offset))), factors, minima);
+    }
+  }
+}
+
+// The nearest float16, ties to even.
+INLINE uint16_t half_of(float x) {
+  uint32_t bits, small;
+  const float size = __builtin_fabsf(x), moved = size + 0.5f;  // a subnormal float16's unit is that of 0.5
+  memcpy(&bits, &size, 4), memcpy(&small, &moved, 4);
+  const uint32_t usual = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112u << 10);
+  return (uint16_t)((x < 0) << 15 | (size < 0x1p-14f ? small - 0x3f000000 : size < 65520 ? usual : 0x7c00));
+}
+
+INLINE ilanes nearest_of_16(lanes x) {  // from 0 to 15
+  const lanes magic = all(12582920.0f);  // 1.5 · 2^23 + 8: the sum has no room for a fraction
+  return iadd(float_bits(add(smaller(larger(x, all(-8)), all(7)), magic)), iall(-0x4b400000));
+}
+
+// Round 16 outputs' 32 weights to Q4. Of a few scales that one is taken which leaves the least error, in the square, of
+// large weights above all: of weights that are rounded to q with it, the best is Σ x³ q / Σ x² q². Returns whether all
+// of it are numbers.
+static int round_block(const lanes *x, uint8_t *block) {
+  lanes most = all(0), best = all(0), scale = all(0), difference = all(0);
+  for (int j = 0; j < 32; ++j) {
+    most = pick(less(size_of(most), size_of(x[j])), x[j], most);
+    difference = add(difference, sub(x[j], x[j]));
+  }
+  for (int i = 0; i < TRIES; ++i) {
+    const lanes inverse = over(all(-8.8f + 0.4f * (float)i), most);
+    lanes product = all(0), square = all(0);
+    for (int j = 0; j < 32; ++j) {
+      const lanes q = as_floats(iadd(nearest_of_16(mul(x[j], inverse)), iall(-8))), xq = mul(x[j], q);
+      product = fma16(mul(x[j], x[j]), xq, product), square = fma16(xq, xq, square);
+    }
+    const lanes tried = over(product, square), gain = mul(product, tried);
+    const ilanes is_better = less(best, gain);
+    best = pick(is_better, gain, best), scale = pick(is_better, tried, scale);
+  }
+  float scales[LANES], differences[LANES];
+  int fits = 1;
+  store(scales, scale), store(differences, difference);
+  for (int lane = 0; lane < LANES; ++lane) {
+    const uint16_t half = half_of(scales[lane]);
+    memcpy(block + layouts[Q4].numbers + 2 * lane, &half, 2);
+    fits &= differences[lane] == 0 && (half & 0x7fff) < 0x7c00;
+  }
+  const lanes inverse = pick(less(all(0), size_of(scale)), over(all(1), scale), all(0));
+  for (int word = 0; word < 4; ++word) {  // as place_of_four says
+    ilanes four = iall(0);
+    for (int j = 0; j < 8; ++j) {
+      const ilanes q = nearest_of_16(mul(x[8 * word + j], inverse));
+      for (int k = 0; k < VECTORS; ++k) four.v[k] |= q.v[k] << (8 * (j % 4) + 4 * (j / 4));
+    }
+    memcpy(block + 64 * word, &four, 64);
+  }
+  return fits;
+}
+
+int round_panel(const matrix *m, int panel, uint8_t *to) {
+  int fits = 1;
+  for (int b = 0; b < num_blocks(m->inputs); ++b) {
+    lanes x[32];
+    load_block(m, panel, b, x);
+    fits &= round_block(x, to + b * (size_t)step_bytes(Q4));
+  }
+  return fits;
 }
 
 // ------------------------------------------------------------------------------------- GGUF's rows

@@ -4,9 +4,6 @@
     chat.py          OpenAI's /v1/chat/completions, with tools and reasoning
     responses.py     OpenAI's /v1/responses
     anthropic.py     Anthropic's /v1/messages
-    llama_cpp.py     llama.cpp's own routes, which have no /v1; llama_shapes.py: its answers
-    mistral.py       Mistral's /v1/fim/completions
-    tokens.py        /tokenize and its family, as vLLM and llama.cpp have them
 
 A dialect translates a request into the fields of /generate, and writes the answer in its own shape.
 It is parsed, queued and decoded as one of /generate, whose fields may be sent as well.
@@ -21,10 +18,10 @@ from messages import Json, RequestError
 from serving.parsing import model_id, unknown_model
 from serving.service import Service
 
-from . import anthropic, chat, completions, llama_cpp, mistral, responses, tokens
+from . import anthropic, chat, completions, responses
+from .anthropic import ERROR_FORMS
 
-_DIALECTS = completions, chat, responses, anthropic, llama_cpp, mistral, tokens
-ERROR_FORMS = anthropic.ERROR_FORMS | llama_cpp.ERROR_FORMS  # by path; OpenAI's is the usual one
+_DIALECTS = completions, chat, responses, anthropic
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -55,13 +52,8 @@ def register_routes(app: Flask, service: Service) -> None:
 
 
 def _routes(app: Flask) -> str:
-    """The routes of an application, as POST /generate, …, but for the page's files.
-
-    Those that llama.cpp's clients alone ask for are not listed.
-    """
-    forms = [path for path in app.extensions["error_forms"] if not path.startswith("/v1/")]
+    """The routes of an application, as POST /generate, …, but for the page's files."""
     plain = [rule for rule in app.url_map.iter_rules() if not rule.arguments]
-    plain = [rule for rule in plain if rule.rule not in forms]
     return ", ".join(
         f"{method} {rule}"
         for method in ("POST", "GET")

@@ -6,7 +6,6 @@
     stop_sequences              stop
     output_config.format        response_format
     max_tokens, top_k, stream…  the same; so are all fields of /generate
-    thinking, metadata, …       nothing: see _HARMLESS
 
 A block of an answer is a text, thinking (the model's reasoning, which nobody has signed) or a call.
 `metrics`, with `timings` in it, `seed` and `warnings` stand beside what Anthropic's answers have.
@@ -23,20 +22,19 @@ import serving.dialects.translation as to_chat
 from messages import Json, RequestError
 from models.calls import AnswerReader, Call, Part, Thought
 from models.prompts import Conversation
+from serving.fields import known_fields
 from serving.parsing import check_model
 from serving.service import Service, read_body
 
+from .chat import NAMES as CHAT_NAMES
 from .chat import errors_name, read_chat
 from .shapes import InParts, Logprobs, event, figures
 from .translation import objects, text_at, text_of, wrong
 
 _PATH = "/v1/messages"
-_HARMLESS = "metadata", "service_tier", "cache_control", "inference_geo", "thinking"
-_REFUSED = {
-    "mcp_servers": "this server calls no others",
-    "container": "this server runs no code",
-    "logprobs": "/v1/chat/completions has them",
-}
+_NAMES = CHAT_NAMES - {"n", "logprobs", "top_logprobs"} | {
+    "system", "stop_sequences", "output_config",
+}  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -51,9 +49,9 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post(_PATH)
     def messages() -> Response | Json:
         """Answer a conversation."""
-        fields, sent = read_body(), dict[str, str]()
+        fields, sent = known_fields(read_body(), _NAMES), dict[str, str]()
         with errors_name(sent):
-            if fields.get("max_tokens") is None:
+            if "max_tokens" not in fields:
                 raise wrong("max_tokens", "must be an integer: this protocol has no default")
             _translate(fields, sent)
             new_reader = read_chat(service, fields, sent)
@@ -62,7 +60,8 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post(f"{_PATH}/count_tokens")
     def count_tokens() -> Json:
         """Count the tokens of a conversation and its tools, as the model would read them."""
-        fields, sent = read_body(takes_place=False), dict[str, str]()
+        fields = known_fields(read_body(takes_place=False), _NAMES)
+        sent = dict[str, str]()
         check_model(fields.get("model") or service.name, service.name)
         with errors_name(sent):
             _translate(fields, sent)
@@ -87,7 +86,6 @@ ERROR_FORMS = dict.fromkeys((_PATH, f"{_PATH}/count_tokens"), lambda error: erro
 
 def _translate(fields: Json, sent: dict[str, str]) -> None:
     """Turn the fields, in place, into those of a chat. `sent` gets the clients' names of them."""
-    to_chat.take(fields, _HARMLESS, _REFUSED)
     fields["messages"] = _read_messages(fields.pop("system", None), fields.get("messages"), sent)
     last = fields["messages"][-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:

@@ -15,13 +15,17 @@ from flask import Flask, Response
 
 from messages import Json, RequestError
 from models.calls import AnswerReader, Form, Part, Thought
-from models.prompts import Tokenizer, template_options
+from models.prompts import TEMPLATE_FIELDS, Tokenizer, template_options
 from models.tools import read_tools
-from serving.fields import check_dialect
+from serving.fields import known_fields
 from serving.formats import FIELDS, constraint_of
+from serving.parsing import KNOWN
 from serving.service import Service, read_body
 
 from .shapes import InParts, Logprobs, OpenAIShape, by_id, bytes_of, refuse_streamed_scores
+
+_OF_TOOLS = "tools", "tool_choice", "parallel_tool_calls"
+NAMES = KNOWN - {"prompt", "chat"} | {"messages", "top_logprobs", *_OF_TOOLS, *TEMPLATE_FIELDS}
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -29,16 +33,12 @@ def register_routes(app: Flask, service: Service) -> None:
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
-        return respond(service, read_body(), Chat)
-
-
-def respond(service: Service, fields: Json, shape: "Callable[..., Chat]") -> Response | Json:
-    """Answer a conversation in this shape. Errors name the fields as the client does."""
-    refuse_streamed_scores(fields)
-    sent = dict[str, str]()
-    with errors_name(sent):
-        new_reader = read_chat(service, fields, sent)
-        return service.respond(fields, shape(service, fields, new_reader=new_reader))
+        """Answer a conversation."""
+        fields, sent = known_fields(read_body(), NAMES), dict[str, str]()
+        refuse_streamed_scores(fields)
+        with errors_name(sent):
+            new_reader = read_chat(service, fields, sent)
+            return service.respond(fields, Chat(service, fields, new_reader=new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -71,7 +71,6 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
         sent["grammar"] = "tools"
     messages, how = fields.pop("messages", None), template_options(fields)
     _translate(fields, sent)
-    check_dialect(fields)
     is_reasoning = service.read_chat(messages, fields, tools, how)
     if tools:
         return partial(tools.reader, is_reasoning)
@@ -110,7 +109,6 @@ class Chat(InParts, OpenAIShape):
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     has_own_prompts = False
-    first_content: str | None = ""  # of a stream
 
     def __init__(
         self, service: Service, fields: Json, *, new_reader: Callable[[], AnswerReader]
@@ -122,7 +120,7 @@ class Chat(InParts, OpenAIShape):
     @property
     def opening(self) -> str:
         """A stream begins with the role, of each choice."""
-        said = {"role": "assistant", "content": self.first_content}
+        said = {"role": "assistant", "content": ""}
         return "".join(self.chunk(self._choice(i, delta=said)) for i in range(self.num_choices))
 
     def _said(self, index: int, part: Part) -> Json:

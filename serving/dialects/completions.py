@@ -1,8 +1,7 @@
 """OpenAI's /v1/completions: a prompt is continued as it stands.
 
 The fields of /generate (drafter, num_speculative_tokens, min_p, …) may be sent as well. Beside the
-usual parts an answer, and a stream's last chunk, has vLLM's `metrics.speculative_decoding` and
-llama.cpp's `timings`. What would change the output and is not supported is refused, not ignored.
+usual parts an answer, and a stream's last chunk, has `metrics.speculative_decoding` and `timings`.
 """
 
 from collections import defaultdict
@@ -13,13 +12,14 @@ from typing import Any, NamedTuple
 from flask import Flask, Response
 
 from messages import Json, RequestError
-from models.fim import Gap
 from models.prompts import is_text
-from serving.fields import check_dialect, wrong
+from serving.fields import known_fields, wrong
+from serving.parsing import KNOWN
 from serving.service import Service, read_body
 
 from .shapes import Logprobs, OpenAIShape, Places, bodies, by_id, refuse_streamed_scores
 
+_NAMES = KNOWN - {"chat"} | {"echo", "suffix"}
 _MOST_PROMPTS = 128
 
 
@@ -29,12 +29,10 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/v1/completions")
     def completions() -> Response | Json:
         """Continue a prompt, or each of a list."""
-        fields = read_body()
-        echo = fields.pop("echo", None) or False
-        if not isinstance(echo, bool):
+        fields = known_fields(read_body(), _NAMES)
+        if not isinstance(echo := fields.pop("echo", False), bool):
             raise RequestError("echo must be true or false", param="echo")
         fill_in(service, fields)
-        check_dialect(fields)
         refuse_streamed_scores(fields)
         is_scored, begins = fields.get("prompt_logprobs") is not None, list[Begin]()
         prompts = _prompts_of(fields.get("prompt"))
@@ -65,10 +63,9 @@ def fill_in(service: Service, fields: Json) -> None:
 
     Raises RequestError for what is no text, and for a model that cannot fill in.
     """
-    suffix = fields.pop("suffix", None)
-    if suffix is not None and suffix != "":
+    if (suffix := fields.pop("suffix", "")) != "":
         before = check_text(fields.get("prompt") or "", "prompt")
-        service.read_infill(Gap(before, check_text(suffix, "suffix")), fields)
+        service.read_infill(before, check_text(suffix, "suffix"), fields)
 
 
 def check_text(value: Any, name: str) -> str:
@@ -88,8 +85,6 @@ class Begin(NamedTuple):
 def _num_top(fields: Json) -> int | None:
     """How many likeliest tokens are asked for; None: no log-probabilities are."""
     logprobs = fields.get("logprobs")
-    if logprobs is None:
-        logprobs = fields.get("n_probs") or None  # 0 is off there
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     return logprobs if isinstance(logprobs, int) else None

@@ -7,7 +7,6 @@
     max_output_tokens           max_tokens
     top_logprobs, include       logprobs, top_logprobs
     temperature, stream, …      the same; so are all fields of /generate
-    store, metadata, …          nothing: see _HARMLESS
 
 An answer is a list of items: a message, reasoning, calls. It has /generate's figures, too. Not
 covered: images, files, built-in tools.
@@ -15,8 +14,8 @@ covered: images, files, built-in tools.
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from flask import Flask, Response, current_app, g
@@ -24,10 +23,12 @@ from flask import Flask, Response, current_app, g
 import serving.dialects.translation as to_chat
 from messages import Json, RequestError
 from models.calls import AnswerReader, Call, Part, Thought
+from serving.fields import known_fields
 from serving.service import Service, read_body
 
+from .chat import NAMES as CHAT_NAMES
 from .chat import errors_name, log_probabilities, read_chat
-from .shapes import InParts, Logprobs, Places, event, figures
+from .shapes import InParts, Logprobs, Untold, event, figures
 from .translation import objects, text_at, text_of, wrong
 
 # What an answer tells again of its request, and what it tells of absent fields.
@@ -37,14 +38,10 @@ _TOLD: Json = {
     "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
     "top_p": None, "truncation": "disabled", "user": None,
 }  # fmt: skip
-_HARMLESS = (
-    "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning",
-    "safety_identifier", "service_tier", "store", "stream_options", "truncation", "user",
-)  # fmt: skip
-_KEPT = "nothing is kept here, so send the whole conversation as input"
-_REFUSED = dict.fromkeys(("previous_response_id", "conversation", "prompt"), _KEPT) | {
-    "background": "an answer comes at once, or as a stream"
-}
+_NAMES = CHAT_NAMES - {"messages", "n"} | {
+    "instructions", "input", "text", "include", "max_output_tokens",
+}  # fmt: skip
+_KEPT_ELSEWHERE = "previous_response_id", "conversation", "prompt"
 _TEXTS = "input_text", "output_text", "text"
 _KINDS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text")}
 
@@ -55,8 +52,12 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post("/v1/responses")
     def responses() -> Response | Json:
         """Answer a conversation."""
-        fields, sent = read_body(), dict[str, str]()
-        told = _TOLD | {field: fields[field] for field in _TOLD if fields.get(field) is not None}
+        body, sent = read_body(), dict[str, str]()
+        told = _TOLD | {field: body[field] for field in _TOLD if body.get(field) is not None}
+        for name in _KEPT_ELSEWHERE:
+            if body.get(name) is not None:
+                raise wrong(name, "is not supported: send the whole conversation as input")
+        fields = known_fields(body, _NAMES)
         with errors_name(sent):
             _translate(fields, sent)
             new_reader = read_chat(service, fields, sent)
@@ -68,7 +69,6 @@ def register_routes(app: Flask, service: Service) -> None:
 
 def _translate(fields: Json, sent: dict[str, str]) -> None:
     """Turn the fields, in place, into those of a chat. `sent` gets the clients' names of them."""
-    to_chat.take(fields, _HARMLESS, _REFUSED)
     instructions, given = fields.pop("instructions", None), fields.pop("input", None)
     sent |= {"messages": "input", "prompt": "input"}
     fields["messages"] = _read_input(instructions, given, sent)
@@ -93,7 +93,7 @@ def _read_input(instructions: Any, given: Any, sent: dict[str, str]) -> list[Jso
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     for path, item in objects(given, "input"):
-        kind = item.get("type") or ("message" if "role" in item else None)
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
         if kind == "reasoning":  # of an answer before, which the model does not read again
             continue
         if kind == "function_call":
@@ -108,8 +108,6 @@ def _read_input(instructions: Any, given: Any, sent: dict[str, str]) -> list[Jso
         elif kind == "message":
             content = text_of(item.get("content"), f"{path}.content", _TEXTS)
             turns.append({"role": text_at(item, path, "role"), "content": content})
-        elif kind == "item_reference" or (kind is None and "id" in item):
-            raise wrong(path, "refers to an item, and none is kept: send it (store: false)")
         else:
             raise to_chat.unsupported(path, kind)
         sent[f"messages[{len(turns) - 1}]"] = path
@@ -136,14 +134,12 @@ class Responses(InParts):
         self._items = list[Json]()  # those that are done
         self._item: Json | None = None  # the one under way, a message or reasoning
         self._about, self._texts = Json(), list[str]()  # what its events say of it; its texts
-        self._tokenizer, self._places = service.tokenizer, Places(service.tokenizer)
+        self._tokenizer, self._untold = service.tokenizer, Untold(service.tokenizer)
         self._logprobs = list[Json]()  # of the message under way
-        self._waiting = deque[tuple[int, int, Json]]()  # log-probabilities of no item yet
-        self._number = 0  # of the next event
+        self._numbers = count()  # of events
 
     def _event(self, kind: str, **data: Any) -> str:
-        self._number += 1
-        return event(f"response.{kind}", sequence_number=self._number - 1, **data)
+        return event(f"response.{kind}", sequence_number=next(self._numbers), **data)
 
     def _state(self, status: str, **more: Any) -> Json:
         return self._response | {"status": status, "output": self._items} | more
@@ -156,36 +152,21 @@ class Responses(InParts):
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
         """Add a part to the items. Returns the events that tell of it."""
-        listed = log_probabilities(logprobs or [], self._tokenizer)
-        for one, entry in zip(logprobs or [], listed, strict=True):
-            self._waiting.append((*self._places.next(one), entry))
+        self._untold.push(logprobs or [], log_probabilities(logprobs or [], self._tokenizer))
         if isinstance(part, Call):
             return self._close() + self._call(part)
         if not part and logprobs is not None:
             return ""
         kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
-        told = ""
-        if self._item is None or self._item["type"] != kind:
-            told = self._close() + self._open(kind)
+        is_new = self._item is None or self._item["type"] != kind
+        told = self._close() + self._open(kind) if is_new else ""
         self._texts.append(text)
         said = {"delta": text}
         if kind == "message":
             end = self.readers[index].position
-            said["logprobs"] = self._within(end - len(text), end)
+            said["logprobs"] = self._untold.take(end - len(text), end)
+            self._logprobs += said["logprobs"]
         return told + self._event(f"{_KINDS[kind][1]}.delta", **self._about, **said)
-
-    def _within(self, begin: int, end: int | None = None) -> list[Json]:
-        """Give the message the log-probabilities of the tokens in this part of the answer's text.
-
-        Those of tokens before it, of which no message has a part, are dropped.
-        """
-        new = list[Json]()
-        while self._waiting and (end is None or self._waiting[0][0] < end):
-            first, last, entry = self._waiting.popleft()
-            if max(last, first + 1) > begin:  # a part of a character stands where that begins
-                new.append(entry)
-        self._logprobs += new
-        return new
 
     def _content(self, text: str) -> Json:
         """What the item under way has, if that is this text."""
@@ -200,8 +181,8 @@ class Responses(InParts):
         number = f"{_KINDS[kind][0]}_{secrets.token_hex(12)}"
         self._item = {"id": number, "type": kind, "status": "in_progress", "content": []} | more
         self._about = {"item_id": number, "output_index": len(self._items), "content_index": 0}
-        self._texts, told, part = [], self._added(self._item), self._content("")
-        return told + self._event("content_part.added", **self._about, part=part)
+        self._texts, self._logprobs, told = [], [], self._added(self._item)
+        return told + self._event("content_part.added", **self._about, part=self._content(""))
 
     def _close(self, status: str = "completed") -> str:
         """End the item under way, if there is one. Returns the events that tell of it."""
@@ -212,8 +193,6 @@ class Responses(InParts):
         told = self._event(f"{content['type']}.done", **self._about, **said)
         told += self._event("content_part.done", **self._about, part=content)
         item, self._item = self._item | {"status": status, "content": [content]}, None
-        if item["type"] == "message":
-            self._logprobs = []
         return told + self._done(item)
 
     def _added(self, item: Json) -> str:
@@ -254,7 +233,8 @@ class Responses(InParts):
         status = "incomplete" if why else "completed"
         told = "" if self._items or self._item else self.part(0, "")
         # Tokens of no text are left: of a stop string, or of half a character.
-        if self._item and self._item["type"] == "message" and (rest := self._within(0)):
+        if self._item and self._item["type"] == "message" and (rest := self._untold.take(0)):
+            self._logprobs += rest
             told += self._event("output_text.delta", **self._about, delta="", logprobs=rest)
         told += self._close(status)
         given, cached, written, reasoning = to_chat.counts(body)

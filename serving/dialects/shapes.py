@@ -1,8 +1,8 @@
 """What shapes of dialects have in common: OpenAI's body and chunks, and an answer's parts."""
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from flask import current_app, g
@@ -84,6 +84,27 @@ class Places:
             new = "".join(text for text, _ in self._text.release())
         self._end += len(new)
         return begin, self._end
+
+
+class Untold:
+    """Log-probabilities of an answer's tokens, until a part of its text is told."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._places, self._entries = Places(tokenizer), deque[tuple[int, int, Json]]()
+
+    def push(self, logprobs: Iterable[Json], shown: Iterable[Json]) -> None:
+        """Add those of the next tokens, each with what is shown of it."""
+        for one, entry in zip(logprobs, shown, strict=True):
+            self._entries.append((*self._places.next(one), entry))
+
+    def take(self, begin: int, end: int | None = None) -> list[Json]:
+        """What is shown of the tokens in this part of the text. Those before it are dropped."""
+        taken = list[Json]()
+        while self._entries and (end is None or self._entries[0][0] < end):
+            first, last, entry = self._entries.popleft()
+            if max(last, first + 1) > begin:  # a part of a character stands where that begins
+                taken.append(entry)
+        return taken
 
 
 def _stop(body: Json) -> Json:

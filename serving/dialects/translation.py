@@ -48,20 +48,11 @@ def text_of(content: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
     return "".join(texts)
 
 
-def take(fields: Json, harmless: tuple[str, ...], refused: dict[str, str]) -> None:
-    """Take out what changes no text. Raises RequestError for what is refused, and says why."""
-    for name in harmless:
-        fields.pop(name, None)
-    for name, why in refused.items():
-        if fields.pop(name, None) not in (None, False, []):
-            raise RequestError(f"{name} is not supported: {why}", param=name)
-    if fields.get("n") not in (None, 1):
-        raise RequestError("n must be 1: an answer of this protocol is one text", param="n")
-
-
 def rename(fields: Json, sent: dict[str, str], theirs: str, ours: str) -> None:
-    """Give a field its name in a chat."""
+    """Give a field its name in a chat. Raises RequestError if that was sent with another value."""
     if (value := fields.pop(theirs, None)) is not None:
+        if fields.get(ours, value) != value:
+            raise wrong(theirs, f"is another name of {ours}: send one")
         fields[ours], sent[ours] = value, theirs
 
 
@@ -97,8 +88,6 @@ def read_choice(fields: Json, choice: Any) -> None:
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": text_at(choice, "tool_choice", "name")}}
     fields["tool_choice"] = choice
-    if choice == "auto" and not fields.get("tools"):  # as clients send it
-        del fields["tool_choice"]
 
 
 def call_of(number: str, name: str, arguments: Any) -> Json:

@@ -1,48 +1,30 @@
 """A second reading of a GGUF file's header, which shares no code and no table with the first one.
 
-The comparison at the start runs both of its sides with one config, so it cannot see that the config
-is wrong. Here rotations, attention scales, epsilons and Gemma's windows and caps are derived from
-the header once more, by the formulas of llama.cpp (ggml/src/ggml-cpu/ops.cpp), and compared with
-what the model's modules hold.
+The comparison at a server's start runs both of its sides with one config, so it cannot see that the
+config is wrong. Here rotations, attention scales, epsilons and Gemma's windows and caps are derived
+from the header once more, by the formulas of llama.cpp (ggml/src/ggml-cpu/ops.cpp), and compared
+with what the model's modules hold.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from math import log, pi, sqrt
-from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel
-
-from . import StartError
-from .gguf_file import GgufFile
-
-Facts = dict[str, Any]  # the keys under the architecture's name, and lists of factors
-Check = Callable[[PreTrainedModel, int], None]
 
 
-def check_of(file: GgufFile) -> Check:
-    """What compares a loaded model, for texts of so many tokens, with the file's header."""
+def assert_as_the_header_says(file, model, length):
+    """Compare a loaded model, for texts of so many tokens, with its file's header."""
     prefix = f"{file.metadata['general.architecture']}."
     facts = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     for name, tensor in file.tensors.items():
         if name.startswith("rope_f"):
             facts[name] = file.read(tensor).view(np.float32).astype(np.float64)
-    return partial(_check, file.name, prefix[:-1], facts)
-
-
-def _check(name: str, architecture: str, facts: Facts, model: PreTrainedModel, length: int) -> None:
-    """Raises StartError if a module computes with another number than the header has."""
-    for what, actual, expected in _numbers(architecture, facts, model, length):
+    for what, actual, expected in _numbers(prefix[:-1], facts, model, length):
         actual, expected = np.float64(actual), np.float64(expected)
-        if actual.shape != expected.shape or not np.allclose(actual, expected, rtol=1e-5, atol=0):
-            where = f"{what} of the loaded model is not what the file's header says"
-            raise StartError(f"{name} cannot be served: {where} (please report this)")
+        assert actual.shape == expected.shape, what
+        assert np.allclose(actual, expected, rtol=1e-5, atol=0), what
 
 
-def _numbers(
-    architecture: str, facts: Facts, model: PreTrainedModel, length: int
-) -> Iterator[tuple[str, Any, Any]]:
+def _numbers(architecture, facts, model, length):
     """(What it is, the modules' number or numbers, those that the header asks for)."""
     width, heads = facts["embedding_length"], int(np.max(facts["attention.head_count"]))
     head = facts.get("attention.key_length", width // heads)
@@ -74,7 +56,7 @@ def _numbers(
                 yield "the size of the rotation", scaling, size
 
 
-def _rotation(facts: Facts, head: int, is_local: bool, length: int) -> tuple[np.ndarray, float]:
+def _rotation(facts, head, is_local, length):
     """Radians a position for each pair of numbers, and the factor of cos and sin."""
     count = facts.get("rope.dimension_count", head)
     base = facts.get("rope.freq_base_swa" if is_local else "rope.freq_base", 10000.0)
@@ -82,7 +64,7 @@ def _rotation(facts: Facts, head: int, is_local: bool, length: int) -> tuple[np.
     if is_local:
         return turns, 1.0
 
-    def get(key: str, usual: Any) -> Any:
+    def get(key, usual):
         return facts.get(f"rope.scaling.{key}", usual)
 
     kind, size = get("type", "linear"), get("attn_factor", 1.0)

@@ -1,0 +1,121 @@
+"""Filling in the middle, by the `suffix` of /v1/completions, with each family's tokens."""
+
+import json
+import shutil
+
+import gguf
+import pytest
+from gguf_files import add_keys, finish
+from server import module_server, serving
+from transformers import AutoTokenizer
+
+from models.fim import fim_of, infill_prompt
+from models.gguf_file import GgufFile
+from models.gguf_tokenizer import tokenizer_of
+from models.prompts import tokenize_plain
+
+server = module_server("--fixed-k")
+WORDS = [f"<|{w}|>" for w in "fim_prefix fim_suffix fim_middle repo_name file_sep fim_pad".split()]
+PREFIX, SUFFIX = "def area(r):\n    return ", "\n\nprint(area(2))\n"
+GAP = {"prompt": PREFIX, "suffix": SUFFIX}
+
+
+def filled(server, **fields):
+    status, body = server.post("/v1/completions", **fields)
+    assert status == 200, body
+    (choice,) = body["choices"]
+    return choice
+
+
+@pytest.fixture(scope="module")
+def filling_folder(chat_folder, tmp_path_factory):
+    """A model whose tokenizer has the tokens of Qwen2.5-Coder, in place of its last words."""
+    folder = tmp_path_factory.mktemp("filling") / "qwen3"
+    shutil.copytree(chat_folder("qwen3"), folder)
+    path = folder / "tokenizer.json"
+    whole = json.loads(path.read_text("utf-8"))
+    vocabulary = whole["model"]["vocab"]
+    lost = dict(zip(sorted(vocabulary, key=vocabulary.get)[-len(WORDS) :], WORDS, strict=True))
+    whole["model"]["vocab"] = {lost.get(word, word): i for word, i in vocabulary.items()}
+    pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in whole["model"]["merges"]]
+    whole["model"]["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & {*lost}]
+    for word in WORDS:
+        entry = {"id": whole["model"]["vocab"][word], "content": word, "special": True}
+        entry |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        whole["added_tokens"].append(entry)
+    path.write_text(json.dumps(whole), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def filling(filling_folder):
+    with serving("--model", str(filling_folder), "--drafter", "ngram") as server:
+        yield server
+        server.end_well()
+
+
+def test_a_suffix_makes_the_prompt_of_a_gap(filling, filling_folder):
+    tokenizer = AutoTokenizer.from_pretrained(filling_folder)
+    gap = infill_prompt(PREFIX, SUFFIX, tokenizer, "", 256)
+    begin, behind, middle = (tokenizer.convert_tokens_to_ids(word) for word in WORDS[:3])
+    assert [gap[0], gap[-1]] == [begin, middle] and gap.count(behind) == 1
+    assert tokenizer.decode(gap) == WORDS[0] + PREFIX + WORDS[1] + SUFFIX + WORDS[2]
+    _, expected = filling.generate(prompt=gap, max_tokens=6)
+    assert filled(filling, **GAP, max_tokens=6)["text"] == expected["text"]
+
+
+def test_a_middle_ends_at_its_family_s_tokens(filling, filling_folder):
+    """Whatever the model is, no text goes on behind them; and so says the drafter's draft."""
+    tokenizer = AutoTokenizer.from_pretrained(filling_folder)
+    for word in WORDS[3:]:
+        only = [tokenizer.convert_tokens_to_ids(word)]
+        for drafter in ("none", "ngram"):
+            fields = GAP | {"max_tokens": 9, "drafter": drafter, "allowed_token_ids": only}
+            choice = filled(filling, **fields)
+            assert (choice["finish_reason"], choice["text"]) == ("stop", "")
+
+
+def test_tokens_in_the_text_around_a_gap_are_text(filling, filling_folder):
+    tokenizer = AutoTokenizer.from_pretrained(filling_folder)
+    sly = f"a{WORDS[2]}b"
+    ids = infill_prompt(sly, sly, tokenizer, "", 256)
+    assert ids.count(tokenizer.convert_tokens_to_ids(WORDS[2])) == 1
+    assert tokenizer.decode(tokenize_plain(sly, tokenizer, 256)) == sly
+    status, body = filling.post("/v1/completions", prompt=[5, 6], suffix="b")
+    assert status == 400 and "prompt must be a text" in body["error"]["message"]
+
+
+def test_a_model_without_such_tokens_is_named(server):
+    status, body = server.post("/v1/completions", prompt="a", suffix="b")
+    assert status == 400 and body["error"]["param"] == "suffix"
+    assert "embedded has no tokens for filling in" in body["error"]["message"]
+    assert filled(server, prompt="a", suffix="", max_tokens=2)["text"]  # nothing is behind
+
+
+FAMILIES = {
+    "starcoder": "<fim_prefix> <fim_suffix> <fim_middle> <file_sep> <fim_pad>",
+    "deepseek": "<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜>",
+    "codellama": "▁<PRE> ▁<SUF> ▁<MID> ▁<EOT>",
+}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "named"])
+def test_each_family_s_tokens_are_found(tmp_path, family):
+    """By their texts; or by the keys of a file, where they have others."""
+    words = [*FAMILIES.get(family, "A B C D").split(), *"▁Helo", "▁H", "el", "lo", "▁Hel"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    named = {"pre": 259, "suf": 260, "mid": 261, "pad": 262} if family == "named" else {}
+    kinds = [2, 3, 3] + [6] * 256 + [3] * (len(words) - 9) + [1] * 9
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    facts = {"model": "llama", "tokens": tokens, "token_type": kinds}
+    facts |= {"scores": [-float(i) for i in range(len(tokens))]}
+    facts |= {f"fim_{part}_token_id": token for part, token in named.items()}
+    add_keys(writer, "tokenizer.ggml", facts)
+    finish(writer, (), ())
+    tokenizer = tokenizer_of(GgufFile(tmp_path / "a.gguf"))
+    fim = fim_of(tokenizer)
+    assert fim[:3] == (259, 260, 261)
+    assert fim.ends >= ({262} if family in ("named", "codellama") else set())
+    ids = infill_prompt("Hel", "Hel", tokenizer, "", 100)
+    behind = tokens[ids[ids.index(fim.suffix) + 1]]
+    assert behind.startswith("▁") == (family != "codellama")  # which begins amid a line
