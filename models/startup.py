@@ -44,9 +44,6 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130)
-    if kind is KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130)
     if is_shortage(error):
         raise SystemExit(report_shortage(error))
     sys.__excepthook__(kind, error, trace)
@@ -99,7 +96,7 @@ sys.excepthook = _hook  # an import may fail for lack of memory
 if any(word.startswith("--port") for word in sys.argv[1:]) and sys.argv[0].endswith(".py"):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))
-elif _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
+elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 # torch's threads occupy the cores. Those of numpy and tokenizers would take turns with them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -121,3 +118,5 @@ if "transformers" not in sys.modules and _COMPILER not in sys.modules:
     import transformers.modeling_utils  # noqa: F401
 
     torch.distributed.is_available, functools.lru_cache = is_available, lru_cache
+if not _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

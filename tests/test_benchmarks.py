@@ -517,17 +517,17 @@ def test_a_command_line_has_what_is_not_the_default():
     assert line == f"{begin} --fixed-k --num-speculative-tokens 4"
 
 
-def test_ctrl_c_while_a_benchmark_imports_torch_is_one_line(tmp_path):
+def test_ctrl_c_while_a_benchmark_imports_torch_is_no_traceback(tmp_path):
     """Here torch itself presses Ctrl-C."""
     code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / "torch.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-P", "-m", "benchmarks.audition"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_ctrl_c_behind_that_is_one_line_too(capsys):
+def test_ctrl_c_behind_that_is_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         startup._hook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
