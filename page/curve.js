@@ -21,7 +21,7 @@ export const expectedTokens = (alpha, k) => (alpha === 1 ? k + 1 : (1 - alpha **
 
 /**
  * The time of a pass over `rows` positions in ms: straight between measured ones. Behind the last it goes
- * on as it went over its second half, as the last step may be the end of a block (control/estimates.py).
+ * on as it went over its second half, as the last step may be the end of a block.
  */
 export function passMs(curve, rows) {
   const known = Object.entries(curve.pass_ms).map(([n, ms]) => [Number(n), ms]); // numbers rise by themselves

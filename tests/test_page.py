@@ -67,7 +67,7 @@ ACCEPTED, RECOVERED, PLAIN = (f"{TOKENS}.{k} >> nth=-1" for k in ("accepted", "r
 POPUP, TAB_STOP = "#popup:visible", "#text .tokens [tabindex='0']"  # there is one stop
 NO_Q = {"#distribution .bar.q": 0}
 DRAWN = {"#distribution .bar.q >> nth=0": 1}
-TIMED = "K=0 for now: a few plain cycles are timed, to compare with"
+PLAINLY = "K=0 for now: a few plain cycles are timed, to compare with"
 REJECTED = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
 STATES = {"layers": 6, "from": 5, "to": 5, "stepped": 0}
 CHANCES = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in enumerate(
@@ -174,12 +174,12 @@ VIEWS = {
         ({"temperature": 0}, "#cycle-says", {"#cycle-settings": exactly("")})),
     "drafts that end early, and a plain cycle that is timed": (
         *came(FIRST, event(1, FOUR, 5, proposals=[0, 1, 2], cached=[9, 9], drafter="suffix"),
-              event(2, [("f", "bonus")], 9, controller=TIMED)),
+              event(2, [("f", "bonus")], 9, controller=PLAINLY)),
         ("focus", CYCLE, {"#cycle-says": (
             "Cycle 1 of 2, which tells most: 3 accepted, the most of all. ",
             "3 of at most 5: a draft ends early")}),
         ("ArrowRight", CYCLE, {
-             "#cycle-says": (TIMED,), "#controller-says": TIMED})),
+             "#cycle-says": (PLAINLY,), "#controller-says": PLAINLY})),
     "a race is told with its costs": (
         *came(FIRST, button="#race", compare=COMPARED),
         ("look", "", {
