@@ -237,6 +237,7 @@ class Prices(NamedTuple):
     plain_ms: float  # a pass without drafts
     drafts: dict[str, DraftPrice]
     rows_ms: list[float]  # of each drafted token's row, if all draft equally many
+    most: int  # drafted tokens of a request: passes have confirmed half as many rows
 
 
 class Costs:
@@ -378,5 +379,8 @@ class Costs:
                 drafts[name] = DraftPrice(first_ms * level, step_ms * level, read_ms)
             passes = self.passes_of(batch, range(batch, batch + requests * LONGEST + 1, requests))
             rows_ms = [max(0.0, more - ms) / requests for ms, more in pairwise(passes)]
-            self._prices[batch, requests] = Prices(passes[0], drafts, rows_ms)
+            known = self.passes.get(batch.bit_length(), {})
+            rows = [rows for rows, latest in list(known.items()) if len(latest) >= _CONFIRMED]
+            most = 2 * max([1, *rows]) // batch if known else LONGEST
+            self._prices[batch, requests] = Prices(passes[0], drafts, rows_ms, max(2, most))
         return self._prices[batch, requests]

@@ -143,7 +143,7 @@ class Choice:
             most_ms = _RISKED * candidate.shortest * self.prices.plain_ms
             if not record or (must_read and (left_ms <= 0 or reading_ms > most_ms)):
                 continue
-            limit = min(candidate.limit, self._costs.at_once.get(name, inf))
+            limit = min(candidate.limit, self.prices.most, self._costs.at_once.get(name, inf))
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
             drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
             if must_read and drafts[i][-1].num_tokens:

@@ -646,7 +646,9 @@ def test_on_a_machine_that_is_made_up_no_kind_of_text_loses_to_plain_decoding(me
     words = "--machines pair --clients 1 --temperatures 0 0.8 --rounds 10 --seeds 1"
     rows = measure(f"simulated {words}")["results"]
     assert rows == measure(f"simulated {words}")["results"]  # no clock decides
-    assert all(row["speedup"] > 1.1 and row["worst"] > 0.93 for row in rows), rows
+    greedy, sampled = rows
+    assert min(greedy["speedup"], sampled["speedup"]) > 1.1, rows
+    assert greedy["worst"] > 0.95 and sampled["worst"] > 0.9, rows
 
 
 def test_a_table_aligns_and_marks_what_is_missing(capsys):

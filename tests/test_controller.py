@@ -87,7 +87,7 @@ def settled(*alphas, since=0):
 
 def measure(costs, batch=1, pass_ms=10.0, call_ms=0.0, **step_ms):
     """As if each of these had been measured often enough."""
-    for tokens in (batch, 50 * batch) * 3:
+    for tokens in (batch, 50 * batch) * 4:
         costs.observe_pass(batch, tokens, pass_ms + 0.2 * tokens)
     for num_drafted in (1, K) * (12 if step_ms else 1):
         calls = [(n, [num_drafted], 0, call_ms + num_drafted * ms) for n, ms in step_ms.items()]
@@ -435,7 +435,7 @@ def test_a_first_measurement_does_not_end_drafting(costs):
     measure(costs)
     assert draft(costs, "model", 1, 500.0) <= 1.5 * 0.2 * 10.3
     assert draft(costs, "free", 1, 500.0) <= 1.5 * 0.1 * 10.3
-    for _ in range(3):
+    for _ in range(12):
         draft(costs, "model", 1, 500.0)
         draft(costs, "free", 2, 500.0)
     assert costs.prices(1, 1).drafts["model"].first_ms == 500.0
@@ -685,6 +685,29 @@ def test_nobody_pays_more_than_the_bound_for_a_bad_drafter(name, clients):
     """Many come in one moment, with all that choosing, probing, reading and drafting costs."""
     auto_ms, plain_ms, pass_ms = lived_through(clients, **BAD[name])
     assert auto_ms <= (1 + LOSS + CHOICE_BUDGET) * plain_ms + 8 * pass_ms
+
+
+def test_a_curve_is_believed_as_far_as_passes_confirm_it():
+    """It says that rows cost nothing. Here sixteen take 3.6 of one, and all drafts are wrong."""
+    machine = simulated.MACHINES["pair"]
+    server, counts = simulated.Server(machine, False, 0), []
+    server.planner.controller.costs.start_from(Curve({1: 17.9, 64: 18.0}))
+    text = simulated.Text.of("edit", 0.0, random.Random(0))
+    text.copied, text.guess = [0] * 200, lambda limit: simulated.Guess([-1] * limit, 3)
+    server.open(text)
+    plain_ms, propose = machine.a_pass(1) * text.length, server.propose
+
+    def proposing(batch, tasks):
+        drafts, ms = propose(batch, tasks)
+        counts.append(len(drafts[0].tokens))
+        return drafts, ms
+
+    server.propose = proposing
+    while not text.finish_reason:
+        server.step([text])
+    drafted = [count for count in counts if count]
+    assert drafted[:4] == [2] * 4
+    assert server.ms < 1.1 * plain_ms
 
 
 def test_a_drafter_that_is_always_right_gains_where_it_pays():

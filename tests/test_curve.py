@@ -253,7 +253,10 @@ def test_large_passes_are_left_out_where_time_or_context_ends(demo_engine, monke
     assert [*measured(hybrid, "a hybrid").curve.pass_ms] == [*ROWS[:-3]] and not caplog.records
     monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
     monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", 0.0)
-    one = measured(demo_engine, "another")
+    one = Measurement(demo_engine, "another")
+    one._names.clear()  # whose drafts are verified, too
+    while not one.is_done:
+        one.measure()
     assert one.status == "measured" and [*one.curve.pass_ms] == [1] and not one.curve.break_even
 
 
