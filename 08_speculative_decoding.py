@@ -20,8 +20,8 @@ also knows rejection sampling, the classical rule. It keeps the distribution, bu
 
 The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
 What they use follows: KV cache and truncation · cached model · probabilities · rejection · sequence
-· engine · loading · Flask app · command line. drafters/ guess, control/ chooses the drafter and how
-much it drafts, serving/ puts engines together and speaks HTTP, and kernels/ make passes faster.
+· engine · loading · Flask app · command line. runtime/ computes, drafters/ guess (auto/ chooses the
+drafter and how much it drafts), and server/ puts engines together and speaks HTTP.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -31,19 +31,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import models.startup  # isort: skip  # noqa: F401  (so that torch fails in one line)
+import runtime.models.startup  # isort: skip  # noqa: F401  (so that torch fails in one line)
 import torch
 from flask import Flask, Response
 from torch import Tensor
 
-import cache
 import drafters
-import kernels
-import messages
-from messages import Draft, Judgement, Sampling
-from sampling import Noise, choose, draw, penalise, truncated_softmax
-from serving import statistics
-from text import TextStream
+from runtime import cache, kernels, statistics, values
+from runtime.sampling import Noise, choose, draw, penalise, sample, truncated_softmax
+from runtime.text import TextStream
+from runtime.values import Draft, Judgement, Sampling
+
+sys.modules.setdefault("08_speculative_decoding", sys.modules[__name__])  # once, if it is a script
 
 
 # -------------------------------------------------------------------------------- the method
@@ -92,7 +91,7 @@ def choices(
 
 def speculate(
     target: "CachedModel", drafter: drafters.Drafter, prompt: list[int], max_tokens: int,
-    eos_ids: set[int], sampling: Sampling = messages.GREEDY, seed: int = 0, num_drafted: int = 5,
+    eos_ids: set[int], sampling: Sampling = values.GREEDY, seed: int = 0, num_drafted: int = 5,
 ) -> list[int]:  # fmt: skip
     """Decode with a drafter, by the coupled rule: the text of `plain_decode`, in fewer passes.
 
@@ -133,13 +132,13 @@ def speculate(
             read = [*range(first), *(first + i for i in accepted)]
             states = [output.hidden[layer][0][read] for layer in layers]
             hidden = torch.cat(states, -1) if states else None
-            drafter.observe(state, messages.Verdict(count - 1, len(accepted), emitted, hidden))
+            drafter.observe(state, values.Verdict(count - 1, len(accepted), emitted, hidden))
         return tokens[len(prompt) :]
 
 
 def plain_decode(
     target: "CachedModel", prompt: list[int], max_tokens: int, eos_ids: set[int],
-    sampling: Sampling = messages.GREEDY, seed: int = 0,
+    sampling: Sampling = values.GREEDY, seed: int = 0,
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
@@ -158,7 +157,7 @@ class SlotCache(cache.Slots):
     """A KV cache in which each row has its own length; truncating a row lowers its length.
 
     A pass writes its tokens' keys and values behind those of its rows, and the rows grow by them.
-    cache/slots.py does that, opens rows for requests, and closes them.
+    runtime/cache/slots.py does that, opens rows for requests, and closes them.
     """
 
     def truncate(self, row: int, length: int) -> None:
@@ -187,7 +186,7 @@ class CachedModel:
     """A causal language model with a SlotCache: the target, or a draft model."""
 
     def __init__(self, loaded: Any, name: str, num_rows: int) -> None:
-        """`loaded` is a Loaded of models/loading.py; the KV cache gets `num_rows` rows."""
+        """`loaded` is a Loaded of runtime/models/loading.py; the KV cache gets `num_rows` rows."""
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, name
         self.max_length, self.eos_ids = loaded.length, loaded.eos_ids
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
@@ -198,7 +197,11 @@ class CachedModel:
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.compiled, self.quantize = None, None  # the forward in C, and what it rounds to, if any
         self.report: Any = None  # whether a token's bits depend on how it is computed
-        self.contents, self.reference, self.is_known = "", None, False  # see models/reference.py
+        self.contents, self.reference, self.is_known = (
+            "",
+            None,
+            False,
+        )  # see runtime/models/reference.py
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
         """An empty cache whose rows hold `spare` tokens more than this model's context."""
@@ -207,7 +210,7 @@ class CachedModel:
     def forward(
         self, rows: list[int], tokens: list[list[int]], num_logits: list[int],
         layers: tuple[int, ...] = (), parents: list[list[int] | None] | None = None,
-    ) -> messages.Output:  # fmt: skip
+    ) -> values.Output:  # fmt: skip
         """Feed tokens[b] (at least one) after what cache row rows[b] holds.
 
         Prefill feeds many tokens, plain decoding one, verifying n + 1. Returns logits of each
@@ -222,7 +225,7 @@ class CachedModel:
         logits, states = self.run(ids, place, max(num_logits), layers)
         self.cache.advance(place)
         last = [text[-n:].float() for text, n in zip(logits, num_logits, strict=True)]
-        return messages.Output(last, {i: place.part(hidden) for i, hidden in states.items()})
+        return values.Output(last, {i: place.part(hidden) for i, hidden in states.items()})
 
     @kernels.exclusive()
     @torch.inference_mode()
@@ -246,21 +249,6 @@ class CachedModel:
 
 
 # ----------------------------------------------------------------- probabilities · rejection
-@torch.inference_mode()
-def sample(
-    logits: Tensor, text: list[int], sampling: Sampling, noise: Noise
-) -> tuple[int, Tensor | None]:
-    """Choose the token after `text` by logits [V], in plain decoding and in model drafters.
-
-    Returns the token, and q [V], the distribution that it was drawn from, or None (see needs_q).
-    """
-    scores = penalise(logits[None], sampling, text, Draft())  # no draft follows
-    q = truncated_softmax(scores, *sampling.transforms)[0] if sampling.needs_q else None
-    if sampling.is_coupled:
-        return choose(scores, sampling, noise, len(text)), q
-    return draw(q, noise.uniform(len(text), noise.DRAW)), q
-
-
 @torch.inference_mode()
 def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) -> list[Judgement]:
     """Rejection sampling, the classical rule: the output is distributed exactly as p.
@@ -299,7 +287,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 class Sequence:
     """A request under way: its tokens, its row of the KV cache, its text, and its drafting."""
 
-    def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
+    def __init__(self, request: values.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
         known = () if request.sampling.is_coupled else request.prediction  # see Noise
         self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
@@ -359,7 +347,7 @@ class Engine:
         self.totals = statistics.Totals(self.pool.choices)
         self.now = statistics.clock(target.model.device)
 
-    def open(self, request: messages.Request) -> Sequence:
+    def open(self, request: values.Request) -> Sequence:
         """Admit a request; caps max_tokens. ValueError: bad prompt or drafter, or no free row."""
         admitted, warnings = request.admitted(self.target, self.pool.choices)
         with ExitStack() as opened:  # if one of these raises, the others are closed
@@ -380,7 +368,7 @@ class Engine:
                 self.pool.remember(s.drafting, s.tokens)
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
-    def generate(self, request: messages.Request) -> Iterator[tuple[Sequence, messages.Cycle]]:
+    def generate(self, request: values.Request) -> Iterator[tuple[Sequence, values.Cycle]]:
         """Run a request, cycle by cycle. Stopping early is fine. Raises the sequence's failure."""
         s = self.open(request)
         try:
@@ -394,8 +382,8 @@ class Engine:
 
     @kernels.exclusive()  # so that torch's threads leave the cores to the kernels
     def step(
-        self, sequences: list[Sequence], cycles: dict[Sequence, messages.Cycle] | None = None
-    ) -> dict[Sequence, messages.Cycle]:
+        self, sequences: list[Sequence], cycles: dict[Sequence, values.Cycle] | None = None
+    ) -> dict[Sequence, values.Cycle]:
         """Run one cycle of each sequence: draft → verify → accept → truncate.
 
         The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
@@ -435,7 +423,7 @@ class Engine:
             s.statistics.prompt_ms += (self.now() - began) * 1e3
         return self.pool.settled([s for s in sequences if s not in reading])
 
-    def forward(self, batch: list[Sequence], drafts: list[Draft]) -> messages.Output:
+    def forward(self, batch: list[Sequence], drafts: list[Draft]) -> values.Output:
         """Run one pass for all: each text's uncached tokens (mostly the pending one) and draft."""
         lengths, pairs = self.target.cache.lengths, list(zip(batch, drafts, strict=True))
         return self.target.forward(
@@ -447,8 +435,8 @@ class Engine:
         )
 
     def accept(
-        self, s: Sequence, draft: Draft, output: messages.Output, i: int, plan: drafters.Plan
-    ) -> messages.Cycle:
+        self, s: Sequence, draft: Draft, output: values.Output, i: int, plan: drafters.Plan
+    ) -> values.Cycle:
         """Judge the draft, append what stays, truncate; planner and drafters learn what came."""
         logits = output.logits[i]
         # A grammar is one more transform: what it forbids gets −inf.
@@ -458,7 +446,7 @@ class Engine:
         slots, held = self.target.cache, self.target.cache.lengths[s.row]
         num_kept = s.append(judged, self.eos_ids)
         slots.keep(s.row, len(draft.tokens), path[: num_kept - 1])  # the last one is pending
-        cycle = messages.Cycle(
+        cycle = values.Cycle(
             number=s.num_steps, draft=draft, path=draft.continued(path), judged=judged,
             num_kept=num_kept, held=held, cached=slots.lengths[s.row], recurrent=slots.recurrent,
             logits=logits, scores=scores,
@@ -486,28 +474,28 @@ class Engine:
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Any) -> CachedModel:
     """Load the model `name` and give it a KV cache. Raises StartError if it cannot be loaded."""
-    from models import gpt_neo, loading, reference
+    from runtime.models import gpt_neo, loading, reference
 
     kernels.setup(options.quantize, options.device, options.kernels)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    model.reference = reference.Reference.of(model)  # before kernels/ take the weights
+    model.reference = reference.Reference.of(model)  # before runtime/kernels/ take the weights
     gpt_neo.follow_masks(model.model, model.max_length)  # GPT-Neo has masks of its own
     cache.follow_rows(model)  # recurrent layers have a state for each row
     return model
 
 
 def load_engine(options: Any) -> Engine:
-    """The target with all drafters that fit it, checked and run once; see serving/assembly.py."""
-    from serving import assembly
+    """The target with all drafters that fit it, checked and run once; see server/assembly.py."""
+    from server import assembly
 
-    return assembly.load_engine(options, load_model, Engine, sample)
+    return assembly.load_engine(options)
 
 
 # --------------------------------------------------------------------------------- Flask app
 def create_app(service: Any) -> Flask:
-    """The web application; `service` is an engine and its worker (serving/service.py)."""
-    from serving import dialects
-    from serving.service import read_body
+    """The web application; `service` is an engine and its worker (server/service.py)."""
+    from server import dialects
+    from server.service import read_body
 
     app = service.new_app()  # the page, GET /metrics and /curve
     dialects.register_routes(app, service)
@@ -528,15 +516,13 @@ def create_app(service: Any) -> Flask:
 # ------------------------------------------------------------------------------ command line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0; 1: outputs differ; 2: not carried out; 130: interrupted."""
-    import demo
-    import engines
-    from models.catalogue import with_model
-    from serving import options
+    from runtime.models.catalogue import with_model
+    from server import demo, options, start
 
     def act() -> int:
         wanted, chosen = options.parse_arguments(arguments)
         if wanted.port or wanted.export is not None:
-            return engines.serve(wanted, chosen, load_engine, create_app)
+            return start.serve(wanted, chosen)
         engine = load_engine(chosen := with_model(chosen))
         if wanted.demo:
             return demo.show_demo(engine, chosen, wanted, plain_decode)

@@ -7,8 +7,8 @@ from inspect import getfile, getsourcelines, isabstract, signature
 from pathlib import Path
 from pkgutil import resolve_name
 
-from messages import Draft, Sampling, Verdict
-from sampling import Noise
+from runtime.sampling import Noise
+from runtime.values import Draft, Sampling, Verdict
 
 from .base import MANY_WEIGHTS, Context, Drafter, restoring_settings
 from .draft_model import check_words

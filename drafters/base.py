@@ -22,10 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from messages import Doubts, Draft, Model, Sampling, Verdict
-from sampling import Noise, NothingLeft, confidence
+from runtime.sampling import Noise, NothingLeft, confidence, sample
+from runtime.values import Doubts, Draft, Model, Sampling, Verdict
 
-Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
 MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -59,20 +58,15 @@ class Context:
 
     `target` and `draft` are the core's cached models; `draft` is None where no draft model was
     named.
-
-    `sample(logits [V], text, sampling, noise)` is how a model drafter chooses: the token drawn
-    after the transforms of `sampling` (`text`: the tokens before it, drafts included), and the q
-    [V] that it was drawn from, or None (see Sampling.needs_q).
     """
 
     target: Model
-    sample: Sample
     draft: Model | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     wanted: str | None = None  # the drafter that the command line names
     named: tuple[str, ...] = ()  # and those whose models it names
-    fast: bool = True  # a drafter's models may run in kernels/
+    fast: bool = True  # a drafter's models may run in runtime/kernels/
     quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
     mmap: bool = False  # whether weights may stay in mapped files
@@ -123,8 +117,8 @@ class Chain:
             return False
         return not self._confidence or goes_on is None or goes_on(self._confidence)
 
-    def extend(self, logits: Tensor, sample: Sample) -> int:
-        """Draw the next token by the drafter's logits [V]; see Context for `sample`.
+    def extend(self, logits: Tensor) -> int:
+        """Choose the next token by the drafter's logits [V], as the target does.
 
         Where nothing may follow, the text may end there, and so the draft ends.
         """

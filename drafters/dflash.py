@@ -10,7 +10,7 @@ independently: what was drawn for d1 is unknown to d2. A draft costs one forward
 is, and the layers may be several where an EAGLE-3 head has one. Keys and values of the context
 stay, those of the block are forgotten.
 
-Embedding and output layer are the target's. Train a head with demo_models/train.py, or take
+Embedding and output layer are the target's. Train a head with tools/training/train.py, or take
 one of z-lab's: `--dflash FOLDER_OR_HUB_ID`.
 
 Sources: arXiv 2602.06036; the layout of z-lab/dflash. Not covered: DFlash 2, whose convolutions and
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from kernels import can_tabulate, speed_up_blocks
-from messages import Draft, Model
-from models.files import check_config, check_sizes, fill
+from runtime.kernels import can_tabulate, speed_up_blocks
+from runtime.models.files import check_config, check_sizes, fill
+from runtime.values import Draft, Model
 
 from .base import Chain, Context
 from .head import HeadDrafter, HeadState, check_layers, layer_config
@@ -185,7 +185,7 @@ class DFlashDrafter(HeadDrafter):
         for state, logits in zip(states, every, strict=True):
             chain = Chain(state, len(logits))
             while chain.is_open:
-                chain.extend(logits[len(chain.tokens)], self._sample)
+                chain.extend(logits[len(chain.tokens)])
             drafts.append(chain.draft())
         for state in states:
             state.hidden[0] = []

@@ -10,9 +10,9 @@ and committed; before the next draft, feed every committed token that is not cac
 full acceptance (the last drafted token was never fed), a cycle without a draft, and the first call
 (the whole prompt is fed).
 
-Compiled code makes a draft in one call, where Python has no say in it (kernels/chain.py). Where
-text is copied, it feeds the model guesses and checks them, as the target does with drafts. The
-draft stays the same.
+Compiled code makes a draft in one call, where Python has no say in it (runtime/kernels/chain.py).
+Where text is copied, it feeds the model guesses and checks them, as the target does with drafts.
+The draft stays the same.
 
 Source: Leviathan et al., arXiv 2211.17192. Not covered: a draft model with another tokenizer; it is
 refused at start.
@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import kernels
-from cache.prefix import PrefixCache
-from messages import Draft, Model, Sampling, Verdict
-from sampling import Noise
+from runtime import kernels
+from runtime.cache.prefix import PrefixCache
+from runtime.sampling import Noise
+from runtime.values import Draft, Model, Sampling, Verdict
 
 from .base import Chain, Context, Drafter, ModelState
 
@@ -68,7 +68,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, context: Context, draft: Model) -> None:
         """`draft` is a cached model with the target's tokens."""
-        self._draft, self._sample = draft, context.sample
+        self._draft = draft
         self.num_step_weights = draft.num_weights
         self._prefixes = PrefixCache.of(draft, context.prefix_cache_mb)
         # Embeddings may be padded. Ids that only one of the two models has are never drafted.
@@ -115,7 +115,7 @@ class DraftModelDrafter(Drafter):
             rows = [states[i].row for i in active]
             output = model.forward(rows, [fed[i] for i in active], num_logits=[1] * len(active))
             for i, logits in zip(active, output.logits, strict=True):
-                fed[i] = [chains[i].extend(logits[0, : self._shared], self._sample)]
+                fed[i] = [chains[i].extend(logits[0, : self._shared])]
         return [each.draft(self._vocab_size) for each in chains]
 
     def _rewind(self, state: ModelState) -> None:

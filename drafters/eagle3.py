@@ -9,7 +9,7 @@ the state alone. lm_head knows a draft vocabulary, the commonest words: d2t says
 ids is from the target's. Its scores are laid out over the target's vocabulary before anything is
 drawn from them, so that q is a distribution over the same tokens as p.
 
-head.py has how a head drafts. Train one with demo_models/train.py, or take one of the public ones:
+head.py has how a head drafts. Train one with tools/training/train.py, or take a public one:
 `--eagle3 FOLDER_OR_HUB_ID`.
 
 Sources: arXiv 2503.01840; the layouts of SafeAILab/EAGLE and of vllm-project/speculators.
@@ -25,10 +25,10 @@ from transformers import PreTrainedConfig
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from cache import Place
-from kernels import eagle_layer
-from messages import Model
-from models.files import check_config, check_sizes, fill
+from runtime.cache import Place
+from runtime.kernels import eagle_layer
+from runtime.models.files import check_config, check_sizes, fill
+from runtime.values import Model
 
 from .base import Context
 from .head import AutoregressiveDrafter, check_layers, layer_config

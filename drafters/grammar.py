@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from messages import Sampling, Verdict
-from sampling import Noise
+from runtime.sampling import Noise
+from runtime.values import Sampling, Verdict
 
 from .base import GuessingDrafter
 

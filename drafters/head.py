@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-import kernels
-from cache import Place
-from kernels import KernelHead, speed_up_head
-from messages import Draft, Model, Sampling, Verdict
-from models.files import check_numbers, read_folder, reading, unmap_weights
-from sampling import Noise
+from runtime import kernels
+from runtime.cache import Place
+from runtime.kernels import KernelHead, speed_up_head
+from runtime.models.files import check_numbers, read_folder, reading, unmap_weights
+from runtime.sampling import Noise
+from runtime.values import Draft, Model, Sampling, Verdict
 
 from .base import Chain, Context, Drafter, ModelState
 from .tree import TreeBuilder
@@ -122,7 +122,6 @@ class HeadDrafter(Drafter):
         target = context.target
         self._cache = target.new_cache(num_layers, target.cache.num_rows, spare)
         self._caches = [self._cache]  # of layers that each have one
-        self._sample = context.sample
 
     def _count_weights(self, *modules: nn.Module) -> None:
         """Say that a draft step reads the weights of these modules."""
@@ -171,7 +170,9 @@ class AutoregressiveDrafter(HeadDrafter):
 
     branches = True
     output: ClassVar[str]  # the name of its output layer
-    kernel_of: ClassVar[Callable[..., KernelHead | None]]  # a layer in C: see kernels/head.py
+    kernel_of: ClassVar[
+        Callable[..., KernelHead | None]
+    ]  # a layer in C: see runtime/kernels/head.py
     # Of weights in C that are not the target's: they are read once for each token drafted, and
     # proposals need no exactness.
     weight_format: ClassVar[str | None] = "int8"
@@ -254,7 +255,7 @@ class AutoregressiveDrafter(HeadDrafter):
             outputs = self._forward(rows, [pairs[i].unread() for i in active], step)
             logits = self._to_logits(torch.cat([output[-1:] for output in outputs]))  # [B, V]
             for b, i in enumerate(active):
-                pairs[i].note(outputs[b], chains[i].extend(logits[b], self._sample))
+                pairs[i].note(outputs[b], chains[i].extend(logits[b]))
         for read in pairs:
             read.keep_unread()
         return [each.draft() for each in chains]

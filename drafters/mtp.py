@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from cache import Place
-from kernels import mtp_layer, run_mtp_layer
-from messages import Model
-from models import files
+from runtime.cache import Place
+from runtime.kernels import mtp_layer, run_mtp_layer
+from runtime.models import files
+from runtime.values import Model
 
 from .base import Context
 from .head import AutoregressiveDrafter

@@ -18,8 +18,8 @@ Source: Saxena, github.com/apoorvumang/prompt-lookup-decoding (2023).
 from collections.abc import Sequence
 from typing import ClassVar
 
-from messages import Sampling
-from sampling import Noise
+from runtime.sampling import Noise
+from runtime.values import Sampling
 
 from .base import Context, GuessingDrafter
 

@@ -2,15 +2,15 @@
 
     plan → (the engine drafts and verifies) → learn, for each request → record_cycle
 
-With FixedK a request's first drafter proposes as much as the request allows. control/ has the plan
-of those who let the controller choose.
+With FixedK a request's first drafter proposes as much as the request allows. auto/ has the plan of
+those who let the controller choose.
 """
 
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from messages import Cycle, Draft, TextSequence
+from runtime.values import Cycle, Draft, TextSequence
 
 from .pool import TREE, Task
 

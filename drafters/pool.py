@@ -19,9 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cache.prefix import PrefixCache
-from messages import Doubts, Draft, Request, RequestError, TextSequence, Verdict, in_short
-from sampling import Noise
+from runtime.cache.prefix import PrefixCache
+from runtime.sampling import Noise
+from runtime.values import (
+    PLAIN,  # noqa: F401
+    Doubts,
+    Draft,
+    Request,
+    RequestError,
+    TextSequence,
+    Verdict,
+    in_short,
+)
 
 from .base import Drafter, restoring_settings
 from .timed import TimedDrafter
@@ -29,7 +38,6 @@ from .tree import heard, longest, merged
 
 AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
-PLAIN = "none"  # for no drafter
 _MOST_EVIDENCE, _MOST_FORCED = 8, 16
 _AGAIN_S = 0.001  # until it is looked again where all texts wait for their grammars
 LOG = logging.getLogger("drafters")

@@ -22,8 +22,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import ClassVar
 
-from messages import Sampling, Verdict
-from sampling import Noise
+from runtime.sampling import Noise
+from runtime.values import Sampling, Verdict
 
 from .base import GuessingDrafter
 

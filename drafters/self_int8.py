@@ -18,9 +18,9 @@ from typing import ClassVar
 
 import torch
 
-from kernels import speed_up, why_not_int8
-from messages import Draft, Model, Sampling, Verdict
-from sampling import Noise
+from runtime.kernels import speed_up, why_not_int8
+from runtime.sampling import Noise
+from runtime.values import Draft, Model, Sampling, Verdict
 
 from .base import MANY_WEIGHTS, Context, ModelState
 from .draft_model import DraftModelDrafter
@@ -55,7 +55,7 @@ class SelfInt8Drafter(DraftModelDrafter):
     def __init__(self, context: Context) -> None:
         super().__init__(context, smaller_copy(context.target))
         self._target = context.target
-        # A step reads fewer bytes: that part of what a pass reads (control/estimates.py).
+        # A step reads fewer bytes: that part of what a pass reads (drafters/auto/estimates.py).
         num_bytes = fast.num_bytes if (fast := self._draft.compiled) else self.num_step_weights
         self.num_step_weights = num_bytes // context.target.model.dtype.itemsize
 

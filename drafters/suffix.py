@@ -18,15 +18,15 @@ there.) But times reveal them: a caller can find out what others were answered.
 
 Source: Oliaro et al., arXiv 2411.04975. It keeps a suffix tree, and chooses among all suffixes by
 score; here n-grams are hashed and the longest suffix is taken, as the others gained nothing
-(benchmarks/LOG.md). A draft here is a chain, not a tree.
+(tools/LOG.md). A draft here is a chain, not a tree.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from messages import Sampling, Verdict
-from sampling import Noise
+from runtime.sampling import Noise
+from runtime.values import Sampling, Verdict
 
 from .base import Context, GuessingDrafter
 

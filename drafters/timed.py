@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from messages import Draft, Verdict, in_short
+from runtime.values import Draft, Verdict, in_short
 
 from .base import Drafter, restoring_settings
 

@@ -21,10 +21,10 @@ Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 240
 
 from torch import Tensor
 
-from messages import Draft, Verdict
-from sampling import NothingLeft, ranked
+from runtime.sampling import NothingLeft, ranked
+from runtime.values import Draft, Verdict
 
-from .base import ModelState, Sample
+from .base import ModelState
 
 _BESIDE = 3  # at most so many other tokens beside each token of the long branch
 _SURE = 0.7  # the assumed chance of a token without a confidence, after an accepted one
@@ -68,7 +68,7 @@ class TreeBuilder:
         """The chance that the whole branch is accepted."""
         return self._chances.get(self._branch, 1.0)
 
-    def extend(self, logits: Tensor, _: Sample) -> int:
+    def extend(self, logits: Tensor) -> int:
         """Add what the model's logits [V] say; returns the token that the branch goes on with."""
         state, text = self._state, [*self._state.text, *self._branch]
         try:

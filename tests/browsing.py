@@ -11,7 +11,7 @@ import shutil
 from contextlib import ExitStack
 
 import pytest
-from server import ROOT, until
+from started import ROOT, until
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 api.expect.set_options(timeout=20_000)

@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import speculative_decoding as core
 import torch
 import transformers
-from server import CHAT, LIMIT_S, ROOT, Gate, events_of, naming_a_model
+from started import CHAT, LIMIT_S, ROOT, Gate, events_of, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import demo
 from drafters import Drafter
-from kernels import library, start
-from messages import Request, Verdict
-from models.prompts import read_prompts
-from sampling import Noise, truncated_softmax
-from serving import assembly, retry, trace
-from serving.options import Options
-from serving.service import Service
-from serving.worker import Job
+from runtime.kernels import library, start
+from runtime.models.prompts import read_prompts
+from runtime.sampling import Noise, truncated_softmax
+from runtime.values import Request, Verdict
+from server import assembly, core, demo, retry, trace
+from server.options import Options
+from server.service import Service
+from server.worker import Job
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 TARGET = str(ROOT / "demo_models" / "target")
@@ -100,7 +98,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder where it is noted which models were compared with transformers."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("models.reference.cache_folder", lambda: folder)
+        patched.setattr("runtime.models.reference.cache_folder", lambda: folder)
         yield folder
 
 
@@ -330,7 +328,7 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 def assemble(options):
     """An engine of the core's classes that was neither checked nor run yet."""
-    return assembly.assemble_engine(options, core.load_model, core.Engine, core.sample)
+    return assembly.assemble_engine(options)
 
 
 def load(model: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import open_rows
 
-from cache import states
+from runtime.cache import states
 
 LONGEST = 1100
 BORDERS = [block + step for block in (0, 512, 1024) for step in range(64, 513, 64)]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from messages import Request
+from runtime.values import Request
 
 EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
 NUM_TOKENS = 12

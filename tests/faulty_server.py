@@ -14,8 +14,8 @@ from typing import Any
 
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
-from serving import assembly, http
-from serving.statistics import Statistics
+from runtime.statistics import Statistics
+from server import assembly, http
 
 core = importlib.import_module("08_speculative_decoding")
 

@@ -24,8 +24,8 @@ from gguf import GGUFValueType as Value
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from demo_models.heads import write_gguf as finish
-from models import StartError
+from runtime.models import StartError
+from tools.training.heads import write_gguf as finish
 
 Q4_0, Q8_0 = Kind.Q4_0, Kind.Q8_0
 

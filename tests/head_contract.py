@@ -10,13 +10,14 @@ from itertools import product
 from unittest.mock import Mock
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import fresh_state
 from safetensors.torch import load_file, save_file
 
-from kernels import chain
-from serving.options import Options
+from drafters import base
+from runtime.kernels import chain
+from server import core
+from server.options import Options
 
 
 def load(name, model="embedded", head=None, **fields):
@@ -83,7 +84,7 @@ def with_mlp(w, x):
 def check_drafts(engine, name, expected_of, limit):
     """Tokens and scores of drafts, over two verdicts, are those that `expected_of` gives a text."""
     drafter, text = engine.pool.drafters[name], list(range(7, 40))
-    drafter._sample = choose = Mock(wraps=drafter._sample)
+    choose = Mock(wraps=base.sample)
     for given in ([], [99, 98, 97]):
         text = [*text, *given]
         tokens, scores = expected_of(text)
@@ -91,7 +92,8 @@ def check_drafts(engine, name, expected_of, limit):
             state = fresh_state(engine, drafter, text)
             choose.reset_mock()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("kernels.can_chain", can_chain)
+                patch.setattr("runtime.kernels.can_chain", can_chain)
+                patch.setattr(base, "sample", choose)
                 draft = drafter.propose(state, limit)
             drafter.close(state)
             assert draft.tokens == tokens

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kernels.library import why_not
-from serving.options import Options
+from runtime.kernels.library import why_not
+from server.options import Options
 
 LIMIT_S = 120  # a mutant may hang: then it was noticed
 ROOT = Path(__file__).resolve().parent.parent

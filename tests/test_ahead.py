@@ -16,8 +16,8 @@ import torch
 from conftest import ROOT, load, logits_of, needs_compiler
 from gguf_files import CASES, Q8_0, TINY, write
 
-from models import ahead, gguf_model
-from models.gguf_file import BadFile, GgufFile
+from runtime.models import ahead, gguf_model
+from runtime.models.gguf_file import BadFile, GgufFile
 
 pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13]
@@ -137,7 +137,7 @@ usual, seen = builtins.__import__, []
 
 def watched(name, *args, **options):
     if name.split(".")[0] == "torch" and not seen:
-        from models import ahead
+        from runtime.models import ahead
         ahead.wait(ahead._begun.values())
         seen.extend(made.result() for file in ahead._files.values() for made in file.ahead.values())
         assert "torch" not in sys.modules
@@ -145,8 +145,8 @@ def watched(name, *args, **options):
 
 sys.argv = ["08_speculative_decoding.py", "--model", sys.argv[1], "--port", "1"]
 builtins.__import__ = watched
-import models.startup
-from models import gguf_config, gguf_model
+import runtime.models.startup
+from runtime.models import gguf_config, gguf_model
 assert len(seen) > 10
 with gguf_model.open_model(sys.argv[2]) as file:
     gguf_model.empty_model(file, gguf_config.config_of(file), gguf_model.torch.float32)

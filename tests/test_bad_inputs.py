@@ -23,13 +23,13 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import TARGET, TEMPLATE, asked, body_for, module_client
-from server import GOOD, LIMIT_S, ROUTES, is_error, module_server, parse, read_all, request, until
+from started import GOOD, LIMIT_S, ROUTES, is_error, module_server, parse, read_all, request, until
 from transformers import AutoTokenizer
 
-from messages import RequestError
-from models import prompts as reading
-from models.prompts import chat_prompt, tokenize
-from serving.connection import CLIENT_BEHIND
+from runtime.models import prompts as reading
+from runtime.models.prompts import chat_prompt, tokenize
+from runtime.values import RequestError
+from server.connection import CLIENT_BEHIND
 
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
 GENERATE, COMPLETIONS, CHAT = ROUTES
@@ -402,7 +402,7 @@ def check(server, seed):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return None
         response = read_all(client).removeprefix(b"HTTP/1.1 100 \r\n\r\n")
-    assert b"Traceback" not in response and b"serving/" not in response, (seed, response)
+    assert b"Traceback" not in response and b"server/" not in response, (seed, response)
     assert response.startswith(b"HTTP/"), (seed, response[:200])
     status = int(response.split()[1])
     if status >= 400 and not data.startswith(b"HEAD"):

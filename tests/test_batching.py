@@ -11,15 +11,14 @@ from itertools import chain
 from unittest.mock import Mock
 
 import pytest
-import speculative_decoding as core
 from conftest import WAYS, ScriptedDrafter, before, failing, finish, run, scripted_engine, together
-from server import at_once, until
+from started import at_once, until
 
-from messages import Request
-from serving import retry, trace
-from serving.options import Options
-from serving.statistics import Statistics
-from serving.worker import _REST_S, Job, Worker, read
+from runtime.statistics import Statistics
+from runtime.values import Request
+from server import core, retry, trace
+from server.options import Options
+from server.worker import _REST_S, Job, Worker, read
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
@@ -194,7 +193,7 @@ def test_the_event_nearest_to_the_end_of_a_rest_wakes_who_reads(monkeypatch, pau
 
 @pytest.mark.parametrize("tells", ["put", "end", "cancel"])
 def test_an_event_the_end_and_leaving_wake_who_reads(monkeypatch, tells):
-    monkeypatch.setattr("serving.worker.POLL_S", 3600)
+    monkeypatch.setattr("server.worker.POLL_S", 3600)
     job, seen = Job(Request([1], 9), 7200), []
     reader = threading.Thread(target=lambda: seen.append(next(events_of(job), None)), daemon=True)
     reader.start()

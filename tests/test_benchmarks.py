@@ -20,17 +20,17 @@ import gguf
 import pytest
 import torch
 from gguf_files import TINY, write
-from server import ROOT, serving
+from started import ROOT, serving
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-import benchmarks as bench
-from benchmarks import audition, fixed_clock, lossless, never_loses, pair, served, servers
-from benchmarks.mixture import folder_of, mixture_of
-from benchmarks.passes import retype
-from messages import Request
-from models import startup
-from serving.curve import Curve
+import tools as bench
+from runtime.models import startup
+from runtime.values import Request
+from server.curve import Curve
+from tools import audition, fixed_clock, lossless, never_loses, pair, served, servers
+from tools.mixture import folder_of, mixture_of
+from tools.passes import retype
 
 
 def forked(command):
@@ -46,7 +46,7 @@ def measure(capsys, monkeypatch):
         name, *arguments = command.split()
         monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
         prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
-        module = importlib.import_module(f"benchmarks.{name}")
+        module = importlib.import_module(f"tools.{name}")
         for reader in (bench, module):
             read = lambda is_chat=False: prompts  # noqa: E731
             monkeypatch.setattr(reader, "read_prompts", read, raising=False)
@@ -55,7 +55,7 @@ def measure(capsys, monkeypatch):
         *table, line = capsys.readouterr().out.splitlines()
         document = json.loads(line)
         assert len(table) > 3
-        assert document["command"].startswith(f"python -m benchmarks.{name} ")
+        assert document["command"].startswith(f"python -m tools.{name} ")
         assert document["versions"]["torch"] == torch.__version__
         assert document["hardware"]["threads"] == torch.get_num_threads()
         return document
@@ -211,10 +211,10 @@ def test_a_mixture_has_the_dense_model_s_logits_and_its_tokens_choose_all_expert
 
 
 def test_a_mixture_is_made_once_and_has_the_dense_model_s_texts(tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.mixture.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("tools.mixture.cache_folder", lambda: tmp_path)
     place = str(tiny_folder("llama"))
     folder = folder_of(place)
-    monkeypatch.setattr("benchmarks.mixture.load_pretrained", None)
+    monkeypatch.setattr("tools.mixture.load_pretrained", None)
     assert folder_of(place) == folder
     texts = []
     for model in (place, folder):
@@ -522,7 +522,7 @@ def test_ctrl_c_while_a_benchmark_imports_torch_is_no_traceback(tmp_path):
     code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / "torch.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-P", "-m", "benchmarks.audition"]
+    command = [sys.executable, "-P", "-m", "tools.audition"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
@@ -665,5 +665,5 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
 ])  # fmt: skip
 def test_benchmarks_refuse_what_measures_nothing(name, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"benchmarks.{name}").main(arguments.split())
+        importlib.import_module(f"tools.{name}").main(arguments.split())
     assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -10,13 +10,13 @@ from itertools import product
 from random import Random
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import FAMILIES, HYBRIDS, only_modules, open_rows
 from test_modules import KNOWN
 
-from kernels.start import speed_up
-from serving.options import Options
+from runtime.kernels.start import speed_up
+from server import core
+from server.options import Options
 
 
 @pytest.mark.parametrize(("shorten", "left"), [

@@ -11,13 +11,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import speculative_decoding as core
 from conftest import LIMIT_S
-from server import COLOURS, ENDLESS, JSON, ROUTES, is_error, module_server, serving, until
+from started import COLOURS, ENDLESS, JSON, ROUTES, is_error, module_server, serving, until
 
-from messages import Request, RequestError
-from serving.options import Options
-from serving.worker import Admission, Job, Worker, read
+from runtime.values import Request, RequestError
+from server import core
+from server.options import Options
+from server.worker import Admission, Job, Worker, read
 
 LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two blocks
 FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
@@ -130,8 +130,8 @@ def test_choices_run_together_and_the_prompt_is_read_once(prompts, plain, monkey
 
 def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):
     """By one thread; a choice that has ended is not waited for."""
-    monkeypatch.setattr("serving.worker.POLL_S", 3600)
-    monkeypatch.setattr("serving.worker._REST_S", 0)
+    monkeypatch.setattr("server.worker.POLL_S", 3600)
+    monkeypatch.setattr("server.worker._REST_S", 0)
     wanted = Request([1], 9, n=3)
     first = Job(wanted, 7200)
     jobs = [first, Job(wanted, 7200, first), Job(wanted, 7200, first)]

@@ -1,4 +1,4 @@
-"""Choosing in C gives the bits of its definition in sampling.py, on every machine.
+"""Choosing in C gives the bits of its definition in runtime/sampling.py, on every machine.
 
 So a token that a compiled draft chooses is the one that Python would choose from the same scores,
 and scores without numbers are refused by both.
@@ -10,15 +10,15 @@ import math
 
 import numpy as np
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import needs_compiler
 
-import sampling as module
-from control.estimates import Calibration
-from kernels import sampling as compiled
-from kernels.library import load
-from sampling import Noise, choose, confidence, ranked, survivors
+from drafters.auto.estimates import Calibration
+from runtime import sampling as module
+from runtime.kernels import sampling as compiled
+from runtime.kernels.library import load
+from runtime.sampling import Noise, choose, confidence, ranked, survivors
+from server import core
 
 CUTS = [
     (1.0, 0, 1.0, 0.0), (0.3, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (1.0, 3000, 1.0, 0.0),
@@ -50,7 +50,7 @@ def both(function, *arguments):
     """What a function gives in C, and in Python."""
     result = function(*arguments)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.can_choose", lambda: False)
+        patch.setattr("runtime.kernels.can_choose", lambda: False)
         return [result, function(*arguments)]
 
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from server import serving
+from started import serving
 
 HEAD = """
 import json, sys

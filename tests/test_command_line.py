@@ -24,18 +24,17 @@ from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
-import speculative_decoding as core
 from conftest import ROOT, ScriptedDrafter
-from server import SCRIPT, naming_a_model, serving, until
+from started import SCRIPT, naming_a_model, serving, until
 from transformers import AutoModelForCausalLM
 
-import demo as terminal
-from messages import RequestError
-from models import loading
-from serving import http
-from serving.http import Guard
-from serving.options import KEY_VARIABLE, Options, parse_arguments
-from serving.parsing import parse_request
+import server.demo as terminal
+from runtime.models import loading
+from runtime.values import RequestError
+from server import core, http
+from server.http import Guard
+from server.options import KEY_VARIABLE, Options, parse_arguments
+from server.parsing import parse_request
 
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import h11
 import pytest
 
-from serving import connection
-from serving.connection import REFUSAL, WHEN_LEFT, Connection, environ_of
+from server import connection
+from server.connection import REFUSAL, WHEN_LEFT, Connection, environ_of
 
 
 class Transport:

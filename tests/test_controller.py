@@ -15,7 +15,6 @@ from math import inf
 from unittest.mock import Mock
 
 import pytest
-import speculative_decoding as core
 from conftest import (
     WAYS,
     ScriptedDrafter,
@@ -26,8 +25,8 @@ from conftest import (
     together,
 )  # fmt: skip
 
-from benchmarks import simulated
-from control.estimates import (
+from drafters import base
+from drafters.auto.estimates import (
     CERTAIN,
     PRIOR,
     Acceptance,
@@ -37,7 +36,7 @@ from control.estimates import (
     Costs,
     Lengths,
 )  # fmt: skip
-from control.planner import (
+from drafters.auto.planner import (
     CHOICE_BUDGET,
     PROBE_BUDGET,
     REUSED,
@@ -45,12 +44,13 @@ from control.planner import (
     Controller,
 )  # fmt: skip
 from drafters.pool import DraftedText, DrafterPool, Task
-from messages import Doubts, Request, Verdict
-from serving import assembly
-from serving.curve import Curve
-from serving.options import Options
-from serving.statistics import Statistics
-from serving.worker import uncounted, warm_up
+from runtime.statistics import Statistics
+from runtime.values import Doubts, Request, Verdict
+from server import assembly, core
+from server.curve import Curve
+from server.options import Options
+from server.worker import uncounted, warm_up
+from tools import simulated
 
 K = 8
 WEIGHTS = 100, {"model": 20, "other": 20, "free": 0}
@@ -315,7 +315,9 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
     doubts = Mock(return_value=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
     monkeypatch.setattr(Calibration, "doubts", doubts)
-    monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # C is asked in test_choosing
+    monkeypatch.setattr(
+        "runtime.kernels.can_chain", lambda *_: False
+    )  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
         assert {asked.args[0] for asked in doubts.mock_calls} == {0.25}
@@ -875,7 +877,7 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
 @pytest.mark.parametrize("name", ["draft_model", "mtp"])
 def test_a_fault_in_a_batch_of_drafts_is_one_request_s(demo_engine, prompts, name, monkeypatch):
     """Neither their caches nor their random numbers keep anything of the draft that failed."""
-    drafter, guilty = demo_engine.pool.drafters[name], prompts["hard_story"]
+    guilty = prompts["hard_story"]
     sampling = core.Sampling(temperature=0.9)
     healthy = Request(prompts["code_class"], 24, name, sampling=sampling, seed=2)
     *_, (alone, _) = demo_engine.generate(healthy)
@@ -884,9 +886,9 @@ def test_a_fault_in_a_batch_of_drafts_is_one_request_s(demo_engine, prompts, nam
         if text[: len(guilty)] == guilty:
             raise RuntimeError("cannot read this")
 
-    monkeypatch.setattr(drafter, "_sample", drafter._sample)
-    before(drafter, "_sample", fail)
-    monkeypatch.setattr("kernels.can_chain", lambda *_: False)  # which asks nobody else
+    monkeypatch.setattr(base, "sample", base.sample)
+    before(base, "sample", fail)
+    monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)  # which asks nobody else
     others = [Request(text, 24, name, seed=1) for text in (guilty, prompts["easy_json"])]
     sequences = together(demo_engine, [healthy, *others])
     assert [bool(s.warnings) for s in sequences] == [False, True, False]
@@ -976,7 +978,7 @@ def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
     warmed, options = [], Options(model="embedded", kernels=False)
     monkeypatch.setattr(assembly, "warm_up", warmed.append)
     monkeypatch.setattr(assembly, "assemble_engine", lambda *_: demo_engine)
-    monkeypatch.setattr("kernels.report_of", lambda model: model.report, raising=False)
+    monkeypatch.setattr("runtime.kernels.report_of", lambda model: model.report, raising=False)
     assert [core.load_engine(options)] == warmed == [demo_engine]
 
 

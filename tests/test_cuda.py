@@ -8,14 +8,13 @@ The ordinary run hides such a device, so that it does the same everywhere. By ha
 from dataclasses import replace
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ROOT, WAYS, together
 
-from messages import Request
-from serving import answers
-from serving.options import Options
-from serving.worker import Worker
+from runtime.values import Request
+from server import answers, core
+from server.options import Options
+from server.worker import Worker
 
 pytestmark = [
     pytest.mark.gpu,

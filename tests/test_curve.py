@@ -7,16 +7,14 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-import speculative_decoding as core
 from conftest import ScriptedDrafter, application, failing, load, run
-from server import LIMIT_S, until
+from started import LIMIT_S, until
 
-import engines
-import kernels
-from serving import measurement
-from serving.curve import PARTS, ROWS, Curve
-from serving.measurement import Measurement
-from serving.options import Options
+from runtime import kernels
+from server import measurement, start
+from server.curve import PARTS, ROWS, Curve
+from server.measurement import Measurement
+from server.options import Options
 
 PROMPT = list(range(300, 320))
 FIELDS = {"prompt": PROMPT, "max_tokens": 24, "drafter": "draft_model"}
@@ -35,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 @contextmanager
 def served(**options):
     chosen = Options(**{"model": "embedded"} | options)
-    app = engines.load_app(chosen, core.load_engine, core.create_app)
+    app = start.load_app(chosen)
     yield app.test_client()
     app.extensions["worker"].drain(LIMIT_S)
 
@@ -75,7 +73,7 @@ def test_the_curve_is_measured_in_idle_time_and_used_at_the_next_start(monkeypat
     lines = [line.split() for line in counted.splitlines() if not line.startswith("#")]
     numbers = [float(value) for name, value in lines if "_total" in name]
     assert len(numbers) > 20 and {*numbers} == {0.0} and not rows_of(engine)
-    monkeypatch.setattr("serving.worker._QUIET_S", 3600)  # nothing is measured any more
+    monkeypatch.setattr("server.worker._QUIET_S", 3600)  # nothing is measured any more
     with served() as client:
         assert client.get("/curve").json == curve | {"status": "stored"}
         assert client.get("/health").json["controller"]["curve"] == curve["pass_ms"]

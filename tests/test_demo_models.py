@@ -10,14 +10,14 @@ import subprocess
 import sys
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ROOT, run
 from transformers import AutoModelForCausalLM
 
-from demo_models import hybrid, recipe, synthetic
-from models.prompts import chat_ids
-from serving.options import Options
+from runtime.models.prompts import chat_ids
+from server import core
+from server.options import Options
+from tools.training import hybrid, recipe, synthetic
 
 MODELS = ROOT / "demo_models"
 
@@ -87,7 +87,7 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
 
 def trained(kind, folder, *options):
     """Run a kind's every stage in miniature, into folder/KIND. Returns the figures it prints."""
-    command = [sys.executable, "-m", "demo_models.train", kind, "--toy"]
+    command = [sys.executable, "-m", "tools.training.train", kind, "--toy"]
     command += ["--work", str(folder), "--out", str(folder / kind), *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert result.returncode == 0, result.stderr

@@ -8,15 +8,15 @@ from functools import partial
 
 import head_contract as contract
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import assert_lossless, fresh_state
 from safetensors.torch import save_file
 from test_eagle3 import NUM_LAYERS, target_folder
 from transformers import AutoConfig
 
-from demo_models.heads import save_dflash
 from drafters.dflash import BlockConfig, DFlashHead
+from server import core
+from tools.training.heads import save_dflash
 
 __all__ = ["target_folder"]  # a fixture
 load = partial(contract.load, "dflash")

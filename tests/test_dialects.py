@@ -9,13 +9,13 @@ from functools import partial
 
 import openai
 import pytest
-import speculative_decoding as core
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from server import JSON, module_server, request
+from started import JSON, module_server, request
 from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service  # noqa: F401, I001 fixtures
 
-from messages import RequestError
+from runtime.values import RequestError
+from server import core
 
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 CHAT, KEY = "/v1/chat/completions", "secret key"

@@ -15,12 +15,12 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ROOT
-from server import SCRIPT, module_server, naming_a_model
+from started import SCRIPT, module_server, naming_a_model
 
-from serving.options import parse_arguments
+from server import core
+from server.options import parse_arguments
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = {page: page.read_text("utf-8") for page in PAGES}
@@ -237,7 +237,7 @@ def test_links_headings_and_benchmarks_exist():
                 titles = re.findall(r"^#+ (.+)$", other.read_text("utf-8"), re.MULTILINE)
                 plain = (re.sub(r"[^\w -]", "", title).strip().lower() for title in titles)
                 assert heading in {title.replace(" ", "-") for title in plain}, (page.name, link)
-        assert [m for m in re.findall(r"benchmarks\.\w+", text) if not find_spec(m)] == []
+        assert [m for m in re.findall(r"tools\.\w+", text) if not find_spec(m)] == []
 
 
 def test_readme_s_tree_names_what_exists():
@@ -246,8 +246,8 @@ def test_readme_s_tree_names_what_exists():
     for line in re.sub(r"\n +", " ", tree).splitlines():
         paths, names = re.split("  +", line, maxsplit=1)
         found = [ROOT / path for path in paths.split()]
-        if paths in ("drafters/", "control/", "models/"):
-            found += [ROOT / paths / name for name in re.findall(r"\w+", names)]
+        if paths in ("runtime/", "drafters/", "server/"):
+            found += [ROOT / paths / name for name in re.findall(r"\w+", names.split(":")[0])]
         missing += [p for p in found if not (p.exists() or p.with_suffix(".py").exists())]
     assert missing == []
 

@@ -17,7 +17,6 @@ from unittest.mock import MagicMock, Mock
 
 import conftest
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import WAYS, ScriptedDrafter, assert_lossless, fresh_state, propose_and_close, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,10 +26,10 @@ from drafters import Drafter
 from drafters.draft_model import num_frequent
 from drafters.ngram import NgramIndex
 from drafters.timed import Fault, TimedDrafter
-from kernels import library
-from messages import Draft, Request, RequestError, in_short
-from serving import answers, log
-from serving.options import Options
+from runtime.kernels import library
+from runtime.values import Draft, Request, RequestError, in_short
+from server import answers, core, log
+from server.options import Options
 
 
 @pytest.fixture(scope="module", params=["ngram", "suffix", "draft_model", "mtp"])
@@ -400,7 +399,7 @@ class Mine(Drafter):
 
 
 def context(target, draft=None):
-    return drafters.Context(target, core.sample, draft)
+    return drafters.Context(target, draft)
 
 
 @pytest.mark.parametrize(("mine", "message"), [

@@ -15,8 +15,8 @@ from conftest import FAMILIES, TARGET
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from demo_models.heads import save_eagle3
 from drafters.eagle3 import Eagle3Drafter, Eagle3Head, HeadConfig
+from tools.training.heads import save_eagle3
 
 NUM_LAYERS, DRAFT_VOCAB = 6, 500
 load = partial(contract.load, "eagle3")

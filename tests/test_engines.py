@@ -16,11 +16,11 @@ from contextlib import contextmanager
 
 import pytest
 from engine import CHAT, COLOURS, SAID, replaying
-from server import events_of, is_error, read_all, serving, until
+from started import events_of, is_error, read_all, serving, until
 
-from engines import relay
-from models.loading import StartError
-from serving.options import Options
+from runtime.models.loading import StartError
+from server import relay
+from server.options import Options
 
 TEXT = " blue, red, green, blue, red, green,"
 LONG = SAID["long"][1]

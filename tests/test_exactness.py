@@ -12,19 +12,19 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ROOT, load, make_exact, open_rows
 from exactness import LONGEST, assert_same_bits
 from families import save_small
 from torch import nn
 
-from kernels import library
-from kernels.forward import KernelForward
-from kernels.patches import PanelLinear
-from kernels.rowwise import RowWise
-from kernels.start import speed_up
-from serving.options import Options
+from runtime.kernels import library
+from runtime.kernels.forward import KernelForward
+from runtime.kernels.patches import PanelLinear
+from runtime.kernels.rowwise import RowWise
+from runtime.kernels.start import speed_up
+from server import core
+from server.options import Options
 
 ODD = {  # widths that no vector divides
     "llama": {

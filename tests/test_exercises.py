@@ -7,12 +7,12 @@ Only a broken `verify` does. Exercise 4, about distributions, is in test_samplin
 import re
 
 import pytest
-import speculative_decoding as core
 from conftest import credulous, run
 from test_docs import blocks, read
 
-from messages import Draft, RequestError
-from serving.statistics import Statistics
+from runtime.statistics import Statistics
+from runtime.values import Draft, RequestError
+from server import core
 
 
 def readme_drafter():

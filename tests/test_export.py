@@ -11,10 +11,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import speculative_decoding as core
 
-from control.planner import Controller
-from page import FOLDER, INDEX, export, files
+from drafters.auto.planner import Controller
+from server import core
+from server.page import FOLDER, INDEX, export, files
 
 COMING_ALONG = sorted(path.stem for path in (FOLDER / "recordings").glob("*.json"))
 

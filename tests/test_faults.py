@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import application, scripted_engine
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, TARGET_FAULTS
-from server import COLOURS, ENDLESS, FAULTY, PATHS, end_of, serving, until
+from started import COLOURS, ENDLESS, FAULTY, PATHS, end_of, serving, until
 
-from messages import Request, engine_failure
-from serving.options import Options
-from serving.worker import Admission, Job
+from runtime.values import Request, engine_failure
+from server.options import Options
+from server.worker import Admission, Job
 
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 IDS = [5, 6, 7, 8, 5, 6, 7]

@@ -11,12 +11,12 @@ from functools import partial
 
 import pytest
 from conftest import ROOT, TEMPLATE, asked, module_client
-from server import CHAT, COMPLETIONS, GENERATE, ROUTES, is_error
+from started import CHAT, COMPLETIONS, GENERATE, ROUTES, is_error
 from transformers import AutoTokenizer
 
-from models.prompts import chat_prompt, template_options
-from serving.fields import NEUTRAL, SILENT
-from serving.parsing import KNOWN
+from runtime.models.prompts import chat_prompt, template_options
+from server.fields import NEUTRAL, SILENT
+from server.parsing import KNOWN
 
 ask = partial(asked, prompt="a b")
 client = module_client(drafter="ngram", max_tokens=2)

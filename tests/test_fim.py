@@ -6,13 +6,13 @@ import shutil
 import gguf
 import pytest
 from gguf_files import add_keys, finish
-from server import module_server, serving
+from started import module_server, serving
 from transformers import AutoTokenizer
 
-from models.fim import fim_of, infill_prompt
-from models.gguf_file import GgufFile
-from models.gguf_tokenizer import tokenizer_of
-from models.prompts import tokenize_plain
+from runtime.models.fim import fim_of, infill_prompt
+from runtime.models.gguf_file import GgufFile
+from runtime.models.gguf_tokenizer import tokenizer_of
+from runtime.models.prompts import tokenize_plain
 
 server = module_server("--fixed-k")
 WORDS = [f"<|{w}|>" for w in "fim_prefix fim_suffix fim_middle repo_name file_sep fim_pad".split()]

@@ -16,15 +16,15 @@ from itertools import product
 import pytest
 import torch
 from conftest import FAMILIES, TARGET, TEMPLATE, application, asked, closed, load, module_client
-from server import LIMIT_S, ROUTES, events_of, is_error, text_of, until
+from started import LIMIT_S, ROUTES, events_of, is_error, text_of, until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of
-from grammars.measure import USUAL
-from messages import Draft, RequestError
-from models.prompts import chat_prompt
-from serving.formats import grammar_of, reasoning_of
-from serving.options import Options
+from runtime.grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of
+from runtime.grammars.measure import USUAL
+from runtime.models.prompts import chat_prompt
+from runtime.values import Draft, RequestError
+from server.formats import grammar_of, reasoning_of
+from server.options import Options
 
 client = module_client(drafter="ngram", max_tokens=40)
 GENERATE, COMPLETIONS, CHAT = ROUTES
@@ -354,7 +354,7 @@ def test_no_client_can_spoil_anothers_grammar(demo_engine):
 
 
 def test_rules_of_any_length_are_refused_before_they_are_read(demo_engine, monkeypatch):
-    monkeypatch.setattr("serving.formats._schemas", None)
+    monkeypatch.setattr("server.formats._schemas", None)
     with pytest.raises(RequestError, match="characters of rules"):
         grammar_of({"grammar": 'start: "a"\n' + '%json {"' * 10_000}, demo_engine, [])
 

@@ -21,23 +21,22 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import TARGET, assert_lossless, load, logits_of, needs_compiler
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import CASES, MANY, Q4_0, Q8_0, TINY, fuzz, is_short_line, original, text, write
-from server import LIMIT_S, at_once, free_port
+from started import LIMIT_S, at_once, free_port
 from transformers import AutoTokenizer
 
-from demo_models.heads import write_gguf as finish
-from kernels import library, reading, start
-from kernels.weights import Panels
-from models import catalogue, gguf_tensors, loading, reference
-from models.gguf_file import BadFile, GgufFile
-from models.gguf_model import open_model
-from models.gguf_tensors import unpacked
-from serving import answers, log, parsing
-from serving.options import Options
+from runtime.kernels import library, reading, start
+from runtime.kernels.weights import Panels
+from runtime.models import catalogue, gguf_tensors, loading, reference
+from runtime.models.gguf_file import BadFile, GgufFile
+from runtime.models.gguf_model import open_model
+from runtime.models.gguf_tensors import unpacked
+from server import answers, core, log, parsing
+from server.options import Options
+from tools.training.heads import write_gguf as finish
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,7 @@ def unpacked_matrix(path, blocks, kind):
 def test_weights_are_gguf_s_own_in_every_type(tmp_path, monkeypatch, kind):
     """Blocks of random bytes, unpacked in pieces of two rows and a half."""
     packed = random_blocks(17, 1024, kind := Kind[kind])
-    monkeypatch.setattr("models.gguf_tensors._PIECE", 2560)
+    monkeypatch.setattr("runtime.models.gguf_tensors._PIECE", 2560)
     numbers = unpacked_matrix(tmp_path / "a.gguf", packed, kind)
     with np.errstate(invalid="ignore", over="ignore"):
         expected = gguf.dequantize(packed, kind)
@@ -181,7 +180,9 @@ def test_a_file_is_compared_once_and_the_latest_are_remembered(files, tmp_path, 
 
 def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(reference, "ROOT", tmp_path)
-    files = [tmp_path / name for name in ("core.py", "kernels/c/a.c", "models/b.py")]
+    files = [
+        tmp_path / name for name in ("core.py", "runtime/kernels/c/a.c", "runtime/models/b.py")
+    ]
     model = SimpleNamespace(device=torch.device("cpu"))
     cached, notes = SimpleNamespace(fingerprint="", contents="", max_length=1, model=model), [None]
     for file in files:

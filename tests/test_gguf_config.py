@@ -12,22 +12,22 @@ from itertools import combinations
 import gguf
 import numpy as np
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import assert_lossless
 from gguf_files import CASES, FACTORS, LOCAL, LONG, begun, original, rotated, tensors_of, write
 from gguf_header import assert_as_the_header_says
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
-from demo_models.heads import write_gguf as finish
-from kernels import start
-from models import StartError, gguf_config
-from models.gguf_config import config_of
-from models.gguf_file import BadFile
-from models.gguf_model import load_model, open_model, why_not_packed
-from models.loading import check_weights, load_pretrained
-from models.rope import fix_rotations
-from serving.options import Options
+from runtime.kernels import start
+from runtime.models import StartError, gguf_config
+from runtime.models.gguf_config import config_of
+from runtime.models.gguf_file import BadFile
+from runtime.models.gguf_model import load_model, open_model, why_not_packed
+from runtime.models.loading import check_weights, load_pretrained
+from runtime.models.rope import fix_rotations
+from server import core
+from server.options import Options
+from tools.training.heads import write_gguf as finish
 
 VOCAB = 4096
 

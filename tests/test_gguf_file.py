@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gguf_files import HUGE, MANY, fuzz, is_short_line, text
 
-from models.gguf_file import BadFile, GgufFile, Texts
+from runtime.models.gguf_file import BadFile, GgufFile, Texts
 
 U32, F32, BOOL, TEXT, ARRAY, U64 = 4, 6, 7, 8, 9, 10
 
@@ -165,10 +165,10 @@ def test_what_is_no_file_is_one_line(tmp_path):
 
 def test_a_header_may_be_too_long(tmp_path, monkeypatch):
     path = write(tmp_path / "a.gguf")
-    monkeypatch.setattr("models.gguf_file._HEAD", 128)
+    monkeypatch.setattr("runtime.models.gguf_file._HEAD", 128)
     assert "its header is longer than" in refused(path)
     # Nor is room made for a vocabulary as long as a file of many gigabytes (none on the disk).
-    monkeypatch.setattr("models.gguf_file._HEAD", 16384)
+    monkeypatch.setattr("runtime.models.gguf_file._HEAD", 16384)
     write(Path(path), key(ARRAY, struct.pack("<IQ", TEXT, 1 << 30)))
     os.truncate(path, 1 << 34)
     assert "its header is longer than" in refused(path)

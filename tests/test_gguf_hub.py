@@ -14,13 +14,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub.constants
 import pytest
-import speculative_decoding as core
 from conftest import needs_compiler
 from gguf_files import Q4_0, Q8_0, TINY, write
 
-from models import catalogue, gguf_hub, loading
-from models.gguf_file import BadFile
-from serving.options import Options
+from runtime.models import catalogue, gguf_hub, loading
+from runtime.models.gguf_file import BadFile
+from server import core
+from server.options import Options
 
 FILES = ["README.md", "a-fp16.gguf", "a-q4_k_m.gguf", "a-q8_0-00001-of-00002.gguf",
          "a-q8_0-00002-of-00002.gguf", "mmproj-a-q4_k_m.gguf"]  # fmt: skip

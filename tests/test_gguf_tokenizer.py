@@ -14,12 +14,12 @@ import pytest
 from gguf_files import add_keys
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from demo_models.heads import write_gguf as finish
-from models import gguf_tokenizer
-from models.gguf_file import BadFile, GgufFile
-from models.gguf_tokenizer import tokenizer_of
-from models.prompts import chat_ids, prompt_ids, tokenize_plain
-from text import TextStream
+from runtime.models import gguf_tokenizer
+from runtime.models.gguf_file import BadFile, GgufFile
+from runtime.models.gguf_tokenizer import tokenizer_of
+from runtime.models.prompts import chat_ids, prompt_ids, tokenize_plain
+from runtime.text import TextStream
+from tools.training.heads import write_gguf as finish
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = list(bytes_to_unicode().values())

@@ -10,8 +10,8 @@ import math
 import pytest
 from conftest import closed, run
 
-from messages import Sampling
-from serving.formats import grammar_of
+from runtime.values import Sampling
+from server.formats import grammar_of
 
 SCHEMA = closed(colour={"enum": ["red", "blue"]}, tags={"type": "array"})
 SAMPLED = Sampling(temperature=0.8)

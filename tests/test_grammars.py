@@ -17,19 +17,19 @@ from pathlib import Path
 import conftest
 import llguidance.hf
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ROOT, WAYS, finish, load, run, scripted_engine, together
 from hypothesis import HealthCheck, configuration, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-import grammars
-from benchmarks.lossless import BATCH, compare, first_tokens
-from cache.prefix import PrefixCache
-from grammars import CHOICE, JSON, LARK, REGEX, source_of, vocabulary_of
-from messages import Draft, Request
-from sampling import Noise
+from runtime import grammars
+from runtime.cache.prefix import PrefixCache
+from runtime.grammars import CHOICE, JSON, LARK, REGEX, source_of, vocabulary_of
+from runtime.sampling import Noise
+from runtime.values import Draft, Request
+from server import core
+from tools.lossless import BATCH, compare, first_tokens
 
 configuration.set_hypothesis_home_dir(os.devnull)
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))

@@ -6,7 +6,6 @@ test_eagle3.py and test_dflash.py.
 """
 
 import pytest
-import speculative_decoding as core
 import test_dflash
 import test_eagle3
 from conftest import ROOT, TARGET, assert_lossless, together
@@ -18,9 +17,10 @@ from test_drafters import (  # noqa: F401 what holds for every drafter
 from test_eagle3 import target_folder  # noqa: F401 a fixture
 from test_prefix import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
 
-from demo_models import train
-from messages import Request
-from serving.options import Options
+from runtime.values import Request
+from server import core
+from server.options import Options
+from tools.training import train
 
 HEADS = {"eagle3": test_eagle3, "dflash": test_dflash}
 

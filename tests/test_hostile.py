@@ -10,7 +10,7 @@ import signal
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from server import ENDLESS, GOOD, REQUESTS, is_error, module_server, request, serving, until
+from started import ENDLESS, GOOD, REQUESTS, is_error, module_server, request, serving, until
 
 JSON = "Content-Type: application/json"
 MANY_FILES = 4096

@@ -13,15 +13,15 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import WAYS, ScriptedDrafter, assert_lossless, before, run
 
-from control import Controller
 from drafters import Draft, Drafter, load
+from drafters.auto import Controller
 from drafters.ngram import NgramDrafter
 from drafters.timed import TimedDrafter
-from messages import Request, in_short
+from runtime.values import Request, in_short
+from server import core
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7]
 REJECTION = core.Sampling(1.0, 1.0, verification="rejection")

@@ -8,15 +8,14 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-import speculative_decoding as core
 from conftest import ROOT, WAYS, run, together
 
-import kernels
-from messages import Request
-from serving import answers
-from serving.options import Options
-from serving.statistics import Statistics
-from serving.worker import Worker
+from runtime import kernels
+from runtime.statistics import Statistics
+from runtime.values import Request
+from server import answers, core
+from server.options import Options
+from server.worker import Worker
 
 DRAFT = str(ROOT / "demo_models/draft")
 OPTIONS = Options("hybrid", draft_model=DRAFT, fixed_k=True, suffix_cache=0)

@@ -11,23 +11,22 @@ from random import Random
 
 import conftest
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import assemble, assert_lossless, in_turn, load, logits_of, run, together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from drafters import FixedK
-from kernels import start
-from kernels.experts import experts_of
-from kernels.patches import PanelEmbedding, PanelLinear
-from kernels.reading import decoder_of, release
-from messages import Request
-from models import loading
-from models.structure import examine
-from serving import answers
-from serving.options import Options
-from serving.worker import Worker
+from runtime.kernels import start
+from runtime.kernels.experts import experts_of
+from runtime.kernels.patches import PanelEmbedding, PanelLinear
+from runtime.kernels.reading import decoder_of, release
+from runtime.models import loading
+from runtime.models.structure import examine
+from runtime.values import Request
+from server import answers, core
+from server.options import Options
+from server.worker import Worker
 
 pytestmark = conftest.needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
@@ -147,7 +146,7 @@ def test_it_takes_memory_only_where_someone_can_use_it(tiny_folder, monkeypatch,
 
 
 def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkeypatch):
-    monkeypatch.setattr("kernels.can_chain", lambda *_: False)
+    monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)
     draft, calls = twins.pool.drafters["self_int8"]._draft, []
     inner, cache = draft.forward, draft.cache
 

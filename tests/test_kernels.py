@@ -21,20 +21,19 @@ import conftest
 import gguf
 import numpy as np
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler, run
 from families import save_small
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
-import kernels
-from kernels import chain, library
-from kernels.decoder import Rows
-from kernels.parts import is_same
-from kernels.weights import FORMS, Panels
-from messages import Doubts, Request
-from models import gguf_file
-from serving import trace
+from runtime import kernels
+from runtime.kernels import chain, library
+from runtime.kernels.decoder import Rows
+from runtime.kernels.parts import is_same
+from runtime.kernels.weights import FORMS, Panels
+from runtime.models import gguf_file
+from runtime.values import Doubts, Request
+from server import core, trace
 
 pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
@@ -210,7 +209,7 @@ def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_
 def test_attention_of_any_shape_is_that_of_torch(heads, kv_heads, width, tmp_path, monkeypatch):
     """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind."""
     # Rotations stay torch's, whose angles are less exact.
-    monkeypatch.setattr("kernels.forward.recompute_rope_tables", lambda *_: None)
+    monkeypatch.setattr("runtime.kernels.forward.recompute_rope_tables", lambda *_: None)
     save_small(
         "qwen3", tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
         max_position_embeddings=640, use_sliding_window=True, sliding_window=37,
@@ -443,7 +442,7 @@ def bits(tmp_path, cpu, *options, asked="0 12 2", runner=(), compiler=None, kern
     """
     program = tmp_path / "bits"
     if cpu:
-        sources = [kernels] if kernels else sorted((ROOT / "kernels" / "c").glob("*.c"))
+        sources = [kernels] if kernels else sorted((ROOT / "runtime" / "kernels" / "c").glob("*.c"))
         command = [*(compiler or library.compiler()), *EXACT, f"-march={cpu}", *options]
         subprocess.run([*command, "-o", program, PROGRAM, *sources, "-lm"], check=True)
     return subprocess.check_output([*runner, program, *asked.split()], text=True)

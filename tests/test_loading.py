@@ -20,7 +20,6 @@ from unittest.mock import Mock
 
 import families
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import (
     ROOT,
@@ -39,13 +38,21 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
-from kernels import reading
-from models import catalogue, gguf_tokenizer, loading, reference, structure, tokenizer_bounds
-from models.files import read_folder, why_not_loaded
-from models.loading import StartError
-from models.prompts import tokenize, tokenize_plain
-from models.structure import FULL, UnsupportedModel, examine, window_of
-from serving.options import Options
+from runtime.kernels import reading
+from runtime.models import (
+    catalogue,
+    gguf_tokenizer,
+    loading,
+    reference,
+    structure,
+    tokenizer_bounds,
+)
+from runtime.models.files import read_folder, why_not_loaded
+from runtime.models.loading import StartError
+from runtime.models.prompts import tokenize, tokenize_plain
+from runtime.models.structure import FULL, UnsupportedModel, examine, window_of
+from server import core
+from server.options import Options
 
 LONG = 300  # tokens of a neighbour: more than any window or original context here
 
@@ -501,7 +508,7 @@ def test_a_model_is_compared_once_for_its_weights_and_code(folder, monkeypatch):
 
 def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
     path = folder("llama")
-    monkeypatch.setattr("kernels.report_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("runtime.kernels.report_of", lambda *_: 1 / 0)
     for kernels, hint in ((True, r" \(--no-kernels may help\)"), (False, "")):
         reason = rf"\(llama\) cannot be run .*ZeroDivisionError: division by zero{hint}$"
         with pytest.raises(StartError, match=reason):
@@ -511,7 +518,7 @@ def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
 def test_torch_s_compiler_is_imported_only_when_it_is_asked_for():
     code = """
 import sys
-import models.startup
+import runtime.models.startup
 import torch
 from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained("demo_models/target")(torch.tensor([[1]]))
@@ -533,7 +540,7 @@ def test_weights_that_are_packed_one_by_one_go_back_to_the_system(tmp_path):
     code = """
 import sys, torch
 from safetensors.torch import load_file
-from models.files import unmap_weights
+from runtime.models.files import unmap_weights
 
 def anonymous():
     return int(next(line for line in open("/proc/self/status") if "RssAnon" in line).split()[1])
@@ -585,7 +592,7 @@ def test_the_embedded_draft_model_is_compared(monkeypatch):
     """Both models are; the tests of the embedded ones would not notice if none were."""
     seen = []
     monkeypatch.setattr(reference.Reference, "check", lambda self, cached: seen.append(cached.name))
-    monkeypatch.setattr("serving.assembly.warm_up", lambda engine: None)
+    monkeypatch.setattr("server.assembly.warm_up", lambda engine: None)
     core.load_engine(Options(model="embedded"))
     assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]
 

@@ -1,12 +1,12 @@
 """Speculation changes nothing but the time: output equals plain decoding, greedy or sampled."""
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import TARGET, assert_lossless, run, scripted_engine
 
 import drafters
-from serving.options import Options
+from server import core
+from server.options import Options
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 
@@ -31,7 +31,7 @@ def test_plain_decoding_equals_transformers_generate(demo_reference, prompts, pl
 def test_a_perfect_drafter_is_accepted_entirely(demo_engine, prompts, way):
     """The target drafts for itself: every token of every draft is accepted."""
     itself = core.load_model(TARGET, Options())
-    context = drafters.Context(demo_engine.target, core.sample, itself)
+    context = drafters.Context(demo_engine.target, itself)
     engine = core.Engine(demo_engine.target, {"itself": drafters.load("draft_model", context)})
     sequence = assert_lossless(engine, prompts["hard_story"], 31, "itself", **way)
     statistics = sequence.statistics

@@ -7,16 +7,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import assert_decided_by, run, scripted_engine
 from transformers import TypicalLogitsWarper
 from transformers.generation import logits_process
 
-from grammars import REGEX, source_of, vocabulary_of
-from messages import Draft, Request
-from sampling import Noise, penalise
-from text import TextStream
+from runtime.grammars import REGEX, source_of, vocabulary_of
+from runtime.sampling import Noise, penalise
+from runtime.text import TextStream
+from runtime.values import Draft, Request
+from server import core
 
 COMMA, GREEN, RED = 12, 1381, 1117
 SETTINGS = {
@@ -128,7 +128,7 @@ def test_masks_that_leave_nothing_end_a_request_in_one_sentence(demo_engine, pro
         for words in ([(COMMA,)], [(COMMA, COMMA)]):
             only = {"allowed_token_ids": (COMMA,), "bad_words": tuple(words)}
             fields = {"sampling": core.Sampling(**only, **way), "drafter": "ngram"}
-            with pytest.raises(core.messages.RequestError, match="together allow no token"):
+            with pytest.raises(core.values.RequestError, match="together allow no token"):
                 run(demo_engine, prompts["repetitive_colours"], **fields)
 
 
@@ -172,7 +172,7 @@ def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
             ends = {COMMA} if end == "stop_token_ids" else set()
             method = prompt, 30, ends, fields["sampling"], seed
             drafter = oracle.pool.drafters["scripted"]
-            with nullcontext() if ends else pytest.raises(core.messages.RequestError):
+            with nullcontext() if ends else pytest.raises(core.values.RequestError):
                 assert core.speculate(target, drafter, *method) == s.output
     assert num_accepted > 4
     assert target.cache.lengths == [0] * target.cache.num_rows

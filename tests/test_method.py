@@ -10,8 +10,9 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
-import speculative_decoding as core
 from conftest import run
+
+from server import core
 
 SAMPLINGS = {
     "greedy": core.Sampling(),

@@ -7,16 +7,16 @@ transformers at its start, so that a config that is read wrongly is refused.
 from types import SimpleNamespace
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import FAMILIES, load, needs_compiler, together
 from families import save_small
 from torch import nn
 
-from kernels import reading
-from kernels.modules import attention_forward
-from kernels.patches import pack
-from messages import Request
+from runtime.kernels import reading
+from runtime.kernels.modules import attention_forward
+from runtime.kernels.patches import pack
+from runtime.values import Request
+from server import core
 
 KNOWN = {
     "llama", "qwen3", "mistral", "qwen2", "granite",

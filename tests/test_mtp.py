@@ -9,15 +9,15 @@ from random import Random
 
 import head_contract as contract
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import TARGET, assert_lossless, fresh_state
 from families import randomise, small_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from messages import Verdict
-from serving.options import Options
+from runtime.values import Verdict
+from server import core
+from server.options import Options
 
 DEPTH = 4
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()

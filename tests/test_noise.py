@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 import pytest
-import speculative_decoding as core
 import torch
 
-from benchmarks.lossless import chi_squared
-from sampling import Noise, survivors
+from runtime.sampling import Noise, survivors
+from server import core
+from tools.lossless import chi_squared
 
 ODDS, NUM = 1e-6, 2000
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import TARGET
 from prometheus_client.parser import text_string_to_metric_families
-from server import AT_WORK, COLOURS, is_error, module_server, request, until
+from started import AT_WORK, COLOURS, is_error, module_server, request, until
 from transformers import AutoTokenizer
 
-from models.reference import contents_of, system_fingerprint
-from serving.dialects.shapes import bytes_of
-from serving.options import Options
+from runtime.models.reference import contents_of, system_fingerprint
+from server import core
+from server.dialects.shapes import bytes_of
+from server.options import Options
 
 KEY, ORIGIN = "secret key", "https://example.org"
 GUARDED = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}

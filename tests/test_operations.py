@@ -22,11 +22,10 @@ from pathlib import Path
 from subprocess import PIPE, Popen, run
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
-from server import (
+from started import (
     COLOURS,
     GOOD,
     PATHS,
@@ -40,11 +39,11 @@ from server import (
     until,
 )  # fmt: skip
 
-from kernels import library
-from page import INDEX, files
-from serving import log
-from serving.http import num_threads, room_for_connections
-from serving.options import MAX_QUEUED, Options
+from runtime.kernels import library
+from server import core, log
+from server.http import num_threads, room_for_connections
+from server.options import MAX_QUEUED, Options
+from server.page import INDEX, files
 
 server = module_server("--fixed-k")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
@@ -435,7 +434,7 @@ FOREIGN = (  # what the page refers to outside, scripts and styles that CSP stop
     "name", [name for name in files() if not name.endswith((".json", ".woff2"))]
 )
 def test_the_page_is_of_its_folder_alone_and_inserts_text_as_text(name):
-    file = ROOT / "page" / name
+    file = ROOT / "server" / "page" / name
     text = file.read_text("utf-8")
     assert not re.search(FOREIGN, text)
     targets = re.findall(r'^(?:import|export) .*from "([^"]*)"', text, re.MULTILINE)
@@ -453,8 +452,8 @@ def test_the_page_stands_below_its_own_path_also_behind_a_proxy_that_adds_one(se
     status, headers, page = server.call("GET", "/page/")
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert page.startswith(b"<!doctype html>\n<html data-server ")
-    assert b"data-server" not in (ROOT / "page" / INDEX).read_bytes()
+    assert b"data-server" not in (ROOT / "server" / "page" / INDEX).read_bytes()
     for name in files():
         status, headers, data = server.call("GET", f"/page/{name}")
         assert status == 200 and "frame-ancestors 'none'" in headers["Content-Security-Policy"]
-        assert name == INDEX or data == (ROOT / "page" / name).read_bytes()
+        assert name == INDEX or data == (ROOT / "server" / "page" / name).read_bytes()

@@ -14,9 +14,9 @@ import browsing
 import pytest
 from browsing import DONE, FIRST, NARROW, READY, SIZES, answer_of, event, exactly, lines, value
 from engine import replaying
-from server import COLOURS as COLOUR_LIST
-from server import ENDLESS as COUNTING
-from server import Gate, module_server, serving, until
+from started import COLOURS as COLOUR_LIST
+from started import ENDLESS as COUNTING
+from started import Gate, module_server, serving, until
 
 pytestmark = pytest.mark.browser
 browser, open_page = browsing.browser, browsing.open_page

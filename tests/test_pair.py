@@ -19,12 +19,12 @@ import pytest
 from conftest import ROOT, assert_lossless, load
 from exactness import assert_same_bits
 
-from benchmarks.pair import own_memory
-from benchmarks.servers import FORGETFUL, OURS, started
-from models import gguf_hub
-from models.catalogue import PAIRS
-from models.prompts import chat_ids, prompt_ids
-from page.export import CHAT
+from runtime.models import gguf_hub
+from runtime.models.catalogue import PAIRS
+from runtime.models.prompts import chat_ids, prompt_ids
+from server.page.export import CHAT
+from tools.pair import own_memory
+from tools.servers import FORGETFUL, OURS, started
 
 pytestmark = pytest.mark.network
 CODE = (

@@ -11,14 +11,14 @@ from collections import Counter
 from unittest.mock import Mock
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import assert_decided_by, logits_of, probabilities, run, scripted_engine
-from server import COLOURS, module_server
+from started import COLOURS, module_server
 
 from drafters.pool import AUTO, TREE
-from kernels import can_chain
-from sampling import Noise, penalise, ranked
+from runtime.kernels import can_chain
+from runtime.sampling import Noise, penalise, ranked
+from server import core
 
 COMMA, GREEN = 12, 1381  # tokens of COLOURS
 SETTINGS = {

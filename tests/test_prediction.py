@@ -8,21 +8,21 @@ import random
 from dataclasses import replace
 
 import pytest
-import speculative_decoding as core
 from conftest import GREEDY, asked, module_client, run, together
-from server import CHAT, GENERATE, ROUTES, is_error, text_of
+from started import CHAT, GENERATE, ROUTES, is_error, text_of
 
-from cache.prefix import PrefixCache
-from control import Controller
-from control.estimates import Acceptance
-from control.planner import Candidate
+from drafters.auto import Controller
+from drafters.auto.estimates import Acceptance
+from drafters.auto.planner import Candidate
 from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
-from messages import MAX_SPECULATIVE_TOKENS, Draft, Request
-from models import prompts as reading
-from models.prompts import prediction_ids
-from serving.curve import Curve
-from serving.options import MOST_K
+from runtime.cache.prefix import PrefixCache
+from runtime.models import prompts as reading
+from runtime.models.prompts import prediction_ids
+from runtime.values import MAX_SPECULATIVE_TOKENS, Draft, Request
+from server import core
+from server.curve import Curve
+from server.options import MOST_K
 
 client = module_client(max_tokens=20)
 REJECTION = core.Sampling(temperature=0.9, verification="rejection")

@@ -7,15 +7,14 @@ cannot be trusted is not remembered.
 from itertools import product
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import WAYS, finish, finished, load, run, together
 
-from cache.prefix import PrefixCache
-from messages import Output, Request
-from serving import answers, metrics
-from serving.options import Options
-from serving.worker import Worker
+from runtime.cache.prefix import PrefixCache
+from runtime.values import Output, Request
+from server import answers, core, metrics
+from server.options import Options
+from server.worker import Worker
 
 SHARED = torch.randint(4096, (560,), generator=torch.Generator().manual_seed(0)).tolist()
 FIRST, SECOND = [*SHARED, 5, 6, 7], [*SHARED, 8, 9, 8, 9, 8]

@@ -9,7 +9,7 @@ import os
 from hypothesis import configuration, given, settings
 from hypothesis import strategies as st
 
-from text import TextStream
+from runtime.text import TextStream
 
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)
 settings.load_profile("claims")

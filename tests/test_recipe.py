@@ -23,8 +23,9 @@ from head_contract import changed, holding
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from demo_models import answers, heads, recipe, train
-from serving.options import Options
+from drafters import base
+from server.options import Options
+from tools.training import answers, heads, recipe, train
 
 KINDS = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_model"}
 K = 4
@@ -114,13 +115,13 @@ def test_what_is_trained_is_what_drafts(kind, name, learned, monkeypatch):
     plan, target, data, student, _ = learned(kind)
     engine = load(TARGET, drafter=name, **{name: plan.out})
     drafter = engine.pool.drafters[name]
-    text, choose = data.train[0][0].tokens.tolist(), Mock(wraps=drafter._sample)
-    monkeypatch.setattr(drafter, "_sample", choose)
+    text, choose = data.train[0][0].tokens.tolist(), Mock(wraps=base.sample)
+    monkeypatch.setattr(base, "sample", choose)
     texts, drafts, scores = [text[:length] for length in range(22, 38)], [], []
     for tokens in texts:
         whole, stepped = (fresh_state(engine, drafter, tokens) for _ in range(2))
         with monkeypatch.context() as patch:  # a draft in one call shows no scores
-            patch.setattr("kernels.can_chain", lambda *_: False)
+            patch.setattr("runtime.kernels.can_chain", lambda *_: False)
             drafts += propose_and_close(drafter, [stepped], [K])
         scores.append(torch.stack([call.args[0] for call in choose.call_args_list[-K:]]))
         assert propose_and_close(drafter, [whole], [K]) == drafts[-1:]
@@ -136,7 +137,9 @@ def test_what_is_trained_is_what_drafts(kind, name, learned, monkeypatch):
 
 def test_the_command_of_the_docs_makes_answers(tmp_path, capsys):
     text = (ROOT / "docs" / "models.md").read_text("utf-8")
-    (command,) = re.findall(r"^ +\.venv/bin/python -m demo_models\.train (.*)$", text, re.MULTILINE)
+    (command,) = re.findall(
+        r"^ +\.venv/bin/python -m tools.training\.train (.*)$", text, re.MULTILINE
+    )
     toy = ["--toy", "--tokens", "9", "--target", "embedded", "--work", str(tmp_path)]
     train.main([*command.split(), *toy, "--stage", "answers"])
     assert capsys.readouterr().out == "{}\n" and answers.files(tmp_path / "answers")

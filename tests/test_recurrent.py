@@ -9,16 +9,16 @@ from random import Random
 
 import conftest
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, assert_lossless, load, open_rows, read, run
 from exactness import assert_same_bits
 from test_eagle3 import new_head
 
-from cache.states import RecurrentLayer
-from kernels.start import speed_up
-from messages import Request
-from serving.options import Options
+from runtime.cache.states import RecurrentLayer
+from runtime.kernels.start import speed_up
+from runtime.values import Request
+from server import core
+from server.options import Options
 
 PYTHON = " in Python"
 FEW = ["qwen3_5_text", "lfm2", "granitemoehybrid", "lfm2 in Python", "granitemoehybrid in Python"]
@@ -73,7 +73,7 @@ DRAFTS = {  # tokens drafted, tokens accepted and rows of a forward: one forward
 def test_what_was_taken_back_leaves_no_trace(model, row, monkeypatch, draft):
     """The bits of what follows are those of a text that had no draft."""
     drafted, accepted, most_rows = DRAFTS[draft]
-    monkeypatch.setattr("kernels.decoder.MOST_ROWS", most_rows)
+    monkeypatch.setattr("runtime.kernels.decoder.MOST_ROWS", most_rows)
     wrong = [7] * (drafted - accepted)
     verified = read(model, row, [*TEXT[20 : 21 + accepted], *wrong])
     model.cache.keep(row, drafted, range(accepted))
@@ -134,7 +134,7 @@ def test_a_call_of_many_forwards_that_fails_is_done_again(model, row, monkeypatc
     expected = read(model, row, TEXT[20:230])[-1]
     model.cache.truncate(row, 0)
     read(model, row, TEXT[:20])
-    monkeypatch.setattr("kernels.decoder.MOST_ROWS", 8)
+    monkeypatch.setattr("runtime.kernels.decoder.MOST_ROWS", 8)
     name = "passed" if model.compiled.is_compiled else "convolve"
     inner, calls = getattr(layer, name), []
 

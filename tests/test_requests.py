@@ -15,14 +15,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import credulous, finished, probabilities, run, scripted_engine
 
-from messages import Request
-from serving import answers, comparison, trace
-from serving.statistics import Statistics
-from text import TextStream
+from runtime.statistics import Statistics
+from runtime.text import TextStream
+from runtime.values import Request
+from server import answers, comparison, core, trace
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import needs_compiler
 
-from cache.states import GatedDelta, Mamba2
-from kernels import recurrent
+from runtime.cache.states import GatedDelta, Mamba2
+from runtime.kernels import recurrent
 
 pytestmark = needs_compiler
 SIZES = [(1, 8, 16), (2, 24, 20), (3, 128, 72), (2, 5, 131)]  # heads of keys, widths, columns

@@ -13,17 +13,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, in_turn, judge, load, logits_of, needs_compiler
 from transformers.generation import logits_process
 
-from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
 from drafters.draft_model import DraftModelDrafter
 from drafters.prediction import PredictionDrafter
-from kernels import library
-from messages import Request
-from sampling import Noise, penalise, truncated_softmax
+from runtime.kernels import library
+from runtime.sampling import Noise, penalise, truncated_softmax
+from runtime.values import Request
+from server import core
+from tools.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
 
 ODDS = 1e-6
 Sampling = core.Sampling

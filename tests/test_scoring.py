@@ -8,17 +8,16 @@ import math
 from functools import partial
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import TARGET, application, asked, load, needs_compiler, run, together
-from server import CHAT, LIMIT_S, is_error
+from started import CHAT, LIMIT_S, is_error
 
-from cache.prefix import PrefixCache
-from messages import Request, RequestError
-from sampling import scores_of as scores_of_tokens
-from serving import trace
-from serving.options import Options
-from serving.worker import Admission, Job, Worker
+from runtime.cache.prefix import PrefixCache
+from runtime.sampling import scores_of as scores_of_tokens
+from runtime.values import Request, RequestError
+from server import core, trace
+from server.options import Options
+from server.worker import Admission, Job, Worker
 
 TEXT = torch.randint(4096, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 NUM_TOP = 3
@@ -99,7 +98,7 @@ def test_scores_in_c_are_those_of_torch(vocab, monkeypatch):
     tied = sorted(range(vocab), key=lambda i: (-float(rows[3, i]), i))[:NUM_TOP]
     assert ours.top[3].tolist() == tied
     with monkeypatch.context() as patched:
-        patched.setattr("kernels.can_choose", lambda: False)
+        patched.setattr("runtime.kernels.can_choose", lambda: False)
         theirs = scores_of_tokens(rows, tokens, NUM_TOP)
         for bad in (math.nan, math.inf):
             with pytest.raises(ValueError, match="no probabilities"):

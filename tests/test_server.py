@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import speculative_decoding as core
-from server import COLOURS, ENDLESS, GOOD, PATHS, at_once, end_of, module_server, serving, until
+from started import COLOURS, ENDLESS, GOOD, PATHS, at_once, end_of, module_server, serving, until
 
-from serving.options import Options
-from serving.service import Service
-from serving.worker import Worker
+from server import core
+from server.options import Options
+from server.service import Service
+from server.worker import Worker
 
 SAMPLED = {"prompt": "def read(path):", "max_tokens": 24, "temperature": 0.9, "top_k": 50}
 SAMPLED |= {"top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}

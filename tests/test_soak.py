@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from server import GENERATE, events_of, is_error, serving, until
+from started import GENERATE, events_of, is_error, serving, until
 
-from benchmarks.lossless import SAMPLINGS
-from messages import Sampling
-from models.prompts import read_prompts
+from runtime.models.prompts import read_prompts
+from runtime.values import Sampling
+from tools.lossless import SAMPLINGS
 
 SOAK_S = float(os.environ.get("SOAK_S", "20"))
 CLIENTS, BURST, SAMPLE, MOST_TOKENS = 12, 16, 40, 120

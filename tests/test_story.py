@@ -21,10 +21,11 @@ from urllib.request import urlopen
 import browsing
 import numpy as np
 import pytest
-import speculative_decoding as core
 from browsing import DONE, NARROW, READY, SIZES, WIDE, event, exactly, value
-from server import ROOT, free_port, until
+from started import ROOT, free_port, until
 from test_export import cycles_of, read
+
+from server import core
 
 pytestmark = pytest.mark.browser
 browser, open_page = browsing.browser, browsing.open_page
@@ -36,7 +37,7 @@ def site(tmp_path_factory):
     """A file server's address, with an export and the repository's page."""
     folder, url = tmp_path_factory.mktemp("files"), f"http://127.0.0.1:{(port := free_port())}/"
     assert core.main(["--export", str(folder / "export"), "--model", "embedded"]) == 0
-    shutil.copytree(ROOT / "page", folder / "page")
+    shutil.copytree(ROOT / "server" / "page", folder / "page")
     command = [sys.executable, "-m", "http.server", "-b", "127.0.0.1", "-d", folder, str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
 
@@ -106,7 +107,7 @@ def times(factor):
     return f"{Decimal(factor).quantize(Decimal('0.01'), ROUND_HALF_UP)}×"
 
 
-TOLD = read(ROOT / "page", "smollm2")
+TOLD = read(ROOT / "server" / "page", "smollm2")
 CYCLES = runs_of("first")["draft_model"]
 TEXT = "".join(cycle["text"] for cycle in CYCLES)
 CUT = next(cycle for cycle in CYCLES if cycle["rejected"])
@@ -542,7 +543,7 @@ def test_a_page_without_its_recording_says_so(open_story):
 
 
 def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_story):
-    folder = ROOT / "page" / "fonts"
+    folder = ROOT / "server" / "page" / "fonts"
     licence = (folder / "OFL.txt").read_text("utf-8")
     files = {path.name: path.read_bytes() for path in folder.glob("*.woff2")}
     named = re.findall(r"^(\S+\.woff2) ", licence, re.MULTILINE)

@@ -7,14 +7,14 @@ all drafters is in test_drafters.py.
 import random
 
 import pytest
-import speculative_decoding as core
 from conftest import GREEDY, WAYS, run
 
 from drafters import suffix
 from drafters.suffix import PastOutputs, SuffixDrafter, SuffixIndex
-from messages import Request, Verdict
-from serving.comparison import runs_to_compare
-from serving.options import REMEMBERED, parse_arguments
+from runtime.values import Request, Verdict
+from server import core
+from server.comparison import runs_to_compare
+from server.options import REMEMBERED, parse_arguments
 
 REJECTION = core.Sampling(temperature=0.8, verification="rejection")
 

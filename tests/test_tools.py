@@ -15,26 +15,26 @@ import llguidance
 import llguidance.hf
 import openai
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import TARGET, TEMPLATE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server import LIMIT_S, Client, serving
+from started import LIMIT_S, Client, serving
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from werkzeug.serving import make_server
 
-from grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
-from grammars.measure import USUAL
-from messages import Draft, Request, RequestError
-from models.calls import AnswerReader, Call, Form, Thought, form_of
-from models.loading import load_pretrained
-from models.prompts import chat_prompt
-from models.tools import Tools, read_tools
-from serving.options import Options
-from serving.service import Service
-from serving.worker import Job
+from runtime.grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
+from runtime.grammars.measure import USUAL
+from runtime.models.calls import AnswerReader, Call, Form, Thought, form_of
+from runtime.models.loading import load_pretrained
+from runtime.models.prompts import chat_prompt
+from runtime.models.tools import Tools, read_tools
+from runtime.values import Draft, Request, RequestError
+from server import core
+from server.options import Options
+from server.service import Service
+from server.worker import Job
 
 CITY = {
     "type": "object", "required": ["city"], "$defs": {"days": {"type": "integer"}},

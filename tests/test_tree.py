@@ -8,16 +8,16 @@ import random
 from argparse import Namespace
 
 import pytest
-import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, assert_lossless, failing, run, run_beside_fresh, together
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
-from benchmarks.fixed_clock import FixedClock
 from drafters.base import ModelState
 from drafters.tree import TreeBuilder, longest, merged
-from messages import Cycle, Draft, Request
-from sampling import Noise
+from runtime.sampling import Noise
+from runtime.values import Cycle, Draft, Request
+from server import core
+from tools.fixed_clock import FixedClock
 
 pytestmark = needs_compiler
 SAMPLED = core.Sampling(repetition_penalty=1.1, temperature=0.9, top_k=50, top_p=0.95)

@@ -1,0 +1,10 @@
+"""From a name or a file to a model that can be served."""
+
+
+class StartError(ValueError):
+    """What the command line asks for cannot be had; one line that says what to do."""
+
+    def __init__(self, message: str) -> None:
+        from runtime.values import one_line  # not before startup.py, as torch comes with it
+
+        super().__init__(one_line(message))

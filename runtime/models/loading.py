@@ -1,0 +1,389 @@
+"""Models and tokenizers from folders or the Hugging Face hub, or one clear line why not."""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer as Backend
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import get_fast_tokenizer_file
+from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
+
+from runtime.values import Json, in_short
+
+from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
+from .calls import TAGS
+from .catalogue import entry_of, likely, place_of
+from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
+from .fim import fim_of
+from .gguf_config import config_of
+from .gguf_file import GgufFile, Texts, is_gguf
+from .gguf_model import load_model, open_model, pack_copy, why_not_packed
+from .gguf_tokenizer import tokenizer_of
+from .prompts import Tokenizer, call_form
+from .rope import contexts, fix_rotations
+from .structure import Structure, UnsupportedModel, examine
+from .template import renderer
+from .tokenizer_bounds import check_steps, panics_caught
+
+LOG = logging.getLogger("loading")
+PROGRESS = logging.getLogger("progress")
+
+LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for users that ask for it
+_SOME_LAYERS, _SOME_NUMBERS = 1000, 1 << 26  # may be asked for, however few a model's files hold
+_opened: dict[str, GgufFile] = {}  # until they are read, so that headers are parsed once
+_WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
+
+
+class ModelOptions(Protocol):
+    """The options of the command line that say how a model is loaded."""
+
+    dtype: str
+    device: str
+    quantize: str | None
+    allow_pickle: bool
+    trust_remote_code: bool
+    max_model_len: int | None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the target is the one of this repository."""
+
+
+@contextmanager
+def _explained(name: str, part: str, options: ModelOptions) -> Iterator[None]:
+    """Turn whatever a part of a model fails with into a StartError."""
+    try:
+        with panics_caught():
+            yield
+    except StartError:
+        raise
+    except Exception as error:  # a broken folder raises any of a dozen kinds
+        kind = "" if Path(name).exists() else f" (no such folder; tried as a hub id{likely(name)})"
+        reason = why_not_loaded(error)
+        # What is refused for safety's sake is said to be.
+        if "trust_remote_code" in str(error) and not options.trust_remote_code:
+            reason = "it brings code of its own, which is run with --trust-remote-code only"
+        elif "file named model.safetensors" in reason and not options.allow_pickle:
+            reason += " (other files can run code, and are loaded with --allow-pickle only)"
+        raise StartError(f"cannot load {name}{kind}: {part}{reason}") from error
+
+
+@dataclass
+class _Read:
+    """What a file or a folder holds."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    report: dict[str, Any]  # what transformers tells of the weights
+    fingerprint: str | None = None  # of a GGUF file that is served as it is
+    # For an unpacked file: makes a copy of the model compute with the blocks of the file.
+    pack_copy: Callable[[PreTrainedModel], None] | None = None
+
+
+@dataclass(kw_only=True)
+class Loaded(_Read):
+    """A model that can be served."""
+
+    length: int  # of the context
+    structure: Structure
+
+    @property
+    def eos_ids(self) -> set[int]:
+        """The tokens that end a text."""
+        ends = [self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id]
+        ends += getattr(self.tokenizer, "turn_ends", ())  # of a GGUF file
+        if fim := fim_of(self.tokenizer):
+            ends += fim.ends
+        return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
+
+
+def check_pair_early(
+    target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]
+) -> None:
+    """Refuse a draft model before its target is read, which takes long.
+
+    Raises StartError for one that is broken or missing, and what `compare` raises for the names and
+    the tokens of two GGUF files.
+    """
+    if not draft:
+        return
+    names, vocabularies = [draft, target], list[Texts | None]()
+    for name in names:
+        with _explained(name, "", options):
+            vocabularies.append(_tokens_of(place_of(name)))
+    if all(vocabularies) and vocabularies[0].tobytes() != vocabularies[1].tobytes():
+        with _explained(draft, "its tokens: ", options):
+            ids = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
+        compare(names, ids)
+
+
+def _tokens_of(place: str) -> Texts | None:
+    """The vocabulary of a GGUF file; None of other models. Raises BadFile or StartError."""
+    if not is_gguf(place):
+        _check_folder(place)
+        return None
+    file = _opened[place] = open_model(place)
+    return file.metadata["tokenizer.ggml.tokens"]
+
+
+def load_pretrained(name: str, options: ModelOptions) -> Loaded:
+    """The model of a name in the catalogue, a folder, a GGUF file or a hub id.
+
+    Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
+    """
+    place = place_of(name)
+    PROGRESS.info("reading the weights of %s", Path(place).name)
+    device, dtype = options.device, options.dtype
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_known, is_file = entry_of(name) is not None, is_gguf(place)
+    if dtype == "auto" and is_file and not is_known:
+        dtype = "bfloat16" if device != "cpu" or options.quantize else "packed"
+    # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
+    if dtype == "auto" and (device == "cpu" or options.is_embedded or is_known):
+        dtype = "float32"
+    if dtype == "packed" and not is_file:
+        raise StartError(f"--dtype packed is for GGUF files, and {name} is none")
+    with _explained(place, "", options):
+        read = (_read_file if is_file else _read_folder)(place, dtype, options)
+        check_weights(place, read.report)
+        read.model = read.model.to(device).eval()
+        # Else they change with their file. transformers' disable_mmap holds them twice for a while.
+        unmap_weights(read.model)
+    _bound_cache(read.tokenizer)
+    _show_tags(read.tokenizer)
+    if getattr(read.tokenizer, "chat_template", None):
+        with _explained(place, "its chat_template: ", options):
+            call_form(read.tokenizer)
+        renderer.start()  # by its first prompt it will be ready
+    return _fit(read, name, options)
+
+
+def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
+    """Read a GGUF file, in a dtype of torch or packed."""
+    with _opened.pop(name, None) or open_model(name) as file:
+        config = config_of(file)
+        with _explained(name, "its tokenizer: ", options):
+            tokenizer = tokenizer_of(file)
+        reason = why_not_packed(file)
+        if dtype == "packed" and reason:
+            if options.dtype == "packed":
+                raise StartError(f"{name} cannot be served as it is: {reason} (give --dtype auto)")
+            LOG.info("%s is unpacked to bfloat16: %s", name, reason)
+            dtype = "bfloat16"
+        is_packed = dtype == "packed"
+        model, report = load_model(
+            file, config, None if is_packed else getattr(torch, dtype), options.dtype == "packed"
+        )
+        return _Read(
+            model,
+            tokenizer,
+            report,
+            fingerprint=file.fingerprint if is_packed else None,
+            pack_copy=None if is_packed or reason else partial(pack_copy, file.name),
+        )
+
+
+@returned_pages()
+def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
+    """Read a folder or a hub id. The weights come last, once all else is checked."""
+    _check_folder(name)
+    trust = {"trust_remote_code": options.trust_remote_code}
+    # First: a wrong id fails here, after one small file.
+    content = json_of(name, "config.json", options)
+    files = weight_files(name, content.get("transformers_weights"))
+    if options.allow_pickle and not files:
+        weight_files(name, WEIGHTS_INDEX_NAME)  # which transformers would open, whatever they are
+    tensors = headers_of(name, files, options)
+    check_layers(name, content, max(len(tensors), _SOME_LAYERS))
+    AutoConfig.from_pretrained(name, **trust)
+    with _explained(name, "its generation_config.json: ", options):
+        check_generation_config(name)
+    with _explained(name, "its tokenizer: ", options):
+        facts = json_of(name, "tokenizer_config.json", options)
+        steps = get_fast_tokenizer_file(facts.get("fast_tokenizer_files", []))
+        check_steps(json_of(name, steps, options))
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+    packed = "quantization_config" in content
+    held = sum(count for _, count in tensors.values()) or 1 << 60  # other files are not looked into
+    with bounded(name, held * (16 if packed else 2) + _SOME_NUMBERS):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name,
+            **trust,
+            dtype=dtype,
+            use_safetensors=None if options.allow_pickle else True,  # None: what there is
+            ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
+            output_loading_info=True,
+        )
+    if not packed:
+        check_types(name, model, tensors)
+    return _Read(model, tokenizer, report)
+
+
+def _check_folder(name: str) -> None:
+    """Raises StartError for no model's folder, and what is not named as the hub names models."""
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    if not Path(name).exists() and not is_hub_id:
+        raise StartError(f"model folder {name} not found")
+    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
+        raise StartError(f"model folder {name} has no config.json")
+
+
+def json_of(name: str, file: str, options: ModelOptions) -> Json:
+    """What a file of the model says; {} if there is none."""
+    with _explained(name, f"{file}: ", options):
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        content = json.loads(Path(path).read_text("utf-8")) if path else {}
+        if not isinstance(content, dict):
+            raise ValueError("it must hold an object")
+        return content
+
+
+def headers_of(name: str, files: list[str], options: ModelOptions) -> dict[str, tuple[str, int]]:
+    """The tensors of a model's safetensors files, by name: their type and how many numbers.
+
+    Raises StartError, which names the file that is broken.
+    """
+    tensors = dict[str, tuple[str, int]]()
+    for file in files:
+        with _explained(name, f"{Path(file).name}: ", options), safe_open(file, "pt") as part:
+            for key in part.keys():  # noqa: SIM118 (it is no dict)
+                tensor = part.get_slice(key)
+                tensors[key] = tensor.get_dtype(), prod(tensor.get_shape())
+    return tensors
+
+
+def check_layers(name: str, content: Any, most: int) -> None:
+    """Raises StartError if a config asks for more layers than `most`, which transformers lists."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        check_layers(name, value, most)
+        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > most:
+            raise StartError(f"{name} has too few tensors: its {key} is {value!s:.20}")
+
+
+@contextmanager
+def bounded(name: str, most: int) -> Iterator[None]:
+    """Within it transformers builds no model of more than so many numbers. Raises StartError.
+
+    What a file lacks it would fill with random numbers, and only then say so.
+    """
+    count = 0
+
+    def note(module: nn.Module, key: str, weight: Tensor | None) -> None:
+        nonlocal count
+        if weight is not None and weight.is_meta:  # as it is built; those that are read come later
+            count += weight.numel()
+            if count > most:
+                raise StartError(f"{name} has far fewer weights than its config.json asks for")
+
+    hooks = nn.modules.module
+    with hooks.register_module_parameter_registration_hook(note):
+        with hooks.register_module_buffer_registration_hook(note):
+            yield
+
+
+def check_types(name: str, model: PreTrainedModel, tensors: dict[str, tuple[str, int]]) -> None:
+    """Raises StartError if files hold integers for floats: transformers would convert them."""
+    floats = {key for key, weight in model.state_dict().items() if weight.is_floating_point()}
+    for key, (kind, _) in tensors.items():
+        is_float = kind.startswith(("F", "BF"))
+        if not is_float and (key in floats or key.endswith(".weight")):
+            raise StartError(f"{name} has {kind} numbers in {key}, which must be floats")
+
+
+def check_weights(name: str, report: dict[str, Any]) -> None:
+    """Raises StartError if transformers had to invent weights; says if it left some unread.
+
+    `report` is what from_pretrained tells. Tied weights and weights for other heads, such as MTP
+    layers, are not in it.
+    """
+    kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
+    missing, sizes, unread = (sorted(report[kind]) for kind in kinds)
+    source, hint = ("header", " (fetch it again)") if is_gguf(name) else ("config.json", "")
+    # A file that is cut off has been refused by now.
+    other = " (its model is of a kind that is not read: give another file)" if hint else ""
+    if missing:
+        renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
+        raise StartError(
+            f"{name} lacks {len(missing)} of the weights that its {source} asks for, "
+            f"first {missing[0]}{renamed}{other}"
+        )
+    if sizes:
+        key, held, wanted = sizes[0]
+        raise StartError(
+            f"{name} has another size than its {source} asks for in {len(sizes)} of its weights, "
+            f"first {key}: {list(held)} instead of {list(wanted)}{hint}"
+        )
+    if unread:
+        LOG.warning("%s: not used: %d weights, first %s", name, len(unread), unread[0])
+
+
+def check_generation_config(name: str) -> None:
+    """Raises an error if generation_config.json, which names the ends of texts, is unreadable.
+
+    transformers would silently go on without it.
+    """
+    file = "generation_config.json"
+    if cached_file(name, file, _raise_exceptions_for_missing_entries=False):
+        end = GenerationConfig.from_pretrained(name).eos_token_id
+        ends = end if isinstance(end, list) else [] if end is None else [end]
+        if not all(type(token) is int for token in ends):
+            raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
+
+
+def _bound_cache(tokenizer: Tokenizer) -> None:
+    """Bound the cache of a tokenizer: it keeps the first 10 000 words that it reads, for ever."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if hasattr(model, "_resize_cache"):  # tokenizers of other kinds have none
+        model._resize_cache(_WORDS_KEPT)
+
+
+def _show_tags(tokenizer: Tokenizer) -> None:
+    """Let tags of calls and of reasoning be text: some tokenizers leave them out as special."""
+    known = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    if not any(token.special and token.content in TAGS for token in known):
+        return
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] not in TAGS
+    tokenizer._tokenizer = Backend.from_str(json.dumps(content))
+
+
+def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:
+    """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
+    model, config = read.model, read.model.config.get_text_config()
+    title = f"{name} ({config.model_type})"
+    longest = getattr(config, "max_position_embeddings", None)
+    longest = LONGEST_DEFAULT if longest in (None, -1) else longest  # XLNet says -1
+    if type(longest) is not int or longest < 2:
+        raise StartError(f"{title}: max_position_embeddings must be 2 or more, not {longest!r:.50}")
+    shortest, longest = contexts(model, longest)
+    length = options.max_model_len or min(shortest, LONGEST_DEFAULT)
+    if not 2 <= length <= longest:
+        raise StartError(f"--max-model-len must be from 2 to {longest} for {name}")
+    try:
+        structure = examine(model, length)
+    except UnsupportedModel as error:
+        reason = in_short(error)
+        if model._is_stateful:
+            reason = "has recurrent layers of a kind that is not supported yet"
+        raise StartError(f"{title} {reason}") from error
+    if structure.length < length and options.max_model_len:
+        raise StartError(
+            f"{title} attends in chunks, which is supported within the first one only: "
+            f"give --max-model-len {structure.length} or less"
+        )
+    fix_rotations(model, structure.length)
+    return Loaded(**vars(read), length=structure.length, structure=structure)

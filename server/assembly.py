@@ -1,0 +1,61 @@
+"""Puts an engine together: a target, a draft model, drafters, a controller and a prefix cache."""
+
+import drafters
+from drafters.auto import Controller
+from runtime import kernels
+from runtime.cache import PrefixCache
+from runtime.models import StartError, ahead, loading
+from runtime.models.reference import check, refusal
+from runtime.values import Engine, Model
+from server import core
+
+from . import answers
+from .options import Options
+from .worker import LOG, warm_up
+
+
+def load_draft(options: Options) -> Model | None:
+    """The draft model, or None. Raises StartError only for a model that --draft-model names."""
+    try:
+        name = options.model_of("draft_model")
+        return core.load_model(name, options.for_draft) if name else None
+    except StartError as error:
+        if options.draft_model:
+            raise
+        drafters.LOG.warning("going on without draft_model: %s", error)
+        return None
+
+
+def assemble_engine(options: Options) -> Engine:
+    """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
+    drafters.check_name(options.drafter)  # before anything is loaded
+    loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
+    target = core.load_model(options.model, options)
+    draft = load_draft(options)
+    ahead.end()
+    context = drafters.Context(target, draft, **options.for_drafters)
+    loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
+    for model in filter(None, (target, draft)):  # after the heads have read its weights
+        # A draft model's roundings change no text, and each of its steps reads all its weights.
+        is_rounded = model is draft and draft.num_weights >= drafters.MANY_WEIGHTS
+        quantize = "int4" if is_rounded else options.quantize
+        with refusal(model, is_fast=True):
+            kernels.speed_up(model, quantize, check, keeps_embedding=is_rounded)
+    return core.Engine(
+        target, loaded, default, prefill_chunk=options.prefill_chunk,
+        controller=None if options.fixed_k else Controller.of(target, loaded),
+        draft_model=draft, is_strict=options.strict,
+        prefixes=PrefixCache.of(target, options.prefix_cache_mb),
+    )  # fmt: skip
+
+
+def load_engine(options: Options) -> Engine:
+    """An engine that is ready to run in this thread: it was checked and has run once."""
+    engine = assemble_engine(options)
+    with refusal(engine.target):
+        engine.target.report = kernels.report_of(engine.target)
+    for model in filter(None, (engine.target, engine.draft_model)):
+        check(model)
+    LOG.info(answers.setting(engine, options))
+    warm_up(engine)
+    return engine

@@ -1,0 +1,236 @@
+"""What shapes of dialects have in common: OpenAI's body and chunks, and an answer's parts."""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from flask import current_app, g
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from runtime.models.calls import AnswerReader, Part
+from runtime.models.prompts import Tokenizer
+from runtime.text import TextStream
+from runtime.values import Json
+from server.answers import Shape, sse
+from server.fields import wrong
+
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
+# What stands beside the choices, as in /generate's answer.
+_FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
+_OF_PROMPTS = {"prompt_logprobs": None, "prompt_token_ids": None}  # as vLLM has them: null first
+Logprobs = list[Json] | None
+
+
+def figures(body: Json) -> Json:
+    """The figures of an answer of /generate."""
+    return {name: body[name] for name in _FIGURES if name in body}
+
+
+def event(kind: str, **data: Any) -> str:
+    """A server-sent event with a name, which is the `type` of its data, too."""
+    return f"event: {kind}\n{sse({'type': kind} | data)}"
+
+
+def bodies(body: Json) -> list[Json]:
+    """The answers of /generate to each choice."""
+    return body.get("choices", [body])
+
+
+def refuse_streamed_scores(fields: Json) -> None:
+    """Raises RequestError where a stream is to have a prompt's scores."""
+    if fields.get("prompt_logprobs") is not None and fields.get("stream"):
+        raise wrong("prompt_logprobs", "goes with stream: false")
+
+
+def by_id(scores: list[Json | None]) -> list[Json | None]:
+    """`prompt_logprobs` as vLLM has them: null, or by token id."""
+
+    def entry(one: Json, rank: int) -> Json:
+        return {"logprob": one["logprob"], "rank": rank, "decoded_token": one["token"]}
+
+    return [
+        one
+        and {str(one["id"]): entry(one, one["rank"])}
+        | {str(top["id"]): entry(top, i) for i, top in enumerate(one["top_logprobs"], 1)}
+        for one in scores
+    ]
+
+
+def bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
+    """What a token is in UTF-8, or a part of it; nothing for an id that the tokenizer lacks."""
+    if (word := tokenizer.convert_ids_to_tokens(token)) is None:  # the model has more rows
+        return b""
+    if word.startswith("<0x") and len(word) == len("<0xFF>"):
+        return bytes.fromhex(word[3:5])
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    is_part = "\ufffd" in text and all(character in _BYTES for character in word)
+    return bytes(map(_BYTES.__getitem__, word)) if is_part else text.encode()
+
+
+class Places:
+    """Where each token of a text begins and ends in it. A character counts once it is whole."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer, which another engine has, a token is as long as its entry says."""
+        self._text = TextStream(tokenizer) if tokenizer else None
+        self._end = 0
+
+    def next(self, entry: Json) -> tuple[int, int]:
+        """The place of the next token, which has this entry of log-probabilities."""
+        begin, new = self._end, entry["token"]
+        if self._text:
+            self._text.push(entry["id"], "")
+            new = "".join(text for text, _ in self._text.release())
+        self._end += len(new)
+        return begin, self._end
+
+
+class Untold:
+    """Log-probabilities of an answer's tokens, until a part of its text is told."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._places, self._entries = Places(tokenizer), deque[tuple[int, int, Json]]()
+
+    def push(self, logprobs: Iterable[Json], shown: Iterable[Json]) -> None:
+        """Add those of the next tokens, each with what is shown of it."""
+        for one, entry in zip(logprobs, shown, strict=True):
+            self._entries.append((*self._places.next(one), entry))
+
+    def take(self, begin: int, end: int | None = None) -> list[Json]:
+        """What is shown of the tokens in this part of the text. Those before it are dropped."""
+        taken = list[Json]()
+        while self._entries and (end is None or self._entries[0][0] < end):
+            first, last, entry = self._entries.popleft()
+            if max(last, first + 1) > begin:  # a part of a character stands where that begins
+                taken.append(entry)
+        return taken
+
+
+def _stop(body: Json) -> Json:
+    """What ended a text, in vLLM's words and in SGLang's: a stop string, or there also a token."""
+    stop, ids = body.get("stop_reason"), body.get("token_ids")
+    last = ids[-1] if ids and body["finish_reason"] == "stop" else None
+    return {"stop_reason": stop, "matched_stop": stop or last}
+
+
+class OpenAIShape(Shape):
+    """OpenAI's shape of an answer: a body with choices, or chunks of them and then the figures."""
+
+    prefix, kind, kind_of_chunk = "", "", ""
+    has_own_prompts = True  # whether a choice tells its prompt's ids, or the body does
+
+    def __init__(self, fields: Json) -> None:
+        super().__init__(fields)
+        self._head = {"id": f"{self.prefix}-{g.id}"}  # the X-Request-Id
+        self._head |= {"object": self.kind, "created": int(time.time())}
+        self._head["model"] = current_app.extensions["model"]
+        self._head["system_fingerprint"] = current_app.extensions["fingerprint"]
+        self._has_ids, self._num_tokens = fields.get("return_token_ids") is True, Counter[int]()
+        self._new_ids = defaultdict[int, list[int]](list)  # by choice: those that no chunk has had
+        self._told = set[int]()  # whose prompt a chunk has had
+        self._counts = all(map(self._option, ("include_usage", "continuous_usage_stats")))
+
+    def _option(self, name: str) -> bool:
+        options = self._fields.get("stream_options")
+        return isinstance(options, dict) and options.get(name) is True
+
+    def choice(self, index: int, body: Json) -> Json:
+        """A choice of a whole answer, from /generate's answer to it."""
+        raise NotImplementedError
+
+    def end(self, index: int, reason: str) -> Json:
+        """The choice in the chunk that ends it."""
+        raise NotImplementedError
+
+    def whole(self, body: Json) -> Json:
+        """The body of a request that is answered at once, from /generate's answer."""
+        own, absent = (_OF_PROMPTS, {}) if self.has_own_prompts else ({}, _OF_PROMPTS)
+        own = {"token_ids": None} | own
+        choices = [_stop(each) | own | self.choice(i, each) for i, each in enumerate(bodies(body))]
+        self._new_ids |= enumerate(each.get("token_ids") for each in bodies(body))
+        return self._head | absent | self._with_ids(choices) | figures(body)
+
+    def note(self, event: Json, number: int) -> None:
+        """Count the tokens of an event, and keep their ids for the choice's next chunk."""
+        if number < self.num_choices and (self._has_ids or self._counts):
+            ids = [token["id"] for token in event["tokens"]]
+            self._new_ids[number] += ids
+            self._num_tokens[number] += len(ids)
+
+    def _usage(self, index: int) -> Json:
+        """What a choice has taken so far."""
+        prompt, new = len(self.requests[index].prompt), self._num_tokens[index]
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _with_ids(self, choices: Sequence[Json]) -> Json:
+        """A part of a body: choices, and the ids that are news, where the request wants them."""
+        if not self._has_ids:
+            return {"choices": list(choices)}
+        parts, prompt = list[Json](), {}
+        for choice in choices:
+            index = choice["index"]
+            part = choice | {"token_ids": self._new_ids.pop(index, [])}
+            if index not in self._told and (self.has_own_prompts or not self._told):
+                self._told.add(index)
+                prompt = {"prompt_token_ids": self.requests[index].prompt}
+            parts.append(part | (prompt if self.has_own_prompts else {}))
+        return {"choices": parts} | ({} if self.has_own_prompts else prompt)
+
+    def chunk(self, *choices: Json, **more: Any) -> str:
+        """A chunk of a stream."""
+        kind = {"object": self.kind_of_chunk}
+        if self._counts and choices:
+            more["usage"] = self._usage(choices[0]["index"])
+        elif self._option("include_usage"):
+            more.setdefault("usage", None)
+        return sse(self._head | kind | self._with_ids(choices) | more)
+
+    def last(self, body: Json) -> Iterator[str]:
+        """Why each choice ended, at last with figures; or these with the usage, if asked for."""
+        counted = figures(body)
+        ends = [self.end(i, each["finish_reason"]) for i, each in enumerate(bodies(body))]
+        if self._option("include_usage"):
+            yield from map(self.chunk, ends)
+            yield self.chunk(**counted)
+        else:
+            del counted["usage"]
+            yield from map(self.chunk, ends[:-1])
+            yield self.chunk(ends[-1], **counted)
+
+
+class InParts(Shape):
+    """A shape that is written of an answer's parts: content, reasoning and calls.
+
+    A stream has each call whole in one part, and no text that may still become a call.
+    """
+
+    def __init__(self, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
+        """`new_reader` makes what reads a choice's text."""
+        super().__init__(fields)
+        self.readers = defaultdict[int, AnswerReader](new_reader)  # by choice
+
+    def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
+        """What a stream shows of a part of a choice."""
+        raise NotImplementedError
+
+    def parts(self, index: int, text: str) -> Iterator[Part]:
+        """The parts of a choice's whole text."""
+        yield from self.readers[index].feed(text)
+        yield from self.readers[index].finish()
+
+    def shown(self, event: Json, number: int) -> str:
+        """What a stream shows of an event; its first part has its log-probabilities."""
+        if number >= self.num_choices:  # a comparison's other runs
+            return ""
+        logprobs, told = event.get("logprobs"), ""
+        for part in self.readers[number].feed("".join(text for text, _ in event["pieces"])):
+            told, logprobs = told + self.part(number, part, logprobs), None
+        return told if logprobs is None else told + self.part(number, "", logprobs)
+
+    def last(self, body: Json) -> Iterator[str]:
+        """What was held back, then what the shape ends with."""
+        for index in range(self.num_choices):
+            for part in self.readers[index].finish():
+                yield self.part(index, part)
+        yield from super().last(body)

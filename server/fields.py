@@ -1,0 +1,69 @@
+"""Which fields a request may have, so that none that is misspelt is silently ignored.
+
+A route has its own names. Some of other servers change no text, whatever their value: clients send
+them unasked, and they are taken silently. Others change nothing by one value alone. Any other field
+is a 400. A null counts as absent everywhere. Names inside of messages and of other values are not
+looked at: clients send back what servers gave them.
+"""
+
+import json
+import re
+import reprlib
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import Any
+
+from runtime.values import Json, RequestError
+
+# Who asks, how it is billed, kept or computed; and how much a model is to think, which only the
+# chat template could tell it.
+SILENT = frozenset(
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "prompt_cache_options parallel_tool_calls max_tool_calls reasoning_effort reasoning verbosity "
+    "truncation thinking context_management cache_control inference_geo request_id priority "
+    "cache_salt session_id cache_prompt id_slot keep_alive stream_interval".split()
+)
+# Of what is not done here, or not on every route, the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "background": (False,),
+    "use_beam_search": (False,), "length_penalty": (1,), "top_logprobs": (0,), "logprobs": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "chat": (False,),
+    "tools": ([],), "tool_choice": ("auto", "none"), "functions": ([],),
+    "function_call": ("auto", "none"), "modalities": (["text"],), "mcp_servers": ([],),
+}  # fmt: skip
+
+
+def wrong(path: str, what: str) -> RequestError:
+    """The error for what stands at a path, which is the message's first word."""
+    return RequestError(f"{path} {what}", param=re.match(r"\w+", path)[0])
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Whether they are equal; in JSON true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def known_fields(body: Json, names: Collection[str]) -> Json:
+    """The fields of a body that have one of these names, without those that are null.
+
+    Raises RequestError for the first other one that may change an answer, and names the nearest.
+    """
+    fields: Json = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in names:
+            fields[name] = value
+        elif name in NEUTRAL:
+            neutral = (body.get("n") or 1,) if name == "best_of" else NEUTRAL[name]
+            if not any(_is_same(value, each) for each in neutral):
+                only = "n" if name == "best_of" else " or ".join(map(json.dumps, neutral))
+                raise RequestError(f"{name} is not supported here, other than as {only}", name)
+        elif name not in SILENT:
+            near = get_close_matches(name[:100], names, 1)
+            what = f"there is no field {reprlib.repr(name)} here"
+            what += f": the nearest one is {near[0]}" if near else ""
+            raise RequestError(what, param=name[:100], code="unknown_parameter")
+    return fields

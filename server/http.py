@@ -1,0 +1,328 @@
+"""Serving the Flask app: access control, one error body for everything, and an orderly end."""
+
+import ctypes
+import gc
+import hmac
+import logging
+import os
+import queue
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import Any, NoReturn
+
+from flask import Flask, Response, current_app, g, request
+from werkzeug import Request
+from werkzeug.datastructures import EnvironHeaders
+from werkzeug.exceptions import HTTPException
+
+from runtime.models.catalogue import abandon
+from runtime.values import TOO_SLOW, Json, RequestError, engine_failure, in_short
+from server.page import register_page
+
+from .connection import CLIENT_BEHIND, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
+from .log import Progress, log_to_stderr, name_requests
+from .options import Options
+from .parsing import model_id
+from .worker import Worker, unavailable, wait_for
+
+_OTHER_THREADS = 32  # beside those of requests that run or wait: they read, and refuse
+_OTHER_CONNECTIONS = 448  # beside those that have a thread
+_OTHER_FILES = 128 + MAX_ACCEPTED  # beside connections
+_LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
+_HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
+_OPEN = ("/page/", "/prompts")  # these, / and /health need no API key
+LOG = logging.getLogger(__name__)
+
+
+def base_app(options: Options) -> Flask:
+    """An application without routes, and with all that every answer has in common."""
+    app = Flask(__name__, static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    app.json.sort_keys = False
+    app.url_map.merge_slashes = False  # /v1//models gets a 404: a redirect would be HTML
+    name_requests(app)
+    register_errors(app)
+    guard = Guard(options)
+
+    @app.before_request
+    def check() -> Response | None:
+        """Refuse callers without access. Answer OPTIONS where other pages may call."""
+        if refusal := request.environ.get(REFUSAL):
+            raise refusal
+        if CLIENT_BEHIND not in request.environ:  # the server has checked heads that it read
+            guard.check(request.environ)
+        # A browser asks before it calls, and without a key.
+        is_question = options.allow_origin and request.method == "OPTIONS"
+        return Response(status=204) if is_question else None
+
+    @app.after_request
+    def add_headers(response: Response) -> Response:
+        """Keep a browser from taking an answer for something else; say which pages may read it."""
+        headers = response.headers
+        headers["X-Content-Type-Options"] = "nosniff"
+        headers.setdefault("Content-Security-Policy", "default-src 'none'")
+        if options.allow_origin:  # CORS
+            wanted = request.headers.get("Access-Control-Request-Headers")
+            headers["Access-Control-Allow-Origin"] = options.allow_origin
+            headers["Access-Control-Allow-Headers"] = wanted or "Authorization, Content-Type"
+            headers["Access-Control-Allow-Methods"] = "GET, POST"
+            headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id"
+            response.vary.add("Origin")
+        return response
+
+    return app
+
+
+class Guard:
+    """Access control, by the API key or by the host names that the server may be called by."""
+
+    def __init__(self, options: Options) -> None:
+        self._key = options.api_key
+        self._names = {"localhost", options.host.lower(), *map(str.lower, options.allowed_host)}
+
+    def check(self, environ: Json) -> None:
+        """Raises RequestError for a head whose body need not be read."""
+        asked = Request(environ, populate_request=False)
+        if self._key is None:
+            self._check_host(asked.headers.get("Host", ""))
+        elif not _is_open(asked.path) and asked.method != "OPTIONS":
+            self._check_key(asked.headers)
+        has_body = asked.content_length or "Transfer-Encoding" in asked.headers
+        if asked.method == "POST" and has_body:
+            check_kind(asked)
+
+    def _check_host(self, host: str) -> None:
+        """Without a key a page elsewhere must not call under a name that it made point to us.
+
+        Such a page's browser sends that name (DNS rebinding). HTTP/1.0 may send none; no browser
+        does.
+        """
+        name = re.sub(r":\d*$", "", host).lower()
+        if not name or self._names & {name, "*"} or _is_ip(name):
+            return
+        why = f"this server does not go by the name {in_short(name)[:100]}"
+        hint = "start it with --allowed-host NAME, or with an API key"
+        raise RequestError(f"{why}: {hint}", status=403, code="unknown_host")
+
+    def _check_key(self, headers: EnvironHeaders) -> None:
+        """Either header may have the key: Anthropic's clients send X-Api-Key."""
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        given = key if scheme.lower() == "bearer" else "", headers.get("X-Api-Key", "")
+        # WSGI hands bytes over as Latin-1, whatever they are.
+        if not any([hmac.compare_digest(k.encode("latin-1"), self._key.encode()) for k in given]):
+            how = "Authorization: Bearer KEY, or as X-Api-Key: KEY"
+            raise RequestError(f"give the API key as {how}", status=401, code="invalid_api_key")
+
+
+def check_kind(asked: Request) -> None:
+    """Raises RequestError for a request whose body is not JSON, or is compressed."""
+    if not asked.is_json:
+        raise RequestError("the Content-Type must be application/json", status=415)
+    if asked.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError("a compressed body is not supported", status=415)
+
+
+def _is_open(path: str) -> bool:
+    return path in ("/", "/health") or path.startswith(_OPEN)
+
+
+def _is_ip(name: str) -> bool:
+    is_v6 = name.startswith("[") and name.endswith("]")
+    try:
+        ip_address(name[1:-1] if is_v6 else name)
+    except ValueError:
+        return False
+    return is_v6 or ":" not in name
+
+
+def body_of(error: RequestError) -> Json:
+    """The body of an answer that is an error, in the form that clients of the route expect.
+
+    A dialect with a form of its own adds it to the application's `error_forms`, by its path.
+    """
+    form = current_app.extensions["error_forms"].get(request.path, RequestError.body)
+    return form(error)
+
+
+def register_errors(app: Flask) -> None:
+    """Answer every error with {"error": {…}}: never HTML, never a traceback."""
+    app.extensions["error_forms"] = {}
+
+    @app.errorhandler(RequestError)
+    def refuse(error: RequestError) -> tuple[Json, int, dict[str, str]]:
+        may_pass = error.status in (429, 503) and error.code != TOO_SLOW
+        headers = {"Retry-After": "1"} if may_pass else {}
+        headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        g.error = error.code or error.param
+        return body_of(error), error.status, headers
+
+    @app.errorhandler(HTTPException)
+    def refuse_http(error: HTTPException) -> tuple[Json, int, dict[str, str]]:
+        """Answer what Flask refuses: an unknown path, a wrong method, a body that is too large."""
+        status, what = error.code or 500, error.description or error.name
+        if allowed := getattr(error, "valid_methods", None):
+            needed = sorted({*allowed} - {"HEAD", "OPTIONS"})
+            what = f"{request.path[:80]} needs {' or '.join(needed)}"
+        body = body_of(RequestError(what, status=status))
+        return body, status, {"Allow": ", ".join(allowed)} if allowed else {}
+
+    @app.errorhandler(Exception)
+    def fail(error: Exception) -> tuple[Json, int]:
+        """Log any other error with its traceback, and answer 500."""
+        LOG.exception("a request failed")
+        g.error = type(error).__name__
+        return body_of(engine_failure(error)), 500
+
+
+def loading_app(options: Options, error_forms: Json) -> Flask:
+    """Answers 503 to all but the page, which asks /health for the progress, and reloads itself."""
+    app = base_app(options)
+    app.extensions["error_forms"] |= error_forms
+    register_page(app, {})
+    progress = Progress()
+    body = {"status": "loading", "model": model_id(options.title)}
+    app.add_url_rule("/health", view_func=lambda: (body | progress.as_dict(), 503))
+
+    @app.before_request
+    def refuse() -> None:
+        if request.path not in ("/", "/health") and not request.path.startswith("/page/"):
+            raise unavailable("the model is being loaded")
+
+    return app
+
+
+def num_threads(options: Options) -> int:
+    """One for each request that runs or waits, and others."""
+    return options.max_running + options.max_queued + _OTHER_THREADS
+
+
+def room_for_connections(needed: int) -> int:
+    """How many connections may be open: more than are needed, where the system lets it.
+
+    Raises this process's limit of open files if need be and if it may. Raises ValueError if fewer
+    are possible than are needed.
+    """
+    limit = needed + _OTHER_CONNECTIONS
+    with suppress(ImportError, ValueError, OSError):  # elsewhere than on Unix there is none
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = limit + _OTHER_FILES
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            limit = allowed - _OTHER_FILES
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if needed > limit:
+        why = f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)}"
+        raise ValueError(f"{why} are possible here (ulimit -n sets how many files may be open)")
+    return limit
+
+
+def serve(load: Callable[[], Flask], port: int, options: Options, error_forms: Json) -> NoReturn:
+    """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
+
+    The address is taken first, so that clients get a 503 while the model is loaded, in the form
+    that `error_forms` has for their path. On the first signal what runs is finished, for
+    `options.grace_period` seconds at most. The exit status is 1 if the server's thread has died.
+    Raises OSError if the address is taken, ValueError if too few connections are possible, and what
+    `load` raises.
+    """
+    limit = room_for_connections(num_threads(options))
+    # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
+    ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+    is_ending, is_loading = False, True
+
+    def stop(number: int, *_: Any) -> None:
+        """Handle a signal: the first one ends orderly, the second one at once."""
+        nonlocal is_ending
+        if is_ending and number != _HANGUP:  # a terminal that closes sends several
+            abandon()
+            os._exit(1)
+        is_ending = True
+        ends.put(None)
+        if is_loading:
+            end(flush_log)
+
+    # Have all threads take memory from two places: what one gives back, another can use. With a
+    # place for each thread, as glibc has it, memory grows for ten thousands of requests.
+    _ask_glibc("mallopt", -8, 2)  # M_ARENA_MAX
+    flush_log = log_to_stderr()
+    handle_signals(stop)
+    check = Guard(options).check
+    server = Server(
+        loading_app(options, error_forms), check, options.host, port, num_threads(options), limit
+    )
+    server.start(at_end=lambda: ends.put(None))
+    url = url_of(options.host, port)
+    say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
+    server.app = app = _loaded(load, flush_log)
+    is_loading = False
+    say(f"serving on {url}: open it in a browser, or send requests (POST /generate, /v1/…)")
+    wait_for(ends)
+    if not server.has_died:
+        _drain(app.extensions["worker"], server, options.grace_period)
+    end(flush_log, int(server.has_died))
+
+
+def url_of(host: str, port: int) -> str:
+    """A server's URL. Example: ::1, 5000 -> http://[::1]:5000."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
+    """Load the app. An error in loading is printed after the lines of the log."""
+    try:
+        app = load()
+    finally:
+        flush_log()
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
+    _ask_glibc("malloc_trim", 0)  # what only loading needed goes back to the system
+    return app
+
+
+def _ask_glibc(function: str, *arguments: int) -> None:
+    """Call a function of glibc's memory; elsewhere than on Linux with glibc there is none."""
+    with suppress(OSError, AttributeError, TypeError):
+        getattr(ctypes.CDLL(None), function)(*arguments)
+
+
+def handle_signals(stop: Callable[..., None]) -> None:
+    """Have `stop` called by what is sent to end a server."""
+    # Also where a shell has started the job in the background, with SIGINT ignored.
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    if _HANGUP and signal.getsignal(_HANGUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(_HANGUP, stop)
+
+
+def _drain(worker: Worker, server: Server, grace_s: float) -> None:
+    """Let answers be finished and sent."""
+    deadline = time.monotonic() + grace_s
+    if waited_for := worker.num_running + worker.num_waiting:
+        say(f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once")
+    if cut_off := worker.drain(grace_s):
+        say(f"{cut_off} requests were cut off")
+    while server.is_busy and time.monotonic() < deadline + _LAST_WORDS_S:
+        time.sleep(0.02)
+
+
+def say(line: str) -> None:
+    """Tell whoever reads stdout, if anybody does: the disk may be full, the terminal closed."""
+    with suppress(OSError, ValueError):
+        print(line, flush=True)
+
+
+def end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
+    """End the process at once. Python's exit would wait for threads, or end one inside torch."""
+    abandon()
+    # While a thread waits for somebody to read the log, stderr is locked: flush would wait, too.
+    for stream in (sys.stdout, sys.stderr) if flush_log() else (sys.stdout,):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,171 @@
+"""An engine as the routes use it: what becomes of a request, and what the server says of itself.
+
+    fields → begin: parse, queue → wait, or stream → answer → written in a Shape
+
+relay.py speaks for an engine that runs elsewhere.
+"""
+
+from functools import partial
+from typing import Any
+
+from flask import Flask, Response, current_app, g, request
+
+from runtime.grammars import OPEN
+from runtime.models.calls import Form
+from runtime.models.fim import infill_prompt
+from runtime.models.prompts import (
+    Conversation,
+    Tokenizer,
+    call_form,
+    chat_prompt,
+    list_ids,
+    read_prompts,
+)
+from runtime.models.reference import system_fingerprint
+from runtime.models.tools import Tools
+from runtime.values import Engine, Json
+from server.page import register_page
+
+from . import answers
+from .answers import Shape, stream
+from .comparison import runs_to_compare
+from .connection import WHEN_LEFT
+from .curve import register_curve
+from .formats import reasoning_of
+from .http import base_app, check_kind
+from .metrics import Figures, figures_of, register_metrics
+from .options import Options
+from .parsing import model_id, parse_json, parse_list, parse_request
+from .worker import Admission, Job, Worker, cancel
+
+
+def read_body(takes_place: bool = True) -> Json:
+    """The JSON object that was sent. Raises RequestError for anything else.
+
+    `takes_place`: whether a request of this kind is queued; with a full queue it is not even read.
+    """
+    if takes_place:
+        current_app.extensions["worker"].expect_place()
+    check_kind(request)
+    return parse_json(request.get_data(cache=False))
+
+
+def watched(jobs: list[Job]) -> list[Job]:
+    """Name the jobs in the request's line of the log, and cancel them if the client leaves."""
+    g.jobs = jobs
+    request.environ.get(WHEN_LEFT, lambda act: None)(partial(cancel, jobs))
+    return jobs
+
+
+class Service:
+    """The engine inside this server, and the worker that runs it."""
+
+    worker: Admission
+    tokenizer: Tokenizer | None  # None: another engine tokenises
+    fingerprint: str | None = None  # of an engine that runs elsewhere nothing is known
+
+    def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
+        """Without a worker it makes one."""
+        target = engine.target
+        self.engine, self.options, self.worker = engine, options, worker or Worker(engine, options)
+        self.name, self.max_length = target.name, target.max_length
+        self.is_chat = options.is_chat(target.tokenizer)
+        self.call_form: Form | None = call_form(target.tokenizer)
+        self.tokenizer = target.tokenizer
+        self.fingerprint = system_fingerprint(target, options.quantize)
+
+    def new_app(self) -> Flask:
+        """An application with the page, GET /metrics and /curve, and what all routes share."""
+        app = base_app(self.options)
+        register_page(app, read_prompts(self.is_chat))
+        register_metrics(app, self.figures, self.worker)
+        register_curve(app, self.worker)
+        app.extensions |= {"worker": self.worker, "fingerprint": self.fingerprint}
+        app.extensions["model"] = model_id(self.name)
+        return app
+
+    def respond(
+        self, fields: Json, shape: Shape | None = None, prompts: list[list[int]] | None = None
+    ) -> Response | Json:
+        """Answer a request when all is done, or stream it; in the shape of /generate or another.
+
+        `prompts` stand for the field `prompt` if there are several. Raises RequestError, and what
+        made one of its jobs fail.
+        """
+        shape = shape or Shape(fields)
+        jobs, is_stream, notes = self.begin(fields, prompts)
+        shape.requests = [job.request for job in jobs]
+        if is_stream:
+            events = stream(jobs, shape, lambda: self.answer(jobs, notes))
+            return Response(events, mimetype="text/event-stream")
+        try:
+            for job in jobs:
+                job.pass_over()
+            for job in jobs:
+                job.wait()
+            if any(job.cancelled for job in jobs):
+                return Response(status=499)  # the client has left: nobody reads it
+            return shape.whole(self.answer(jobs, notes))
+        finally:
+            cancel(jobs)
+
+    def begin(
+        self, fields: Json, prompts: list[list[int]] | None = None
+    ) -> tuple[list[Any], bool, list[str]]:
+        """Parse and queue a request. Returns its jobs, whether to stream, and warnings.
+
+        Of several `prompts` there are choices of the first, then those of the second, … Where
+        neither the request nor the operator limits it, a chat goes on to the end of the context:
+        its clients mostly name no limit, and want the whole answer. Raises RequestError.
+        """
+        defaults = self.options.for_requests
+        if self.options.max_tokens is None and isinstance(fields.get("prompt"), Conversation):
+            defaults["max_tokens"] = -1  # what fits
+        if prompts:
+            requests, is_stream, notes = parse_list(fields, prompts, self.engine, defaults)
+            runs = [run for each in requests for run in each.choices]
+        else:
+            wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
+            runs = runs_to_compare(wanted) if compare else wanted.choices
+        return watched(self.worker.submit(*runs)), is_stream, notes
+
+    def read_list(self, prompts: list[Any], field: str) -> list[list[int]]:
+        """The ids of prompts, which the request's `field` needs. Raises RequestError.
+
+        It names the prompt that is wrong.
+        """
+        target = self.engine.target
+        return list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
+
+    def read_chat(
+        self, messages: Any, fields: Json, tools: Tools | None = None, how: Json | None = None
+    ) -> bool:
+        """Put a conversation with these tools into the fields that `begin` gets.
+
+        `how` is what template_options returns. Returns whether the answer begins amid reasoning.
+        Raises RequestError.
+        """
+        tokenizer = self.engine.target.tokenizer
+        ids = chat_prompt(messages, tokenizer, self.max_length, tools, how)
+        fields["prompt"] = ids
+        return reasoning_of(tokenizer, ids) == OPEN
+
+    def read_infill(self, prefix: str, suffix: str, fields: Json) -> None:
+        """Put the prompt of a text with a gap into the fields that `begin` gets.
+
+        Raises RequestError.
+        """
+        model = model_id(self.name)
+        fields["prompt"] = infill_prompt(prefix, suffix, self.tokenizer, model, self.max_length)
+
+    def answer(self, jobs: list[Any], notes: list[str]) -> Json:
+        """What /generate returns for finished jobs; `notes` are the request's warnings."""
+        return answers.answer(jobs, notes, self.engine.target.model.dtype)
+
+    def health(self) -> Json:
+        """The body of GET /health."""
+        return answers.health(self.engine, self.worker, self.options)
+
+    def figures(self) -> Figures:
+        """What GET /metrics counts."""
+        return figures_of(self.engine)

@@ -1,1 +1,0 @@
-"""HTTP around the core: options, requests, the worker, answers; it never imports the core."""

@@ -1,0 +1,278 @@
+"""Measurements, run as `python -m tools.NAME`. This file holds what they share.
+
+Every benchmark prints tables and then one line of JSON (audition only with --json). That line
+begins with the command, the commit, the machine and the versions. Methods are run in turn, figures
+are medians, and the spread is given as quartiles.
+"""
+
+import runtime.models.startup  # isort: skip  # noqa: F401  (Ctrl-C while torch is imported)
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import quantiles
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from runtime.models.prompts import ids_of, prompts_of, read_prompts
+from runtime.statistics import Statistics
+from runtime.values import Engine, Request, RequestError
+from server import core
+from server.options import ROOT, Options, between
+
+SPECIAL = "grammar", "prediction"  # drafters for requests that bring one
+AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
+FORGETFUL = {"prefix_cache_mb": 0, "suffix_cache": 0}  # runs are alike, whatever came before
+Kinds = dict[str, dict[str, list[int]]]  # token ids by kind and name of a prompt
+
+
+# ------------------------------------------------------------------------------------- engines
+def names_of(engine: Engine) -> list[str]:
+    """The drafters that draft for any text."""
+    return [name for name in engine.pool.drafters if name not in SPECIAL]
+
+
+def load_engine(**options: Any) -> Engine:
+    """An engine that is ready to run. The options are those of the command line.
+
+    It remembers no prompts, and no past outputs unless told otherwise: what is measured must not
+    depend on what was measured before.
+    """
+    return core.load_engine(Options(**{"model": "embedded"} | FORGETFUL | options))
+
+
+def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What stands under each name, by kind (easy, hard, …: how names begin) and name."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, prompt in prompts.items():
+        found[name.partition("_")[0]][name] = prompt
+    return found
+
+
+# Talk, summaries of texts, code: none of it in any training data of ours.
+CHATS = by_kind(prompts_of(ROOT / "tools" / "chat.jsonl"))
+
+
+def demo_prompts(engine: Engine) -> Kinds:
+    """Token ids of the demo prompts by kind and name."""
+    return by_kind(ids_of(read_prompts(), engine.target, is_raw=True))
+
+
+def chats(engine: Engine, each: int) -> Kinds:
+    """Token ids of CHATS, or of the demo prompts if there is no chat template; `each` of a kind."""
+    kinds = demo_prompts(engine)
+    if engine.target.tokenizer.chat_template:
+        kinds = {kind: ids_of(texts, engine.target) for kind, texts in CHATS.items()}
+    return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
+
+
+def flat(prompts: Kinds) -> dict[str, list[int]]:
+    """The prompts of all kinds by name."""
+    return {name: prompt for group in prompts.values() for name, prompt in group.items()}
+
+
+# ------------------------------------------------------------------------------ running requests
+class Finished(NamedTuple):
+    """What is left of a request."""
+
+    output: list[int]
+    statistics: Statistics
+
+
+def run_together(
+    engine: Engine, requests: list[Request], num_tokens: float = math.inf,
+    at_once: int | None = None, at_end: Callable[[], Any] = lambda: None,
+) -> list[Finished]:  # fmt: skip
+    """All requests, each to its end, or until it has `num_tokens`; at most `at_once` in a batch.
+
+    The next one takes the place of one that ends, as it is where clients ask again and again;
+    `at_end` is called for each. Raises RequestError if one was not done as asked.
+    """
+    waiting, running, done = list(enumerate(requests)), dict[Any, int](), dict[int, Finished]()
+    while waiting or running:
+        while waiting and len(running) < (at_once or len(requests)):
+            i, request = waiting.pop(0)
+            running[engine.open(request)] = i
+        engine.step(list(running))
+        for s in [s for s in running if s.finish_reason or len(s.output) >= num_tokens]:
+            engine.close(s)
+            if s.warnings or s.finish_reason == "error":
+                why = "; ".join(s.warnings)
+                raise RequestError(f"a request was not done as asked: {why}") from s.failure
+            done[running.pop(s)] = Finished(s.output, s.statistics)
+            at_end()
+    return [done[i] for i in range(len(requests))]
+
+
+def total(finished: list[Finished]) -> Statistics:
+    """The sum of what was counted."""
+    return sum((one.statistics for one in finished), Statistics())
+
+
+# --------------------------------------------------------------------------------------- clocks
+class Calls(NamedTuple):
+    """All calls of a method: how long each took, and what it returned."""
+
+    ms: list[float]
+    results: list[Any]
+
+
+def interleave(methods: dict[Any, Callable[[], Any]], runs: int, title: str) -> dict[Any, Calls]:
+    """Call the methods in turn, `runs` times, and once before to warm up.
+
+    They take turns because a machine that is busy for a while should not count against one of them.
+    """
+    timed = {name: Calls([], []) for name in methods}
+    with tqdm(total=(runs + 1) * len(methods), desc=title) as progress:
+        for run_index in range(-1, runs):
+            for name, method in methods.items():
+                began = time.perf_counter()
+                result = method()
+                ms = (time.perf_counter() - began) * 1e3
+                if run_index >= 0:
+                    timed[name].ms.append(ms)
+                    timed[name].results.append(result)
+                progress.update()
+    return timed
+
+
+def in_all(figures: Iterable[list[float]]) -> list[float]:
+    """The sums of each run, from the figures of several methods, a list of all runs each."""
+    return [sum(of_run) for of_run in zip(*figures, strict=True)]
+
+
+def by_run(timed: dict[Any, Calls], *begins: Any) -> list[tuple]:
+    """What came of each run, of the methods whose names begin so."""
+    chosen = [each.results for key, each in timed.items() if key[: len(begins)] == begins]
+    return list(zip(*chosen, strict=True))
+
+
+class Spread(NamedTuple):
+    """A figure of several runs."""
+
+    median: float
+    quartiles: list[float]
+
+
+def spread(figures: list[float]) -> Spread:
+    """The median and the quartiles of the figures of all runs."""
+    low, middle, high = quantiles(figures * (1 + (len(figures) == 1)), method="inclusive")
+    return Spread(round(middle, 3), [round(low, 3), round(high, 3)])
+
+
+def speedup(before: list[float], after: list[float]) -> Spread:
+    """How many times as fast `after` is as `before`: the times of one run in each other's.
+
+    Example: speedup([10, 30, 20], [5, 10, 20]) is Spread(2.0, [1.5, 2.5]).
+    """
+    return spread([old / new for old, new in zip(before, after, strict=True)])
+
+
+def places(value: float | None, count: int = 3) -> float | None:
+    """A number rounded for the eye. None stays None."""
+    return None if value is None else round(value, count)
+
+
+# -------------------------------------------------------------------------------------- reports
+def parser(doc: str, runs: int | None = 5) -> argparse.ArgumentParser:
+    """What every benchmark's command line has; --runs only if there is a default for it."""
+    result = argparse.ArgumentParser(description=doc.splitlines()[0])
+    if runs:
+        add_count(result, "--runs", 1, 999, runs, "of each method")
+    result.add_argument("--json", action="store_true", help="only the JSON line")
+    return result
+
+
+def add_count(options: Any, name: str, low: int, high: int, default: int, text: str) -> None:
+    """An option that is an integer from low to high."""
+    text += " (default: %(default)s)"
+    options.add_argument(name, type=between(low, high), default=default, help=text)
+
+
+def report(
+    module: str, arguments: Any, flags: Any, results: dict[str, Any], readable: Callable = dict
+) -> None:
+    """Print all tables among the results, then as one line of JSON the document.
+
+    The document says where and how it was measured, then all options, then the results. `readable`
+    makes a table's row of a result's.
+    """
+    options = {name: value for name, value in vars(flags).items() if name != "json"}
+    for rows in results.values():
+        if not flags.json and rows and isinstance(rows[0], dict):
+            print_table(list(map(readable, rows)))
+            print()
+    print(json.dumps(_environment(module, arguments) | options | results, default=str))
+
+
+def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
+    words = sys.argv[1:] if arguments is None else arguments
+    return {
+        "command": " ".join(["python -m", module, *words]),
+        "commit": _commit(),
+        "hardware": {
+            "cpu": _cpu("model name"),
+            "flags": sorted(_FLAGS & set(_cpu("flags").split())),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+_FLAGS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
+
+
+def _cpu(what: str) -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith(what)]
+    return found[0] if found else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The repository's short hash, with a plus if files differ from it. None outside of git."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return result.stdout.strip() or None
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Keys are headings. Words go to the left, numbers to the right, None is a dash."""
+    columns = []
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        decimals = [len(f"{value}".partition(".")[2]) for value in values if type(value) is float]
+        texts = [_text(value, max(decimals, default=0)) for value in values]
+        heading = wrap(key.replace("_", " "), max(8, *map(len, texts)), break_long_words=False)
+        width = max(map(len, heading + texts))
+        align = str.ljust if str in map(type, values) else str.rjust
+        columns.append([t.ljust(width) for t in [*heading, *(align(t, width) for t in texts)]])
+    height = max(map(len, columns))
+    padded = [[" " * len(column[0])] * (height - len(column)) + column for column in columns]
+    for line in zip(*padded, strict=True):
+        print("  ".join(line).rstrip())
+
+
+def _text(value: Any, decimals: int) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "–", True: "yes", False: "no"}[value]
+    if isinstance(value, list):
+        return " to ".join(map(str, value))
+    return f"{value:.{decimals}f}" if isinstance(value, float) else str(value)

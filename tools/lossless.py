@@ -1,0 +1,181 @@
+"""Is sampled output lossless? The first three tokens, with each drafter and kind of sampling.
+
+The coupled rule promises plain decoding's own tokens: the same prompt is continued many times with
+speculation and many times without, from the same seeds, and the table counts the differences. The
+rule of rejection promises their distribution: seeds differ, and the counts of the second token, of
+the third and of all three together are compared. A p-value says how often two samples of one
+distribution would differ by so much: below 1e-6 something is broken, and values spread over 0 … 1
+are what lossless looks like.
+
+A second table shows what each rule keeps of the drafts: accepted share and tokens per pass over the
+demo prompts with K = 5, every drafter by itself.
+
+    python -m tools.lossless [--samples 4096] [--seeds 3] [--max-tokens 96]
+        [--drafter mine.py:Mine] [--json]
+
+Source: Leviathan et al., arXiv 2211.17192, appendix A.1, for what must hold; Pearson's chi-squared
+test of homogeneity for the comparison.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from functools import partial
+from operator import ne
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+import tools as bench
+from runtime.values import Engine, Request, Sampling
+
+PROMPT = "A B C A B"  # copying, the small model and the head all propose, and are often wrong
+SAMPLINGS = {
+    "temperature 0.7": Sampling(temperature=0.7),
+    "temperature 1.3": Sampling(temperature=1.3),
+    "top_k 8": Sampling(temperature=1.0, top_k=8),
+    "top_p 0.8": Sampling(temperature=1.0, top_p=0.8),
+    "min_p 0.05": Sampling(temperature=1.3, min_p=0.05),
+    "repetition_penalty 1.2": Sampling(temperature=0.7, repetition_penalty=1.2),
+    "all of them": Sampling(0.9, 1.2, 40, 0.95, 0.01),
+}
+KEPT = {
+    "temperature 0.8": Sampling(temperature=0.8),
+    "temperature 1": Sampling(temperature=1.0),
+    "0.8, top_k 50": Sampling(temperature=0.8, top_k=50),
+    "1, top_p 0.9": Sampling(temperature=1.0, top_p=0.9),
+}
+VIEWS = {"2nd token": slice(1, 2), "3rd token": slice(2, 3), "all three": slice(0, 3)}
+K, BATCH, NUM_TOKENS = 3, 64, 3
+
+
+class ChiSquared(NamedTuple):
+    """A test's result; p_value is the odds of a statistic this large if nothing is wrong."""
+
+    statistic: float
+    degrees: int
+    p_value: float
+
+
+def chi_squared(
+    observed: list[float], expected: list[float], degrees: int | None = None
+) -> ChiSquared:
+    """Pearson's test of counts against the counts expected; both in all equally many.
+
+    Example: chi_squared([18, 22], [20, 20]) -> statistic 0.4, 1 degree, p_value 0.53.
+    """
+    degrees = len(expected) - 1 if degrees is None else degrees
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    p_value = float(torch.special.gammaincc(*halves)) if degrees else 1.0
+    return ChiSquared(statistic, degrees, p_value)
+
+
+def same_distribution(ours: Iterable[Hashable], theirs: Iterable[Hashable]) -> ChiSquared:
+    """Do two samples come from one distribution? Cells too rare to count (< 10) are pooled."""
+    samples = Counter(ours), Counter(theirs)
+    both = samples[0] + samples[1]
+    cells = [[x] for x, n in both.items() if n >= 10]
+    if rare := [x for x, n in both.items() if n < 10]:
+        cells.append(rare)
+    observed, expected = list[float](), list[float]()
+    for sample in samples:
+        share = sample.total() / both.total()
+        observed += [sum(sample[x] for x in cell) for cell in cells]
+        expected += [sum(both[x] for x in cell) * share for cell in cells]
+    return chi_squared(observed, expected, len(cells) - 1)
+
+
+def compare(ours: list[tuple], theirs: list[tuple]) -> dict[str, ChiSquared]:
+    """The test of each view of two samples of first tokens."""
+    return {
+        view: same_distribution([x[cut] for x in ours], [x[cut] for x in theirs])
+        for view, cut in VIEWS.items()
+    }
+
+
+def sample(engine: Engine, request: Request, count: int, **how: Any) -> list[bench.Finished]:
+    """The beginnings of `count` runs of a request, its seed counting up from run to run."""
+    requests = [replace(request, seed=request.seed + i) for i in range(count)]
+    return bench.run_together(engine, requests, NUM_TOKENS, BATCH, **how)
+
+
+def first_tokens(engine: Engine, request: Request, count: int, **how: Any) -> list[tuple]:
+    """The first tokens of `count` runs of a request, with one seed after another."""
+    return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, count, **how)]
+
+
+def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
+    """One row per sampling and drafter: acceptance by both rules, differences, and the tests."""
+    prompt, rows = engine.target.tokenizer(PROMPT)["input_ids"], []
+    names = bench.names_of(engine)
+    progress = tqdm(desc="texts", total=num_samples * len(SAMPLINGS) * (1 + 2 * len(names)))
+    for name, coupled in SAMPLINGS.items():
+        rejection = replace(coupled, verification="rejection")
+        plain = Request(prompt, 12, None, 0, sampling=coupled, seed=1_000_000)
+        theirs = first_tokens(engine, plain, num_samples, at_end=progress.update)
+        for i, drafter in enumerate(names, 1):
+            row = {"sampling": name, "drafter": drafter, "samples": num_samples}
+            ours, rates = {}, {}
+            for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
+                request = Request(prompt, 12, drafter, K, sampling=sampling, seed=seed)
+                found = sample(engine, request, num_samples, at_end=progress.update)
+                ours[sampling.rule] = [tuple(one.output[:NUM_TOKENS]) for one in found]
+                rates[sampling.rule] = bench.total(found).draft_acceptance_rate
+            row["draft_acceptance_rate"] = rates
+            row["coupled_differing"] = sum(map(ne, theirs, ours["coupled"]))
+            tests = compare(ours["rejection"], theirs)
+            rows.append(row | {view: test._asdict() for view, test in tests.items()})
+    return rows
+
+
+def measure_kept(engine: Engine, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
+    """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
+    prompts, rows = bench.flat(bench.demo_prompts(engine)).values(), []
+    cases = [(name, s, d) for name, s in KEPT.items() for d in bench.names_of(engine)]
+    progress = tqdm(desc="whole texts", total=len(cases) * 2 * num_seeds * len(prompts))
+    for name, coupled, drafter in cases:
+        row: dict[str, Any] = {"sampling": name, "drafter": drafter}
+        for sampling in (coupled, replace(coupled, verification="rejection")):
+            asked = partial(Request, max_tokens=max_tokens, drafter=drafter, sampling=sampling)
+            requests = [asked(ids, seed=seed) for seed in range(num_seeds) for ids in prompts]
+            done = bench.run_together(engine, requests, at_once=1, at_end=progress.update)
+            found = bench.total(done)
+            figures = ("draft_acceptance_rate", "tokens_per_pass")
+            row[sampling.rule] = {name: getattr(found, name) for name in figures}
+        rows.append(row)
+    return rows
+
+
+def readable(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for the table: dictionaries in it become columns, a test its p-value."""
+    flat_row: dict[str, Any] = {}
+    for key, value in row.items():
+        if not isinstance(value, dict):
+            flat_row[key] = value
+        elif "p_value" in value:
+            flat_row[f"{key}: p"] = bench.places(value["p_value"], 4) if value["degrees"] else None
+        else:
+            flat_row |= {f"{key}: {name}": bench.places(part) for name, part in value.items()}
+    return flat_row
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = bench.parser(__doc__, runs=None)
+    bench.add_count(options, "--samples", 16, 10**6, 4096, "of a case")
+    bench.add_count(options, "--max-tokens", 2, 10**6, 96, "of a request in the second table")
+    bench.add_count(options, "--seeds", 1, 100, 3, "of each prompt in the second table")
+    options.add_argument("--drafter", help="one of your own, as file.py:Class")
+    flags = options.parse_args(arguments)
+    short = {"max_running": BATCH, "max_model_len": 32, "drafter": flags.drafter}
+    results = {
+        "rows": measure(bench.load_engine(fixed_k=True, **short), flags.samples),
+        "kept": measure_kept(bench.load_engine(fixed_k=True), flags.max_tokens, flags.seeds),
+    }
+    bench.report(__spec__.name, arguments, flags, results, readable)
+
+
+if __name__ == "__main__":
+    main()

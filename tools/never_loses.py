@@ -1,0 +1,248 @@
+"""Does `auto` ever lose to plain decoding? Kinds of prompts × temperatures × clients, one server.
+
+In a round of a cell, so many clients ask prompts of the same kind in the same moment, once with
+`auto` and twice without a drafter. The second time is the control: what noise makes of two equal
+ways. A round's time is what its clients wait on average. Rounds go over all cells, in an order by
+chance, and the ways change places, so that a busy minute hits no cell and no way alone. Each prompt
+is in one round only, and nothing is remembered of prompts and texts.
+
+`auto_of_plain` is the speed of `auto` in plain decoding's, `control` that of the other plain
+decoding: medians of rounds, with quartiles; the worst cell comes first. `until_last` is that of
+`auto` if a round's time ends with its last answer. With --fixed each drafter and K named there is
+asked, too: `best_way` is the fastest of these and plain decoding, and `of_best` the speed of `auto`
+in that one's. With --order pairs, each kind comes behind each other kind in a run. The summary has
+geometric means, and `below_1`, a share of cells. `differing` counts texts that are not plain
+decoding's.
+
+    python -m tools.never_loses [--kinds chat code …] [--temperatures 0 0.8 1.2] [--runs 7]
+        [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME] [--mixture]
+        [--order pairs] [--fixed draft_model:3 ngram:5] [--json]
+
+Ctrl-C ends the rounds and shows what they gave. With --mixture the target is a mixture of experts
+that is made of --model (mixture.py). The memory's speed is measured before and after.
+"""
+
+import random
+from collections import defaultdict
+from contextlib import suppress
+from itertools import count, islice, permutations, product
+from statistics import geometric_mean, mean, median
+from typing import Any, NamedTuple
+
+import tools as bench
+from drafters.pool import PLAIN
+from runtime.models.catalogue import entry_of
+from server.options import between
+from tools.mixture import folder_of
+from tools.servers import FORGETFUL, OURS, Server, at_once, memory_gb_per_s, started
+
+WAYS = bench.AUTO, "plain", "control"
+ORDERS = [*permutations(WAYS)]
+
+# --------------------------------------------------------------------------------- the prompts
+NAMES = """Ada Bruno Clara David Elif Farid Greta Hugo Ines Jonas Keiko Lars Mona Nils Olga Pavel
+    Rosa Sven Tara Umar Vera Wanda Yusuf""".split()
+TOWNS = """Aarhus Basel Cork Dakar Essen Fargo Genoa Hanoi Izmir Jaipur Kyoto Lagos Malaga Nantes
+    Oslo Porto Quito Riga Seoul Turin Utrecht Vienna Warsaw Xiamen Yerevan Zagreb Lima Bergen
+    Tampa""".split()
+THINGS = """apples books candles drums engines flutes gloves hats islands jackets kettles lamps
+    mirrors needles oranges pencils quilts robots spoons tents umbrellas violins wheels boats
+    yachts clocks bridges kites stamps bottles chairs""".split()
+CODE = '''class {thing}Of{town}:
+    """What {name} keeps in {town}."""
+
+    def __init__(self, limit={number}):
+        self.limit = limit
+        self.items = []
+
+    def push(self, item):
+        if len(self.items) >= self.limit:
+            raise ValueError("no room for {thing}")
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop()
+'''
+ARTICLE = """{name} was born in {town} and came back {number} years later, after a long career as a
+maker of {thing} in several countries. In the summer old friends met at the lake, where they talked
+about the bridges that had been built, the money that was lost, and the people who had left. The
+newspapers of {town} wrote about it for weeks, although nobody knew what had really happened. In the
+end {name} sold all {thing} and gave the money to a school, which still has {number} of them."""
+KINDS = {  # templates, which take turns; each has two of the lists above
+    "chat": ("Tell me something surprising about {thing} in {town}.",
+             "I am {name}, and I will travel to {town} with {number} {thing}. What should I know?",
+             "Why do people in {town} like {thing} so much? {name} asked me."),
+    "code": ("Write a Python class for a shop in {town} that sells {thing}, with add and total.",
+             "Write a Python function that reads {town}.csv and prints {number} of its {thing}.",
+             "Write tests with pytest for count_{thing}(town), which is {number} for {town}."),
+    "edit": (f"Rename push to add, and write the whole file again:\n\n{CODE}",
+             f"Add type hints to all methods, and write the whole file again:\n\n{CODE}"),
+    "translation": ("Translate into German: {name} has bought {number} {thing} in {town}.",
+                    "Translate into French: The train to {town} is full of {thing}, says {name}."),
+    "extraction": (f"Which person and which town does this name? Only the two.\n\n{ARTICLE}",
+                   f"What was made, and how many are left? In five words.\n\n{ARTICLE}"),
+    "summary": (f"Summarise in two sentences:\n\n{ARTICLE}",
+                f"{ARTICLE}\n\nWrite a headline and one sentence about this."),
+    "question": ("{name} asks: which country is {town} in? Answer in one sentence.",
+                 "What are {thing} made of in {town}? Answer {name} in one sentence."),
+    "mathematics": ("{name} in {town} sells {number} boxes of {thing} for 7 each, and gives 10 "
+                    "percent off. What does that cost? Think step by step.",
+                    "A train to {town} carries {number} {thing} in each of 12 cars, and loses a "
+                    "third. How many does {name} get? Show all steps."),
+    "list": ("List ten places in {town} where {name} can buy {thing}.",
+             "List what {name} has to pack for {number} days in {town}, and for the {thing}."),
+    "JSON": ("Write {name} from {town}, who is {number} and likes {thing}, as a JSON object.",
+             "Make up a customer like {name} of {town} who ordered {number} {thing}. JSON only."),
+}  # fmt: skip
+_TEXT = {"type": "string", "maxLength": 40}
+_FIELDS = {"name": _TEXT, "town": _TEXT, "number": {"type": "integer"}, "remark": _TEXT}
+_SCHEMA = {"type": "object", "properties": _FIELDS, "required": [*_FIELDS],
+           "additionalProperties": False}  # fmt: skip
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "customer", "schema": _SCHEMA}}
+MORE = {"JSON": {"response_format": _FORMAT}}  # fields of the requests of a kind
+
+
+def prompt(kind: str, number: int) -> str:
+    """One of a kind's prompts: 1,334 in a row, two times 23 × 29, are all different."""
+    lists = {"name": NAMES, "town": TOWNS, "thing": THINGS, "number": range(11, 100)}
+    words = {name: words[number % len(words)] for name, words in lists.items()}
+    return KINDS[kind][number % len(KINDS[kind])].format(**words)
+
+
+# --------------------------------------------------------------------------------- the rounds
+class Cell(NamedTuple):
+    """What is asked at once."""
+
+    kind: str
+    temperature: float
+    clients: int
+
+
+class Answers(NamedTuple):
+    """What one way wrote in a round, and how long it took."""
+
+    ms: float  # a client's, on average
+    texts: list[str]
+    last_ms: float = 0.0  # until all are there
+
+
+Round = dict[str, Answers]  # by way
+
+
+def ask(server: Server, is_chat: bool, bodies: list[dict[str, Any]], way: str) -> Answers:
+    """All requests in the same moment."""
+    route = "/v1/chat/completions" if is_chat else "/v1/completions"
+    name, _, k = way.partition(":")
+    drafter = {"drafter": name if k or way == bench.AUTO else PLAIN}
+    drafter |= {"fixed_k": True, "num_speculative_tokens": int(k)} if k else {}
+    last_ms, told = at_once(server.port, route, [body | drafter for body in bodies])
+    choices = [answer.events[-1]["choices"][0] for answer in told]
+    texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in choices]
+    return Answers(mean(answer.at_ms[-1] for answer in told), texts, last_ms)
+
+
+def in_order(count: int, order: str, chance: random.Random) -> list[int]:
+    """The cells of a run: by chance, or so that each comes behind each other one."""
+    if order == "pairs":
+        return [i for pair in permutations(range(count), 2) for i in pair]
+    return chance.sample(range(count), count)
+
+
+def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Round]]:
+    """The rounds of each cell."""
+    is_chat, numbers = server.health()["chat_template"], defaultdict[str, Any](count)
+    found, chance = {cell: list[Round]() for cell in cells}, random.Random(0)
+
+    def body(cell: Cell, number: int) -> dict[str, Any]:
+        text = prompt(cell.kind, number)
+        asked = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+        asked |= {"max_tokens": flags.tokens, "temperature": cell.temperature, "seed": number}
+        return asked | MORE.get(cell.kind, {})
+
+    warm = [body(cells[0], -1) | {"max_tokens": 4, "seed": 0}] * max(flags.clients)
+    ask(server, is_chat, warm, "plain")
+    in_a_run = len(in_order(len(cells), flags.order, random.Random(0)))
+    rounds = bench.tqdm(total=flags.runs * in_a_run, desc="rounds")
+    with rounds as progress, suppress(KeyboardInterrupt):  # what was measured is worth its table
+        for run_index in range(flags.runs):
+            for i in in_order(len(cells), flags.order, chance):
+                cell, order = cells[i], [*ORDERS[(run_index + i) % len(ORDERS)], *flags.fixed]
+                if flags.fixed:
+                    chance.shuffle(order)
+                bodies = [body(cell, number) for number in islice(numbers[cell.kind], cell.clients)]
+                found[cell].append({way: ask(server, is_chat, bodies, way) for way in order})
+                progress.update()
+    return {cell: rounds for cell, rounds in found.items() if rounds}
+
+
+FIGURES = (bench.AUTO, "auto_of_plain", ""), ("control", "control", "control_")
+
+
+def row_of(cell: Cell, rounds: list[Round]) -> dict[str, Any]:
+    """The figures of a cell."""
+    row, plain = cell._asdict(), [each["plain"] for each in rounds]
+    for way, name, begin in FIGURES:
+        own = [each[way] for each in rounds]
+        ms = ([answers.ms for answers in each] for each in (plain, own))
+        row[name], row[f"{begin}quartiles"] = bench.speedup(*ms)
+        texts = (sum((answers.texts for answers in each), []) for each in (plain, own))
+        row[f"{begin}differing"] = sum(one != other for one, other in zip(*texts, strict=True))
+    names = [way for way in rounds[0] if ":" in way]
+    speeds = {"plain": 1.0}
+    for name in names:
+        ms = ([each[way].ms for each in rounds] for way in ("plain", name))
+        speeds[name] = bench.speedup(*ms).median
+    best = max(speeds, key=lambda way: speeds[way])
+    row |= {"best_way": best, "of_best": round(row["auto_of_plain"] / speeds[best], 3)}
+    until_last = bench.speedup(*([a[w].last_ms for a in rounds] for w in ("plain", bench.AUTO)))
+    row["until_last"] = until_last.median
+    return row | {"plain_ms": round(median(each.ms for each in plain))}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the cells have in common: all, and those of each number of clients."""
+    found = []
+    for clients in ("all", *sorted({row["clients"] for row in rows})):
+        group = [row for row in rows if clients in ("all", row["clients"])]
+        found.append({"clients": str(clients), "cells": len(group)})
+        for _, name, begin in FIGURES:
+            figures = [row[name] for row in group]
+            found[-1] |= {
+                f"{begin}worst": min(figures),
+                f"{begin}mean": round(geometric_mean(figures), 3),
+                f"{begin}below_1": round(sum(each < 1 for each in figures) / len(figures), 3),
+                f"{begin}differing": sum(row[f"{begin}differing"] for row in group),
+            }
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = bench.parser(__doc__, 7)
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    options.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8, 1.2])
+    options.add_argument("--clients", nargs="+", type=between(1, 16), default=[1, 2, 4, 8, 16])
+    bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
+    options.add_argument("--model", default="embedded", help="the target (default: ours)")
+    options.add_argument("--draft-model", help="for draft_model, where the target brings none")
+    options.add_argument("--order", choices=("chance", "pairs"), default="chance")
+    options.add_argument("--fixed", nargs="+", default=[], metavar="DRAFTER:K")
+    options.add_argument("--mixture", action="store_true", help="of --model, which is a Llama")
+    flags = options.parse_args(arguments)
+    own = entry_of(flags.model) if flags.mixture else None  # a folder brings no draft model
+    draft = flags.draft_model or (own and own.draft)
+    command = [*OURS, *FORGETFUL, "--max-running", str(max(flags.clients))]
+    command += ["--model", folder_of(flags.model) if flags.mixture else flags.model]
+    command += ["--draft-model", draft] if draft else []
+    cells = [Cell(*each) for each in product(flags.kinds, flags.temperatures, flags.clients)]
+    before = memory_gb_per_s()
+    with started(command) as server:
+        rounds = measure(server, cells, flags)
+    memory = {"memory_gb_per_s": [before, memory_gb_per_s()]}
+    rows = sorted((row_of(*each) for each in rounds.items()), key=lambda row: row["auto_of_plain"])
+    found = memory | {"results": rows, "summary": summary(rows)}
+    bench.report(__spec__.name, arguments, flags, found)
+
+
+if __name__ == "__main__":
+    main()

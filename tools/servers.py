@@ -1,0 +1,170 @@
+"""Servers as processes, and the one way to talk to them, for `pair`, `served` and others."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+
+import tools as bench
+from server.options import ROOT
+
+HOST = "127.0.0.1"
+START_S, CURVE_S, STOP_S = 300.0, 30.0, 60.0
+PAUSE_S = 0.1  # after which the idle threads of another server are asleep
+OURS = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
+FORGETFUL = ["--prefix-cache-mb", "0", "--suffix-cache", "0"]  # as bench.load_engine has it
+
+
+class Lost(RuntimeError):
+    """No proper answer came."""
+
+
+@contextmanager
+def answering(
+    port: int, method: str, path: str, body: str | bytes | None = None, status: int = 200,
+    timeout_s: float = 600.0,
+) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
+    """The answer to a request as it begins, on a connection of its own.
+
+    Raises Lost for any other status than `status`, and OSError.
+    """
+    with closing(http.client.HTTPConnection(HOST, port, timeout=timeout_s)) as connection:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            if response.status != status:
+                raise Lost(f"status {response.status}, not {status}: {response.read(500)!r}")
+            yield response
+
+
+def events_of(
+    port: int, path: str, fields: dict[str, Any], timeout_s: float = 600.0
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """A stream's events as they come, or the one answer, and milliseconds until each came.
+
+    Raises what `answering` does, and Lost for an error, or if the stream does not end with [DONE].
+    """
+    began, last = time.perf_counter(), b""
+    with answering(port, "POST", path, json.dumps(fields), timeout_s=timeout_s) as response:
+        for line in response:
+            ms, last = (time.perf_counter() - began) * 1e3, line.strip() or last
+            if ms > timeout_s * 1e3:
+                raise TimeoutError("the answer did not end in time")
+            if line.startswith((b"{", b"data: {")):
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise Lost(f"a request was not done as asked: {event}")
+                yield ms, event
+    if fields.get("stream") and last != b"data: [DONE]":
+        raise Lost("the stream ended without [DONE]")
+
+
+class Told(NamedTuple):
+    """What came of one request: the events of a stream, or the one answer; and when each came."""
+
+    at_ms: tuple[float, ...]
+    events: tuple[dict[str, Any], ...]
+
+
+def ask(port: int, path: str, fields: dict[str, Any], timeout_s: float = 600.0) -> Told:
+    """One request to its end. Raises what `events_of` does."""
+    return Told(*zip(*events_of(port, path, fields, timeout_s), strict=True))
+
+
+def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Told]]:
+    """All requests in the same moment: milliseconds until all are done, and what came of each."""
+    time.sleep(PAUSE_S)
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        began = time.perf_counter()
+        told = list(pool.map(lambda body: ask(port, path, body), bodies))
+        return (time.perf_counter() - began) * 1e3, told
+
+
+class Server:
+    """A server as a process, ours or another one that has GET /health."""
+
+    ready_s: float  # how long its start took, where it was `started`
+
+    def __init__(self, command: list[str], log: IO[bytes] | int = subprocess.DEVNULL) -> None:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port)], cwd=ROOT, stdin=subprocess.DEVNULL,
+            stdout=log, stderr=log,
+        )  # fmt: skip
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def health(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """GET /health. Raises what `answering` does."""
+        with answering(self.port, "GET", "/health", timeout_s=timeout_s) as response:
+            return json.load(response)
+
+    def wait_for_health(self, within_s: float = START_S) -> dict[str, Any]:
+        """The first /health with a 200. Raises RuntimeError if there is none."""
+        until = time.monotonic() + within_s
+        while time.monotonic() < until and self.is_alive:
+            try:
+                return self.health()
+            except (OSError, http.client.HTTPException, Lost):
+                time.sleep(0.05)
+        raise RuntimeError(f"the server does not answer: {self.process.args}")
+
+    def wait_for_curve(self) -> None:
+        """Let it measure its cost curve, if it does: later its idle time is another one's turn."""
+        until = time.monotonic() + CURVE_S
+        with suppress(Lost):
+            while time.monotonic() < until:
+                with answering(self.port, "GET", "/curve") as response:
+                    if json.load(response)["status"] == "measured":
+                        return
+                time.sleep(0.1)
+
+    def status(self) -> dict[str, list[str]]:
+        """What Linux says of the process, words by name."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text("utf-8").splitlines()
+        return {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+
+    def own_mib(self, name: str = "VmRSS") -> float:
+        """Its memory that is no file's, in MiB: now, or (VmHWM) the most since its start."""
+        status = self.status()
+        return (int(status[name][0]) - int(status["RssFile"][0])) / 1024
+
+    def stop(self) -> int | None:
+        """SIGTERM, if it has not ended already, and the exit code; None if it does not end."""
+        self.process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        return self.process.poll()
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[Server]:
+    """A server that is ready and has nothing to do, for a while."""
+    began, server = time.monotonic(), Server(command)
+    try:
+        server.wait_for_health()
+        server.ready_s = time.monotonic() - began
+        server.wait_for_curve()
+        yield server
+    finally:
+        server.stop()
+
+
+def memory_gb_per_s() -> float:
+    """How fast all threads read memory together, the best of five."""
+    numbers = torch.ones(1 << 27)
+    calls = bench.interleave({"sum": numbers.sum}, 5, "memory")["sum"]
+    return round(numbers.nbytes / min(calls.ms) / 1e6, 1)
