@@ -105,8 +105,7 @@ def speculate(
         row = target.cache.open_row(opened)
         state = drafter.open(list(prompt), sampling, noise)
         opened.callback(drafter.close, state)
-        if drafter.shares_cache:  # it reads the target's row, and leaves it as it was
-            state.row = row
+        drafter.attach(state, row)  # some read the target's row, and leave it as it was
         while len(tokens) < end:
             # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
             # need the target's hidden states of it.

@@ -63,6 +63,7 @@ def load(name: str, context: Context) -> Drafter:
     try:
         drafter = drafter_class.build(context)
         _check(drafter, context)
+        drafter.is_trusted = ":" not in name
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise

@@ -153,7 +153,7 @@ class Drafter(ABC):
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
     drafts_at_once: int = 0  # tokens of its longest draft, if a shorter one costs as much
     # Built-in drafters only:
-    shares_cache: bool = False  # a state gets `row`, the target's
+    is_trusted: bool = False  # it leaves torch's settings alone; `load` sets this
     stops_early: bool = False  # a state is a ModelState
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
@@ -174,6 +174,14 @@ class Drafter(ABC):
         `noise.choose(weights, None, position)`, where `position` is the number of tokens before it.
         """
         return list(prompt)
+
+    def attach(  # noqa: B027  (most drafters need no more than their prompt)
+        self, state: Any, row: int, prediction: Sequence[int] = (), matcher: Any = None
+    ) -> None:
+        """Give a new state what its request has: the target's row, a prediction, a grammar.
+
+        Of a drafter from a file it is not called.
+        """
 
     @abstractmethod
     def propose(self, state: Any, max_tokens: int) -> Draft:

@@ -20,7 +20,7 @@ from .base import GuessingDrafter
 
 @dataclass(slots=True)
 class GrammarState:
-    """A request's place in its grammar; the pool sets it."""
+    """A request's place in its grammar."""
 
     matcher: Any = None
 
@@ -33,6 +33,11 @@ class GrammarDrafter(GuessingDrafter):
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> GrammarState:
         return GrammarState()
+
+    def attach(
+        self, state: GrammarState, row: int, prediction: Sequence[int] = (), matcher: Any = None
+    ) -> None:
+        state.matcher = matcher
 
     def guess(self, state: GrammarState, max_tokens: int) -> list[int]:
         """What the grammar forces next."""

@@ -131,8 +131,8 @@ class DrafterPool:
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a drafter's method. Ours leave torch's settings alone, and are called often."""
         call = getattr(self.drafters[name], method)
-        is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
-        return (call if is_ours else restoring_settings()(call))(*arguments)
+        is_trusted = self.drafters[name].is_trusted
+        return (call if is_trusted else restoring_settings()(call))(*arguments)
 
     def _seen(self, name: str, method: str, see: Callable[[Any], Any], *arguments: Any) -> Any:
         """What `see` makes of what a drafter's method returns: in its thread, if it has one."""
@@ -149,12 +149,7 @@ class DrafterPool:
                 prompt, noise = list(request.prompt), copy(text.noise)
                 state = self._call(name, "open", prompt, request.drafting, noise)
                 text.states[name] = state
-                if self.drafters[name].needs == "prediction":
-                    state.take(request.prediction)
-                if self.drafters[name].shares_cache:
-                    state.row = text.row
-                if self.drafters[name].needs == "grammar":
-                    state.matcher = text.matcher
+                self.drafters[name].attach(state, text.row, request.prediction, text.matcher)
             except Exception as error:
                 failed[name] = error
         for name, error in failed.items():

@@ -20,7 +20,7 @@ how it is used there.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from runtime.sampling import Noise
 from runtime.values import Sampling, Verdict
@@ -88,6 +88,11 @@ class PredictionDrafter(GuessingDrafter):
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> Expected:
         return Expected()
+
+    def attach(
+        self, state: Expected, row: int, prediction: Sequence[int] = (), matcher: Any = None
+    ) -> None:
+        state.take(prediction)
 
     def guess(self, state: Expected, max_tokens: int) -> list[int]:
         """What follows in the prediction. Nothing, where a grammar forces other tokens."""

@@ -13,8 +13,9 @@ else is shared with the target: embedding, norms and KV cache. So the copy reads
 Not covered: mixtures of experts, whose experts would stay floats.
 """
 
+from collections.abc import Sequence
 from copy import copy, deepcopy
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,7 +31,7 @@ class SelfInt8Drafter(DraftModelDrafter):
     """Runs a smaller copy of the target on the KV cache of the target."""
 
     name: ClassVar[str] = "self_int8"
-    shares_cache = is_copy = True
+    is_copy = True
 
     @classmethod
     def build(cls, context: Context) -> "SelfInt8Drafter":
@@ -60,11 +61,15 @@ class SelfInt8Drafter(DraftModelDrafter):
         self.num_step_weights = num_bytes // context.target.model.dtype.itemsize
 
     def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> ModelState:
-        """The pool sets the state's row: the target's."""
         ours, theirs = self._draft.compiled, self._target.compiled
         if ours.is_compiled and theirs.is_compiled:  # as the target is by now
             ours.decoder.share_embedding(theirs.decoder)
         return ModelState(text=list(prompt), sampling=sampling, noise=noise)
+
+    def attach(
+        self, state: ModelState, row: int, prediction: Sequence[int] = (), matcher: Any = None
+    ) -> None:
+        state.row = row
 
     def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
         """A draft for each state; afterwards the rows of the target's cache are as before."""

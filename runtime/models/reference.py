@@ -49,7 +49,7 @@ _CODE = "*.py", "runtime/**/*.py", "runtime/kernels/c/*"
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 _OF_THE_COPY = "_name_or_path", "transformers_version"  # in a configuration
 _SAMPLED = 128  # numbers of a weight, three times
-_FOREIGN = "transformers_modules."  # code that a model's folder brings, which may change
+_FOREIGN = "transformers_modules"  # code that a model's folder brings, which may change
 _MOST_NOTES = 100  # of models that were compared; a new version of this code writes them anew
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
 
@@ -74,7 +74,7 @@ class Reference:
         """
         model, length = cached.model, cached.max_length
         cached.contents, note = contents_of(model), None
-        if not type(model).__module__.startswith(_FOREIGN):
+        if type(model).__module__.split(".")[0] != _FOREIGN:
             note = _note(cached)
             cached.is_known = note.exists()
             if cached.is_known:
