@@ -163,7 +163,7 @@ ABSURD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", ABSURD, ids=str)
+@pytest.mark.parametrize("fields", ABSURD)
 def test_a_stored_curve_with_absurd_numbers_or_of_another_machine_is_ignored_with_one_line(
     demo_engine, folder, caplog, fields
 ):
@@ -194,10 +194,11 @@ def test_all_is_measured_once_when_the_time_for_more_is_spent(demo_engine, monke
     """Also in the idle times behind requests; and a start that ended earlier is gone on from."""
     monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
     whole = Measurement(demo_engine, "a target")
-    while len(whole.curve.pass_ms) < 5:
+    while len(whole.curve.pass_ms) < 5 and not whole.is_done:
         whole.measure()
     whole.pause()
-    assert [*Measurement(demo_engine, "a target").curve.pass_ms] == [*ROWS[:5]]
+    known = whole.curve.pass_ms.keys()
+    assert Measurement(demo_engine, "a target").curve.pass_ms.keys() == known != {*ROWS}
     while not whole.is_done:
         whole.measure()
     assert [*whole.curve.pass_ms] == [*ROWS] and {*whole.curve.drafters} == {"draft_model", "mtp"}
