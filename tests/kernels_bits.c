@@ -6,8 +6,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "../kernels/c/decoder.h"
-#include "../kernels/c/sampling.h"
+#include "../runtime/kernels/c/decoder.h"
+#include "../runtime/kernels/c/sampling.h"
 
 int apply_linear(const layer *, int, const float *, float *, int);
 int apply_convolution(const convolution *, const conv_text *, int, int);

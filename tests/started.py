@@ -52,6 +52,11 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def heeding_interrupts():
+    """For a `preexec_fn`: whoever runs the tests may have them as a job in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _run(
     module, arguments, log, ignored=(signal.SIGINT,), stdout=None, stderr=None, constants=None
 ):

@@ -20,7 +20,7 @@ import gguf
 import pytest
 import torch
 from gguf_files import TINY, write
-from started import ROOT, serving
+from started import ROOT, heeding_interrupts, serving
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -523,7 +523,10 @@ def test_ctrl_c_while_a_benchmark_imports_torch_is_no_traceback(tmp_path):
     (tmp_path / "torch.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-P", "-m", "tools.audition"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=environment,
+        preexec_fn=heeding_interrupts,
+    )  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 

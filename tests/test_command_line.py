@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from conftest import ROOT, ScriptedDrafter
-from started import SCRIPT, naming_a_model, serving, until
+from started import SCRIPT, heeding_interrupts, naming_a_model, serving, until
 from transformers import AutoModelForCausalLM
 
 import server.demo as terminal
@@ -442,7 +442,9 @@ def test_ctrl_c_is_no_traceback(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_is_no_traceback_while_torch_is_imported_either():
     command = [sys.executable, SCRIPT, *naming_a_model(["--prompt", "x"])]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heeding_interrupts
+    ) as process:
         maps = Path(f"/proc/{process.pid}/maps")
         until(lambda: "libtorch" in maps.read_text())
         process.send_signal(signal.SIGINT)

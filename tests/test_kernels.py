@@ -380,7 +380,7 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     (tmp_path / "one.c").write_text('const char *describe(void) { return "little"; }\n')
     use = "library._FOLDER = pathlib.Path('.'); library.use(True); print(library.instructions())"
-    script = f"import pathlib; from kernels import library; {use}"
+    script = f"import pathlib; from runtime.kernels import library; {use}"
     command, times = [sys.executable, "-c", script], []
     for damage in (False, False, True):
         if damage:  # half a library would end a process that opens it
