@@ -116,7 +116,8 @@ static uint32_t repacked(int form, uint32_t hash) {
 
 // Panels of a matrix whose weights are rounded to four bits, and some of its rows.
 static uint32_t rounded(int form, uint32_t hash) {
-  const matrix m = new_matrix(form, 1 + next(40), 1 + next(300));
+  const int outputs = 1 + (int)next(40), inputs = 1 + (int)next(300);  // one after the other, on every CPU
+  const matrix m = new_matrix(form, outputs, inputs);
   const int64_t row = next((uint32_t)m.outputs);
   matrix one = m;
   float *numbers_of_it = malloc((size_t)m.inputs * 4);

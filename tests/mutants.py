@@ -168,7 +168,7 @@ def load_once() -> None:
         importlib.import_module(f"test_{file}")
     # What a fork writes to the KV cache is its own: mmap's default would share it with all.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    importlib.import_module("cache.slots").mmap = partial(mmap.mmap, flags=flags)
+    importlib.import_module("runtime.cache.slots").mmap = partial(mmap.mmap, flags=flags)
     load = core.load_engine
     engine = load(Options(model="embedded", fixed_k=True, kernels=False, suffix_cache=0))
 
