@@ -69,7 +69,6 @@ class Context:
     fast: bool = True  # a drafter's models may run in runtime/kernels/
     quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
-    mmap: bool = False  # whether weights may stay in mapped files
     mtp: str | None = None  # folder or hub id of an MTP head outside the target's checkpoint
     eagle3: str | None = None  # and of an EAGLE-3 head
     dflash: str | None = None  # and of a DFlash head

@@ -22,7 +22,6 @@ from torch import Tensor
 from runtime.cache.prefix import PrefixCache
 from runtime.sampling import Noise
 from runtime.values import (
-    PLAIN,  # noqa: F401
     Doubts,
     Draft,
     Request,
