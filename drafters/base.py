@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from runtime.sampling import Noise, NothingLeft, confidence, sample
-from runtime.values import Doubts, Draft, Model, Sampling, Verdict
+from runtime.values import Doubts, Draft, Model, Output, Sampling, Verdict
 
 MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
@@ -185,6 +185,16 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, state: Any, max_tokens: int) -> Draft:
         """At most `max_tokens` tokens that may follow; an empty draft means "no idea"."""
+
+    @property
+    def wanted_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states its verdicts are to bring; mostly none."""
+        return tuple(self.hidden_layers) if self.needs_hidden else ()
+
+    def wanted_states(self, output: Output, count: int) -> Tensor | None:
+        """Its layers' states [count, D] of the first tokens of a pass over one text."""
+        states = [output.hidden[layer][0][:count] for layer in self.wanted_layers]
+        return torch.cat(states, -1) if states else None
 
     def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
         """`propose` for several requests, each with its limit; models share passes here."""

@@ -223,6 +223,10 @@ class Draft:
         sure = [self.confidence[i] for i in path] if self.confidence else []
         return Draft([self.tokens[i] for i in path], probs, confidence=sure)
 
+    def as_chain(self) -> "Draft":
+        """The tokens of its first branch; of a chain, the draft itself."""
+        return self if self.parents is None else self.chain(self.continued([]))
+
     def q(self, i: int, like: "Tensor") -> "Tensor":
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""
         if self.probs is not None:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from runtime import kernels
+from runtime.values import Model
+
 
 @dataclass
 class Place:
@@ -177,10 +180,38 @@ class Slots(Cache):
         for slot, count in zip(place.slots, place.counts, strict=True):
             self.lengths[self.rows[slot]] += count
 
+    @torch.inference_mode()
+    def move(self, row: int, places: list[int], begin: int) -> None:
+        """Move a row's tokens at rising `places` together, so that they stand from `begin` on."""
+        slot, end = self.slot(row), begin + len(places)
+        for buffer in self.buffers():
+            buffer[slot, :, begin:end] = buffer[slot, :, places]
+
     def buffers(self) -> list[Tensor]:
         """Keys and values of each layer that has any, each [slots, heads, max_length, width]."""
         written = [layer for layer in self.layers if layer.is_initialized]
         return [buffer for layer in written for buffer in (layer.keys, layer.values)]
+
+
+@kernels.exclusive()
+@torch.inference_mode()
+def run_modules(
+    cached: Model, ids: Tensor, place: Place, logits_to_keep: Tensor | int, layers: tuple[int, ...]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Run transformers' own modules. Logits and hidden states are arranged like `ids`."""
+    masks = {kind: place.mask(cached.model.dtype, n) for kind, n in cached.windows.items()}
+    result = cached.model(
+        input_ids=ids,
+        # A model whose kinds of layers differ in window takes a mask for each kind.
+        attention_mask=masks if len(set(cached.windows.values())) > 1 else [*masks.values()][0],
+        position_ids=place.positions,
+        past_key_values=cached.cache,
+        use_cache=True,
+        logits_to_keep=logits_to_keep,
+        output_hidden_states=[i if i < 0 else i + 1 for i in layers] or False,
+    )
+    # transformers lists the embeddings, then each block's output; the last one is normed.
+    return result.logits, {i: result.hidden_states[i if i < 0 else i + 1] for i in layers}
 
 
 def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from runtime.cache.slots import run_modules
 from runtime.values import KeyCache, Model
 
 from . import library
@@ -158,8 +159,8 @@ class Modules:
         cache = self._cached.cache
         place = cache.current = FlatPlace(cache.current, rows)
         ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
-        with self._mode:  # `run` needs no gradients, and leaves the cores to the kernels
-            logits, states = self._cached.run(ids, place, wanted, layers)
+        with self._mode:  # it needs no gradients, and leaves the cores to the kernels
+            logits, states = run_modules(self._cached, ids, place, wanted, layers)
         if place.num_attended < place.num_written // 2:
             raise TypeError("layers attend by code of their own")
         return logits[0, : len(rows.wanted)].float(), {i: state[0] for i, state in states.items()}
