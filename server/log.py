@@ -82,11 +82,11 @@ class _Words(_Format):
     """For a terminal: time, level, and what happened in words; a traceback stands below."""
 
     def format(self, record: logging.LogRecord) -> str:
-        level, said = record.levelname, record.getMessage()
+        level, text = record.levelname, record.getMessage()
         if isinstance(line := record.msg, dict):
-            said, is_ours = _in_words(line), line["status"] == 500
+            text, is_ours = _in_words(line), line["status"] == 500
             level = "ERROR" if is_ours else "WARNING" if "error" in line else "INFO"
-        lines = [one_line(said, LONGEST_LINE)]
+        lines = [one_line(text, LONGEST_LINE)]
         if record.exc_info:  # strangers' bytes may be in it, too
             for each in self.formatException(record.exc_info).splitlines():
                 lines.append(re.match(" *", each)[0] + one_line(each, LONGEST_LINE))
@@ -95,19 +95,19 @@ class _Words(_Format):
 
 def _in_words(line: Json) -> str:
     """Example: POST /generate: 30 tokens in 9 passes, drafter mtp, 80% accepted, 97 ms."""
-    said = []
+    parts = []
     if "tokens" in line:
         passes = f" in {line['passes']} passes" if line["passes"] else ""  # else it is not known
-        said.append(f"{line['tokens']} tokens{passes}")
-        said.append(f"drafter {line['drafter']}" if line["drafter"] else "no drafter")
+        parts.append(f"{line['tokens']} tokens{passes}")
+        parts.append(f"drafter {line['drafter']}" if line["drafter"] else "no drafter")
         if line["acceptance"] is not None:
-            said.append(f"{line['acceptance']:.0%} accepted")
+            parts.append(f"{line['acceptance']:.0%} accepted")
     if line["finish"] == "cancelled":
-        said.append("the client left")
+        parts.append("the client left")
     elif "error" in line:
-        said.append(f"answered with an error, status {line['status']} ({line['error']})")
-    said.append(f"{line['ms']:.0f} ms")
-    return f"{line['method']} {line['path']}: {', '.join(said)}"
+        parts.append(f"answered with an error, status {line['status']} ({line['error']})")
+    parts.append(f"{line['ms']:.0f} ms")
+    return f"{line['method']} {line['path']}: {', '.join(parts)}"
 
 
 def log_to_stderr() -> Callable[[], bool]:

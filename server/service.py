@@ -109,8 +109,8 @@ class Service:
             requests, is_stream, notes = parse_list(fields, prompts, self.engine, defaults)
             requests = [choice for each in requests for choice in each.choices]
         else:
-            wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
-            requests = runs_to_compare(wanted) if compare else wanted.choices
+            first, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
+            requests = runs_to_compare(first) if compare else first.choices
         g.job = job = self.worker.submit(*requests)
         request.environ.get(WHEN_LEFT, lambda act: None)(job.cancel)
         return job, is_stream, notes
