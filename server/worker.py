@@ -28,7 +28,7 @@ from .options import Options
 
 LOG = logging.getLogger("engine")
 POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is silent for a minute
-_REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
+_REST_S = 0.02  # after a look at the news: nobody reads faster, and each look costs a pass time
 _QUIET_S = 0.2  # before measuring: who asks again at once is not to wait for a pass
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
@@ -63,7 +63,7 @@ class Job:
     """What a client wants: runs whose events it reads, or for whose end it waits, in one thread.
 
     A thread that wakes takes a core from the running pass. So a waiting thread wakes once, and a
-    reading one at most every 25 ms: events in between come with the next one, or the end.
+    reading one at most every 20 ms: events in between come with the next one, or the end.
     """
 
     def __init__(self, requests: Iterable[Request], timeout_s: float) -> None:
@@ -71,8 +71,8 @@ class Job:
         self.runs = [Run(request, number) for number, request in enumerate(requests)]
         self._first, self._timeout_s = self.runs[0].request, timeout_s
         count = len(self.runs) if self._first.texts > 1 else 1
-        # For a place; and for the place of the one before.
-        self.waiting, self.later = self.runs[:count], self.runs[count:]
+        self.waiting = self.runs[:count]  # for a place
+        self.later = self.runs[count:]  # for the place of the run before
         self.is_over = self.cancelled = False
         self.failure: Exception | None = None
         self._num_ended = 0

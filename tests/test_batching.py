@@ -181,9 +181,9 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
     assert len(job.runs[0].sequence.text.text) > 0
 
 
-@pytest.mark.parametrize(("pause_ms", "wakes"), [(40, [0, 1, 2, 3]), (21, [1, 3, 5]), (3, [8])])
+@pytest.mark.parametrize(("pause_ms", "wakes"), [(21, [0, 1, 2, 3]), (12, [1, 3, 5]), (3, [6])])
 def test_an_event_wakes_who_reads_once_it_has_rested(monkeypatch, pause_ms, wakes):
-    """Each time costs the running pass a core. A rest: 25 ms."""
+    """Each time costs the running pass a core. A rest: 20 ms."""
     clock = Mock(return_value=100.0)
     monkeypatch.setattr("time.monotonic", clock)
     job, woken = Job([Request([1], 9)], 7200), []
