@@ -1,17 +1,24 @@
 """Puts an engine together: a target, a draft model, drafters, a controller and a prefix cache."""
 
+import logging
+from collections import Counter
+from contextlib import suppress
+from copy import copy
+
 import drafters
 from drafters.auto import Controller
 from runtime import kernels
 from runtime.cache import PrefixCache
 from runtime.models import StartError, ahead, loading
+from runtime.models.loading import PROGRESS
 from runtime.models.reference import check, refusal
-from runtime.values import Engine, Model
+from runtime.statistics import Totals
+from runtime.values import Engine, Model, Request
 from server import core
 
 from . import answers
 from .options import Options
-from .worker import LOG, warm_up
+from .worker import LOG
 
 
 def load_draft(options: Options) -> Model | None:
@@ -59,3 +66,32 @@ def load_engine(options: Options) -> Engine:
     LOG.info(answers.setting(engine, options))
     warm_up(engine)
     return engine
+
+
+def uncounted(engine: Engine) -> Engine:
+    """A copy of the engine whose runs no statistics count and no controller learns from.
+
+    It logs none of its drafters' failures.
+    """
+    twin = copy(engine)
+    twin.pool, twin.planner = copy(engine.pool), drafters.FixedK()
+    twin.totals, twin.pool.failures = Totals(engine.pool.choices), Counter()
+    twin.pool.log = logging.Logger("nobody's", logging.CRITICAL + 1)
+    return twin
+
+
+def warm_up(engine: Engine) -> None:
+    """Let the target and each model that drafts run once, before a measurement counts.
+
+    First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
+    at K + 1 rows. Statistics are dropped. A fault is ignored: it comes again at run time.
+    """
+    PROGRESS.info("warming up: each model runs once, as its first pass is slow")
+    prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
+    models = [name for name, model in engine.pool.drafters.items() if not hasattr(model, "guess")]
+    for name in models or [None]:
+        with suppress(Exception):
+            request = Request(prompt, 16, name, is_alone=True)
+            for _, cycle in uncounted(engine).generate(request):
+                if cycle.number:
+                    break

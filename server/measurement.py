@@ -26,8 +26,8 @@ from runtime import kernels
 from runtime.cache.states import MOST_RECORDED
 from runtime.values import Draft, Engine, Json, Request, TextSequence, in_short
 
+from .assembly import uncounted
 from .curve import LOG, PARTS, ROWS, Curve, Store
-from .worker import uncounted
 
 _LONGEST_MS = 1500.0  # of measuring more than once, in all, without waiting for a core
 _LONGEST_PASS_MS = 750.0  # a request may come meanwhile
@@ -109,7 +109,8 @@ class Measurement:
     @contextmanager
     def _uncounted(self) -> Iterator[Engine]:
         """The engine for texts that never end, with which the drafters named here read along."""
-        with uncounted(self._engine) as twin, kernels.exclusive():
+        twin = uncounted(self._engine)
+        with kernels.exclusive():
             twin.eos_ids, choices = frozenset(), twin.pool.choices
             twin.pool.choices = choices | {AUTO: tuple(self._names)}
             yield twin

@@ -3,6 +3,8 @@
 --engine http://host:8000   relay.py hands requests on to it (docs/engines.md)
 """
 
+import queue
+import threading
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
@@ -12,7 +14,6 @@ import torch
 from flask import Flask
 
 from runtime.models.catalogue import FALLBACK, with_model
-from runtime.values import Engine
 from server import core, http
 from server.curve import cpu_name
 from server.measurement import Measurement
@@ -25,21 +26,30 @@ from server.worker import Worker
 def load_app(options: Options) -> Flask:
     """The application, of this server's engine or of another one behind it.
 
-    The worker's thread loads and runs the models; no other thread does.
+    The worker's thread loads and runs the models; no other thread does. Raises what fails in it.
     """
     if options.engine:
         from . import relay
 
         return relay.create_app(options)
 
-    def load(worker: Worker) -> tuple[Engine, Flask]:
-        chosen = with_model(options)
-        engine = core.load_engine(chosen)
-        service = Service(engine, chosen, worker)
-        worker.measurement = Measurement(engine, service.fingerprint)
-        return engine, core.create_app(service)
+    results: queue.SimpleQueue[Flask | BaseException] = queue.SimpleQueue()
 
-    return Worker(None, options, load).app
+    def load_and_run() -> None:
+        try:
+            chosen = with_model(options)
+            engine = core.load_engine(chosen)
+            service = Service(engine, chosen, worker := Worker(engine, chosen))
+            worker.measurement = Measurement(engine, service.fingerprint)
+            results.put(core.create_app(service))
+        except BaseException as error:
+            return results.put(error)
+        worker.run()
+
+    threading.Thread(target=load_and_run, name="engine", daemon=True).start()
+    if isinstance(result := http.wait_for(results), BaseException):
+        raise result
+    return result
 
 
 def serve(flags: Namespace, options: Options) -> int:

@@ -87,8 +87,15 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
         asked["prompt_text"] = s.tokenizer.decode(prompt[-_PROMPT_SHOWN:])
         asked["prompt_tail"] = [s.tokenizer.decode([i]) for i in prompt[-_TAIL_SHOWN:]]
     asked["target_argmax"] = scores.argmax(-1).tolist()
-    asked["target_top"] = _leaders(s, event, scores[: cycle.num_kept])
-    asked["distributions"] = _distributions(s, cycle, scores[: cycle.num_kept])
+    kept, sampling = scores[: cycle.num_kept], s.request.sampling
+    p, judged, noise = kept.softmax(-1), kept, None
+    if not sampling.is_greedy:
+        log_p = log_probabilities(kept, sampling)
+        p = log_p.exp()
+        if sampling.is_coupled:
+            judged, noise = log_p, _noise(s, kept)
+    asked["target_top"] = _leaders(s, event, judged, noise)
+    asked["distributions"] = _distributions(cycle, kept, p, noise)
     asked["grammar"] = _grammar(cycle) if s.matcher else None
     ids = {*cycle.draft.tokens, *asked["target_argmax"]}
     forbidden = (place["forbidden"] for place in asked["grammar"] or ())
@@ -99,37 +106,44 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     return asked
 
 
-def _leaders(s: TextSequence, event: Json, scores: Tensor) -> list[list[Json]]:
+def _noise(s: TextSequence, scores: Tensor) -> Tensor:
+    """What the coupled rule adds to log p and to log q where each row of scores [n, V] was."""
+    begin, ids = len(s.tokens) - len(scores), np.arange(scores.shape[-1])
+    races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
+    return -torch.tensor(np.stack(races)).log()
+
+
+def _leaders(
+    s: TextSequence, event: Json, scores: Tensor, noise: Tensor | None
+) -> list[list[Json]]:
     """The first five tokens of each row of scores [n, V], as {id, score}.
 
     Of a coupled request the choice is the first of them. It goes by the total of score and noise,
     which its entries have, too; and so do the event's judged tokens, which are changed here.
     """
-    sampling, totals = s.request.sampling, scores
-    if sampling.is_coupled and not sampling.is_greedy:
-        scores = log_probabilities(scores, sampling)
-        begin, ids = len(s.tokens) - len(scores), np.arange(scores.shape[-1])
-        races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
-        totals = scores.cpu() - torch.tensor(np.stack(races)).log()
+    is_coupled = s.request.sampling.is_coupled
+    totals = scores if noise is None else scores.cpu() + noise
 
     def entry(row: int, token: int) -> Json:
-        scored = {"id": token, "score": _finite(scores[row, token])}
-        return scored | ({"total": _finite(totals[row, token])} if sampling.is_coupled else {})
+        scored = {"id": token, "score": _number(scores[row, token])}
+        return scored | ({"total": _number(totals[row, token])} if is_coupled else {})
 
-    if sampling.is_coupled:
+    if is_coupled:
         rejected = [event["rejected"]] if event["rejected"] else []  # judged where the last was
         for row, token in [*enumerate(event["tokens"]), *((len(scores) - 1, r) for r in rejected)]:
             token |= entry(row, token["id"])
     result = []
     for row, place in enumerate(totals):
         able = [i for i in _likeliest(place, 5) if place[i] > -inf]
-        if sampling.is_coupled:  # of equal ones the chosen one comes first
+        if is_coupled:  # of equal ones the chosen one comes first
             able.sort(key=lambda i: i != event["tokens"][row]["id"])
         result.append([entry(row, i) for i in able])
     return result
 
 
-def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[Json]]:
+def _distributions(
+    cycle: Cycle, scores: Tensor, p: Tensor, noise: Tensor | None
+) -> list[list[Json]]:
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
@@ -138,27 +152,19 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     Where the drafter drew from probabilities there is `q`, and under the coupled rule `noise`,
     which is added to log p and to log q.
     """
-    sampling, count = s.request.sampling, cycle.num_kept
     probs = None if cycle.draft.probs is None else cycle.along(cycle.draft.probs)
-    p = scores.softmax(-1) if sampling.is_greedy else log_probabilities(scores, sampling).exp()
     result = []
     for row, token in enumerate(cycle.tokens):
         q = probs[row] if probs is not None and row < len(probs) else None
         able = [i for i in _likeliest(p[row], _BY_P) if scores[row, i] > -inf]
         ids = {token.id, *cycle.proposals[row : row + 1], *able}
         ids |= set() if q is None else set(_likeliest(q, _BY_Q))
-        ranked = sorted(ids, key=lambda i: -float(p[row, i]))
-        entries = [
-            {"id": i, "score": _short(scores[row, i]), "p": _short(p[row, i])} for i in ranked
-        ]
-        if q is not None:
-            for entry in entries:
-                entry["q"] = _short(q[entry["id"]])
-        if sampling.is_coupled and not sampling.is_greedy:
-            times = s.noise.exponentials(len(s.tokens) - count + row, np.array(ranked))
-            for entry, e in zip(entries, times, strict=True):
-                entry["noise"] = _short(-np.log(e))
-        result.append(entries)
+        columns = {"score": scores[row], "p": p[row], "q": q}
+        columns["noise"] = None if noise is None else noise[row]
+        result.append([
+            {"id": i} | {n: _short(of[i]) for n, of in columns.items() if of is not None}
+            for i in sorted(ids, key=lambda i: -float(p[row, i]))
+        ])  # fmt: skip
     return result
 
 
@@ -185,14 +191,15 @@ def _likeliest(weights: Tensor, count: int) -> list[int]:
     return weights.topk(min(count, len(weights))).indices.tolist()
 
 
-def _short(value: Tensor | float) -> float | None:
-    """To six digits, as nobody sees more of a bar; None for an infinite number."""
-    return float(f"{float(value):.6g}") if isfinite(value) else None
-
-
-def _finite(value: Tensor) -> float | None:
+def _number(value: Tensor) -> float | None:
     """A number for JSON, which has no infinity: what is impossible has none."""
-    return float(value) if value.isfinite() else None
+    return float(value) if isfinite(value) else None
+
+
+def _short(value: Tensor) -> float | None:
+    """A number to six digits, as nobody sees more of a bar."""
+    number = _number(value)
+    return number and float(f"{number:.6g}")
 
 
 def token_logprobs(

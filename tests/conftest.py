@@ -23,7 +23,7 @@ from runtime.values import Request, Verdict
 from server import assembly, core, demo, retry, trace
 from server.options import Options
 from server.service import Service
-from server.worker import Job
+from server.worker import Run
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 TARGET = str(ROOT / "demo_models" / "target")
@@ -386,10 +386,8 @@ def finish(engine: Any, sequences: list[Any]) -> list[Any]:
 
 
 def finished(sequence, events=()):
-    """The job of a sequence that has ended, as the answers take it."""
-    job = Job(sequence.request, timeout_s=60.0)
-    job.sequence, job.events = sequence, [*events]
-    return job
+    """The run of a sequence that has ended, as the answers take it."""
+    return Run(sequence.request, 0, sequence, [*events])
 
 
 def together(engine: Any, requests: list[Any]) -> list[Any]:

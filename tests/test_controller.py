@@ -47,9 +47,9 @@ from drafters.pool import DraftedText, DrafterPool, Task
 from runtime.statistics import Statistics
 from runtime.values import Doubts, Request, Verdict
 from server import assembly, core
+from server.assembly import uncounted, warm_up
 from server.curve import Curve
 from server.options import Options
-from server.worker import uncounted, warm_up
 from tools import simulated
 
 K = 8
@@ -972,9 +972,9 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
 def test_a_measurement_silences_no_drafter_of_a_request(demo_engine, caplog):
     """Real requests may fail meanwhile, and their log is what tells why."""
     engine = scripted_engine(demo_engine, Mock(side_effect=KeyError("lost")))
-    with uncounted(engine) as twin:
-        for each in (twin, engine, twin):
-            run(each, [5, 6, 7], max_tokens=3, drafter="scripted")
+    twin = uncounted(engine)
+    for each in (twin, engine, twin):
+        run(each, [5, 6, 7], max_tokens=3, drafter="scripted")
     assert [record.message for record in caplog.records] == [
         "drafter scripted failed: KeyError: 'lost'"
     ]

@@ -188,7 +188,8 @@ def test_health_metrics_and_answers_tell(engine, tiny_folder):
     health = answers.health(engine, worker, Options())["prefix_cache"]
     assert health["hit_tokens"] == sequence.drafting.num_cached > 0
     assert health["queried_tokens"] == len(FIRST) + len(SECOND)
-    assert metrics.figures_of(engine).values["prefix_cache_hits"] == health["hit_tokens"]
+    families = {family.name: family for family in metrics.Meter(engine, worker).collect()}
+    assert families["prefix_cache_hits"].samples[0].value == health["hit_tokens"]
     usage = answers.answer([finished(sequence)], [], torch.float32)["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": health["hit_tokens"]}
     engine = load(tiny_folder("llama"), prefix_cache_mb=0)  # turned off

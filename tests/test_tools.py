@@ -70,24 +70,26 @@ class Canned(Service):
 
     def begin(self, fields, prompts=None):
         self.fields = fields
-        return [self.job() for _ in range(fields.get("n") or 1)], fields.get("stream", False), []
+        job = Job([Request([1])] * (fields.get("n") or 1), LIMIT_S)
+        for run in job.runs:
+            self.write(job, run)
+            job.end_run()
+        return job, fields.get("stream", False), []
 
-    def job(self):
-        job = Job(Request([1]), LIMIT_S)
+    def write(self, job, run):
         for i in range(0, len(self.text), self.size) if self.logprobs is None else ():
-            job.put({"pieces": [(self.text[i : i + self.size], "bonus")]})
+            job.push_event(run, {"pieces": [(self.text[i : i + self.size], "bonus")]})
         begin = 0
         for entry in self.logprobs or ():
             end = begin + len(entry["token"])
-            job.put({"pieces": [(self.text[begin:end], "bonus")], "logprobs": [entry]})
+            event = {"pieces": [(self.text[begin:end], "bonus")], "logprobs": [entry]}
+            job.push_event(run, event)
             begin = end
-        job.end()
-        return job
 
-    def answer(self, jobs, notes):
+    def answer(self, runs, notes):
         body = {"text": self.text, "finish_reason": self.reason, "usage": None}
         body |= {} if self.logprobs is None else {"logprobs": self.logprobs}
-        return body | {"choices": [body] * len(jobs)}
+        return body | {"choices": [body] * len(runs)}
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def register_routes(app: Flask, service: Service) -> None:
         prompts = _prompts_of(fields.get("prompt"))
         is_list = len(prompts) > 1
         if echo or is_list:
-            prompts = service.read_list(sent := prompts, "echo" if echo else "prompt")
+            prompts = service.read_list(sent := prompts)
         if echo:
             if fields.get("truncate_prompt_tokens") is not None:
                 raise wrong("truncate_prompt_tokens", "does not go with echo")
