@@ -426,7 +426,7 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
     half = catalogue.cache_folder() / FOLDER / ".part" / "llm_tiny.whl"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
-    paths = at_once(*[(catalogue.place_of, "tiny")] * 3)
+    paths = at_once(*[(catalogue.resolve_model, "tiny")] * 3)
     assert len(set(paths)) == 1 and cached() == ["tiny.gguf"]
     engine = load(model="tiny")
     assert capfd.readouterr().out == ""  # pip draws its progress on stderr, if that is a terminal
@@ -507,4 +507,4 @@ def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, m
     (tmp_path / "tiny").mkdir()
     assert catalogue.entry_of("tiny").card["licence"] == "MIT"  # some folder
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert catalogue.entry_of("tiny") is None and catalogue.place_of("tiny") == "tiny"
+    assert catalogue.entry_of("tiny") is None and catalogue.resolve_model("tiny") == "tiny"

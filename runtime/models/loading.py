@@ -24,7 +24,7 @@ from runtime.values import Json, in_short
 
 from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
-from .catalogue import entry_of, likely, place_of
+from .catalogue import entry_of, likely, resolve_model
 from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
 from .fim import fim_of
 from .gguf_config import config_of
@@ -122,7 +122,7 @@ def check_pair_early(
     names, vocabularies = [draft, target], list[Texts | None]()
     for name in names:
         with _explained(name, "", options):
-            vocabularies.append(_tokens_of(place_of(name)))
+            vocabularies.append(_tokens_of(resolve_model(name)))
     if all(vocabularies) and vocabularies[0].tobytes() != vocabularies[1].tobytes():
         with _explained(draft, "its tokens: ", options):
             ids = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
@@ -143,7 +143,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
-    place = place_of(name)
+    place = resolve_model(name)
     PROGRESS.info("reading the weights of %s", Path(place).name)
     device, dtype = options.device, options.dtype
     if device == "auto":
