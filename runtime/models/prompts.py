@@ -11,13 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime.values import TOO_SLOW, Json, Model, RequestError, check_prompt
+from runtime.values import TOO_SLOW, Json, RequestError, check_prompt
 
 from .calls import Form, form_of
 from .catalogue import ROOT
@@ -421,35 +420,6 @@ def prediction_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> tuple[i
         what = f"the prediction's {len(ids)} tokens are more than a context of {max_length} holds"
         raise RequestError(what, param="prediction")
     return tuple(ids)
-
-
-def prompts_of(path: str | Path) -> dict[str, str]:
-    """The prompts of a file by name.
-
-    A .jsonl file has a JSON object per line: {"name": …, "prompt": …}, where the name may be left
-    out. Any other file has a prompt per line; empty lines do not count. Raises ValueError.
-    """
-    lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-    read = json.loads if Path(path).suffix == ".jsonl" else lambda line: {"prompt": line}
-    entries, prompts = [read(line) for line in lines], dict[str, str]()
-    for i, entry in enumerate(entries, 1):
-        text = entry.get("prompt") if isinstance(entry, dict) else None
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{path}: prompt {i} is not an object with the field prompt, a text")
-        prompts[str(entry.get("name", i))] = text
-    if not prompts or len(prompts) < len(entries):
-        raise ValueError(f"{path}: {'a name stands twice' if prompts else 'there are no prompts'}")
-    return prompts
-
-
-def ids_of(texts: dict[str, str], target: Model, is_raw: bool = False) -> dict[str, list[int]]:
-    """Token ids of these prompts, in the model's chat template if it has one and `is_raw` is false.
-
-    Raises RequestError for a prompt that does not fit.
-    """
-    tokenizer, length = target.tokenizer, target.max_length
-    read = chat_ids if tokenizer.chat_template and not is_raw else prompt_ids
-    return {name: read(text, tokenizer, length) for name, text in texts.items()}
 
 
 def kind_of(name: str) -> str:

@@ -50,8 +50,8 @@ _OF_THE_COPY = "_name_or_path", "transformers_version"  # in a configuration
 _SAMPLED = 128  # numbers of a weight, three times
 _FOREIGN = "transformers_modules"  # code that a model's folder brings, which may change
 
-_BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
-_NUM_REFUSED = 4  # tokens of a draft
+# In turn: tokens of the text, of its neighbour, and of a draft behind the text's, which is refused.
+_BATCHES = (6, 1, 2), (1, 4, 2), (3, 6, 2), (2, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -187,17 +187,16 @@ def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int,
     """
     cache, texts = cached.cache, texts[: cached.cache.num_rows]
     length, fed = len(texts[0]), [0] * len(texts)
-    chunks = [(length * 3 // 5, 0), (length * 3 // 10, 0), (1, len(texts[-1]) // 2)]
+    chunks = [(length * 3 // 5, 0, 0), (length * 3 // 10, 0, 0), (1, len(texts[-1]) // 2, 4)]
     with ExitStack() as opened:
         rows = [cache.open_row(opened) for _ in texts]
-        for counts in chain(chunks, cycle(_BATCHES)):
+        for *counts, num_refused in chain(chunks, cycle(_BATCHES)):
             if fed[0] == length:
                 return
             ahead = zip(texts, fed, counts, strict=False)  # texts may be fewer
             new = [text[begin : begin + count] for text, begin, count in ahead]
             fed = [begin + len(tokens) for begin, tokens in zip(fed, new, strict=True)]
-            # Behind the first text's tokens comes a draft that is then refused.
-            draft = texts[0][: min(_NUM_REFUSED, length - fed[0])] if new[0] else []
+            draft = texts[0][: min(num_refused, length - fed[0])] if new[0] else []
             if not (active := [i for i, tokens in enumerate(new) if tokens]):
                 continue  # in a short context
             num_logits = [min(len(new[i]), _NUM_COMPARED) for i in active]
