@@ -29,7 +29,7 @@ from started import LIMIT_S, at_once, free_port
 from transformers import AutoTokenizer
 
 from runtime.kernels import library, reading, start
-from runtime.kernels.weights import Panels
+from runtime.kernels.weights import PackedMatrix
 from runtime.models import catalogue, gguf_tensors, loading, reference
 from runtime.models.gguf_file import BadFile, GgufFile
 from runtime.models.gguf_model import open_model
@@ -131,7 +131,7 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypa
         """With values where keys belong."""
         block = right(*args)
         panels = block.matrices["qkv"]
-        block.struct.qkv = Panels.side_by_side([panels[0], panels[2], panels[1]])
+        block.struct.qkv = PackedMatrix.side_by_side([panels[0], panels[2], panels[1]])
         return block
 
     monkeypatch.setattr(reading, "Block", wrong)

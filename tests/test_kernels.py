@@ -29,7 +29,7 @@ from runtime import kernels
 from runtime.kernels import chain, library
 from runtime.kernels.decoder import Rows
 from runtime.kernels.parts import is_same
-from runtime.kernels.weights import FORMS, Panels
+from runtime.kernels.weights import FORMS, PackedMatrix
 from runtime.models import gguf_file
 from runtime.values import Doubts, Request
 from server import core, trace
@@ -46,13 +46,13 @@ TYPES = {
 
 
 def weights(form, outputs, inputs):
-    """Panels of a form, and the weight and bias that they hold in float64, as gguf reads them."""
+    """A matrix of a form, and the weight and bias that they hold in float64, as gguf reads them."""
     random = np.random.default_rng(0)
     bias = torch.from_numpy(random.standard_normal(outputs, np.float32))
     if form in ("FLOAT", "HALF"):
         weight = torch.from_numpy(random.standard_normal((outputs, inputs), np.float32))
         weight = weight.bfloat16() if form == "HALF" else weight
-        return Panels.of(weight, bias), weight.double(), bias.double()
+        return PackedMatrix.of(weight, bias), weight.double(), bias.double()
     name, halves = TYPES[form]
     kind = gguf.GGMLQuantizationType[name]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -63,7 +63,7 @@ def weights(form, outputs, inputs):
         rows[:, :, at : at + 2] = scales[..., None].view(np.uint8)
     rows = rows.reshape(outputs, -1)
     weight = torch.from_numpy(gguf.dequantize(rows, kind).astype(np.float64))
-    panels = Panels(form, (outputs, inputs), [rows], bias)
+    panels = PackedMatrix(form, (outputs, inputs), [rows], bias)
     return panels, weight.view(outputs, -1)[:, :inputs], bias.double()
 
 
@@ -95,7 +95,7 @@ def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     kind = gguf.GGMLQuantizationType[TYPES[form][0]]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(1).integers(0, 256, (200, 3 * num_bytes), dtype=np.uint8)
-    panels = Panels(form, (200, 3 * block), [rows[:16], rows[16:48], rows[48:]])
+    panels = PackedMatrix(form, (200, 3 * block), [rows[:16], rows[16:48], rows[48:]])
     with np.errstate(invalid="ignore", over="ignore"):
         expected = gguf.dequantize(rows, kind)
     both = panels.unpacked().numpy(), expected
@@ -137,13 +137,13 @@ def test_weights_are_rounded_to_four_bits_with_less_error_than_by_the_largest(fo
 def test_a_matrix_that_four_bits_cannot_hold_stays_as_it_is(odd):
     weight = numbers(40, 100)
     weight[33, 99] = odd
-    panels = Panels.of(weight, None, "int4")
+    panels = PackedMatrix.of(weight, None, "int4")
     kept, expected = (each.nan_to_num() for each in (panels.unpacked(), weight))
     assert panels.form == "FLOAT" and torch.equal(kept, expected)
     weight[33, 99] = 0
     weight[5] = 0  # no scale is best
     weight[6] *= 1e-9  # float16 has no such scale
-    panels = Panels.of(weight, None, "int4")
+    panels = PackedMatrix.of(weight, None, "int4")
     assert panels.form == "Q4" and not panels.unpacked()[5:7].any()
 
 
@@ -513,7 +513,7 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
 )
 def test_large_matrices_ask_for_large_pages():
     weight = torch.zeros(1 << 10, 1 << 10)
-    panels, smaps = Panels.of(weight), Path("/proc/self/smaps").read_text()
+    panels, smaps = PackedMatrix.of(weight), Path("/proc/self/smaps").read_text()
     address = panels.struct.panels
     areas = re.findall(r"(?s)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.M)
     (flags,) = (f for begin, end, f in areas if int(begin, 16) <= address < int(end, 16))

@@ -23,7 +23,7 @@ from .decoder import Decoder, Rows
 from .modules import Modules
 from .parts import is_same
 from .reading import recompute_rope_tables
-from .weights import Panels
+from .weights import PackedMatrix
 
 _TRIED_BYTES = 2 << 30  # of weights, read at a start for rows that are computed one by one
 _ROUNDED = (
@@ -121,7 +121,7 @@ class KernelForward:
         return not self._model.cache.recurrent
 
     @property
-    def panels(self) -> set[Panels]:
+    def panels(self) -> set[PackedMatrix]:
         """The matrices that a pass reads; a separate embedding gives only a few rows."""
         return self.decoder.panels - ({self.decoder.embedding} - {self.decoder.output})
 
@@ -171,7 +171,7 @@ class ModuleForward(KernelForward):
     )
 
     @property
-    def panels(self) -> set[Panels]:
+    def panels(self) -> set[PackedMatrix]:
         return self.decoder.panels
 
     def shares(self, rows: list[int]) -> bool:

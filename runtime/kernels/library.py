@@ -56,7 +56,7 @@ _outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thre
 is_used = False
 
 
-def room(*shape: int) -> "Tensor":
+def empty_f32(*shape: int) -> "Tensor":
     """Memory for numbers that C writes: torch's defaults may be of another type and device."""
     import torch
 

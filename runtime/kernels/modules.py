@@ -27,7 +27,7 @@ from . import library
 from .decoder import BlockStruct, Rows
 from .patches import panels_in
 from .rowwise import RowWise
-from .weights import DTYPES, Panels
+from .weights import DTYPES, PackedMatrix
 
 NAME = "kernels"  # transformers' name for our attention
 
@@ -102,7 +102,7 @@ def attention_forward(
         capacity=capacity, keys=key.data_ptr(), values=value.data_ptr(),
         sinks=library.address(sinks, heads),
     )  # fmt: skip
-    attended = library.room(count, heads, value.shape[3])
+    attended = library.empty_f32(count, heads, value.shape[3])
     structs = ctypes.byref(block), ctypes.byref(place.batch)
     library.compute("run_attention", *structs, *map(library.address, (queries, attended)))
     return attended[None].to(query.dtype), None
@@ -144,7 +144,7 @@ class Modules:
         self.num_threads = torch.get_num_threads()
 
     @property
-    def panels(self) -> set[Panels]:
+    def panels(self) -> set[PackedMatrix]:
         return panels_in(self._cached.model)
 
     def follow(self, cache: KeyCache) -> None:
