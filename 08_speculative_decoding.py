@@ -226,8 +226,9 @@ class CachedModel:
     @kernels.exclusive()
     @torch.inference_mode()
     def run(
-        self, ids: Tensor, place: cache.Place, logits_to_keep: Tensor | int, layers: tuple[int, ...]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self, ids: Tensor, place: cache.Placement, logits_to_keep: Tensor | int,
+        layers: tuple[int, ...],
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
         """Run transformers' own modules. Logits and hidden states are arranged like `ids`."""
         masks = {kind: place.mask(self.model.dtype, n) for kind, n in self.windows.items()}
         result = self.model(

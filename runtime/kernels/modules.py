@@ -32,8 +32,8 @@ from .weights import DTYPES, PackedMatrix
 NAME = "kernels"  # transformers' name for our attention
 
 
-class FlatPlace:
-    """Where the rows of a forward go in the cache; stands in for a Place of cache/slots.py."""
+class FlatPlacement:
+    """Where the rows of a forward go in the cache; stands in for a Placement of cache/slots.py."""
 
     def __init__(self, place: Any, fed: Rows) -> None:
         self.slots, self.counts, self.ends = place.slots, place.counts, place.ends
@@ -74,8 +74,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: query [1, H, N, D] -> ([1, N, H, D], no weights).
 
-    key and value [slots, Hkv, L, width] are what `FlatPlace.write` returned, or made of it. A call
-    without our mask gets transformers' sdpa.
+    key and value [slots, Hkv, L, width] are what `FlatPlacement.write` returned, or made of it. A
+    call without our mask gets transformers' sdpa.
     """
     place = getattr(attention_mask, "place", None)
     if place is None and softcap is None and s_aux is None:
@@ -156,7 +156,7 @@ class Modules:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [n, V] of the rows wanted, and states [N, D] behind each of `layers`."""
         cache = self._cached.cache
-        place = cache.current = FlatPlace(cache.current, rows)
+        place = cache.current = FlatPlacement(cache.current, rows)
         ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
         with self._mode:  # `run` needs no gradients, and leaves the cores to the kernels
             logits, states = self._cached.run(ids, place, wanted, layers)
