@@ -89,9 +89,9 @@ def is_text(value: Any) -> bool:
 def _joined(content: Any) -> str | None:
     """The text of a content, which may be a list of parts of type text; None of anything else."""
     if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, dict) else None for part in content}
-        content = [part.get("text") for part in content] if kinds <= {"text"} else [None]
-        return "".join(content) if all(isinstance(part, str) for part in content) else None
+        of_text = (isinstance(part, dict) and part.get("type") == "text" for part in content)
+        texts = [part.get("text") for part in content] if all(of_text) else [None]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else None
     return content if isinstance(content, str) else None
 
 
