@@ -97,8 +97,15 @@ class Reference:
 
     def check(self, cached: Model) -> None:
         """Raises StartError if the CachedModel, as it is now, gives other logits."""
-        with refusal(cached):
-            distance = self._distance(cached)
+        parts = [torch.zeros(1)]  # how far the logits of each token are from those expected
+        with refusal(cached), torch.inference_mode():
+            for text, end, logits in _readings(cached, self.texts):
+                first = len(self.texts[text]) - len(self.logits[text])  # the first token compared
+                if end > first:
+                    expected = self.logits[text][: end - first][-len(logits) :]
+                    parts.append(_distances(logits[-len(expected) :], expected).cpu())
+        distances = torch.cat(parts)
+        distance = float(distances.median() if self.is_mixture else distances.max())
         if not distance <= self.tolerance:  # as NaN is not
             raise StartError(
                 f"{_title(cached)} cannot be served: its logits are {distance:.2g} away from "
@@ -109,18 +116,6 @@ class Reference:
             with suppress(OSError):  # then the next start compares again
                 self.note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.note.touch()
-
-    @torch.inference_mode()
-    def _distance(self, cached: Model) -> float:
-        """How far the tokens' logits are from those expected: the farthest, or the median."""
-        parts = [torch.zeros(1)]
-        for text, end, logits in _readings(cached, self.texts):
-            first = len(self.texts[text]) - len(self.logits[text])  # the first token compared
-            if end > first:
-                expected = self.logits[text][: end - first][-len(logits) :]
-                parts.append(_distances(logits[-len(expected) :], expected).cpu())
-        distances = torch.cat(parts)
-        return float(distances.median() if self.is_mixture else distances.max())
 
 
 def _note(cached: Model) -> Path:
