@@ -137,7 +137,7 @@ def off_where(is_shaken):
 SHAKY = {
     "at once and in pieces": off_where(lambda place: place.positions.shape[1] == 11),
     "alone and in a batch": off_where(lambda place: len(place.slots) > 1),
-    "in pieces differs": off_where(lambda at: at.positions.min() > 17 and at.counts == [1]),
+    "in pieces differs": off_where(lambda at: at.positions.min() > 10 and at.counts == [1]),
     "depend on the number of rows (matmul)": lambda x, _: x @ torch.eye(x.shape[-1]),
 }
 
