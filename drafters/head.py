@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from runtime import kernels
-from runtime.cache import Place
+from runtime.cache import Placement
 from runtime.kernels import KernelHead, speed_up_head
 from runtime.models.files import check_numbers, read_folder, reading, unmap_weights
 from runtime.sampling import Noise
@@ -206,7 +206,7 @@ class AutoregressiveDrafter(HeadDrafter):
         return hidden
 
     @abstractmethod
-    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Placement, layer: int) -> Tensor:
         """A layer over pairs that the place has arranged, both [B, T, D] -> [B, T, D].
 
         Hidden states are what `_enter` makes of the target's at step 0, and later on what the step

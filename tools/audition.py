@@ -41,7 +41,6 @@ import tools as bench
 from drafters.auto import Controller
 from drafters.pool import TREE
 from runtime.models.catalogue import with_model
-from runtime.models.prompts import ids_of, prompts_of
 from runtime.models.reference import system_fingerprint
 from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Engine, Request, Sampling
 from server import demo
@@ -230,7 +229,7 @@ def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
             raise ValueError(f"{name} drafts only for requests that bring a {name}")
         elif name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):
             raise ValueError(f"{options.title} has no {name}: add --{name.replace('_', '-')}")
-    return prompts_of(flags.prompts) if flags.prompts else {}
+    return bench.prompts_of(flags.prompts) if flags.prompts else {}
 
 
 def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
@@ -276,7 +275,7 @@ def act(arguments: list[str] | None) -> int:
     plan += f"{options.title} is loaded."
     print(plan, file=sys.stderr if flags.json else None, flush=True)
     engine, ways = load(flags, options)
-    own = ids_of(texts, engine.target, flags.raw)
+    own = bench.ids_of(texts, engine.target, flags.raw)
     kinds = {"all": own} if own else bench.chats(engine, flags.each)
     prompts, turns = bench.flat(kinds), Turns()
     order = random.Random(0).sample([*prompts], len(prompts))  # so that a few are of all kinds

@@ -2,7 +2,15 @@
 
 from .prefix import PrefixCache
 from .reading import Reading
-from .slots import Place, SlotLayer, Slots, run_modules
+from .slots import Placement, SlotLayer, Slots, run_modules
 from .states import follow_rows
 
-__all__ = ["Place", "PrefixCache", "Reading", "SlotLayer", "Slots", "follow_rows", "run_modules"]
+__all__ = [
+    "Placement",
+    "PrefixCache",
+    "Reading",
+    "SlotLayer",
+    "Slots",
+    "follow_rows",
+    "run_modules",
+]

@@ -20,7 +20,7 @@ from runtime.values import Model
 
 
 @dataclass
-class Place:
+class Placement:
     """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
 
     They are [B, T], where shorter texts are padded on the left. Pads are never written there.
@@ -129,7 +129,7 @@ class Slots(Cache):
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.lengths = [0] * num_rows  # tokens that each row holds
         self.rows: list[int] = []  # the open rows, by slot
-        self.current: Place  # of the current pass
+        self.current: Placement  # of the current pass
         self.recurrent: list[Any] = []  # layers with a recurrent state (see states.py)
         self._free = list(range(num_rows))[::-1]
         self._written = [0] * num_rows  # tokens written to each slot since it was zeroed
@@ -164,7 +164,7 @@ class Slots(Cache):
         self.lengths[row] = self._written[slot] = 0
         self._free.append(row)
 
-    def place(self, rows: list[int], counts: list[int]) -> Place:
+    def place(self, rows: list[int], counts: list[int]) -> Placement:
         """Place counts[b] >= 1 tokens after those of rows[b]. Raises ValueError if too many."""
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
         if (end := max(ends)) > self.max_length:
@@ -172,10 +172,10 @@ class Slots(Cache):
         slots = [self.slot(row) for row in rows]
         for slot, last in zip(slots, ends, strict=True):  # now: the pass may fail halfway
             self._written[slot] = max(self._written[slot], last)
-        self.current = Place(slots, counts, ends, end, self.device)
+        self.current = Placement(slots, counts, ends, end, self.device)
         return self.current
 
-    def advance(self, place: Place) -> None:
+    def advance(self, place: Placement) -> None:
         """Count the placed tokens as cached, after the pass that wrote them."""
         for slot, count in zip(place.slots, place.counts, strict=True):
             self.lengths[self.rows[slot]] += count
@@ -196,7 +196,11 @@ class Slots(Cache):
 @kernels.exclusive()
 @torch.inference_mode()
 def run_modules(
-    cached: Model, ids: Tensor, place: Place, logits_to_keep: Tensor | int, layers: tuple[int, ...]
+    cached: Model,
+    ids: Tensor,
+    place: Placement,
+    logits_to_keep: Tensor | int,
+    layers: tuple[int, ...],
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Run transformers' own modules. Logits and hidden states are arranged like `ids`."""
     masks = {kind: place.mask(cached.model.dtype, n) for kind, n in cached.windows.items()}

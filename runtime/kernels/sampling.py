@@ -87,7 +87,7 @@ def score_rows(
     if len(tokens) != count or not all(0 <= token < vocab for token in tokens):
         raise IndexError(f"a token from 0 to {vocab - 1} is needed for each of {count} rows")
     asked, integers = torch.tensor(tokens), partial(torch.empty, dtype=torch.int64, device="cpu")
-    logprobs, tops = library.room(count), library.room(count, most)
+    logprobs, tops = library.empty_f32(count), library.empty_f32(count, most)
     ranks, ids = integers(count), integers(count, most)
     at, threads = partial(address, dtype=torch.int64), 1 if count == 1 else None
     rest = at(asked), most, address(logprobs), at(ranks), at(ids), address(tops)
