@@ -97,7 +97,7 @@ def speculate(
 
     This is the whole method for one request. `Engine` serves many at once, and knows rejection.
     """
-    sampling = sampling.behind(prompt)  # penalties count what is generated
+    sampling = sampling.for_prompt(prompt)  # penalties count what is generated
     noise, tokens = Noise(seed), list(prompt)
     layers = drafter.hidden_layers if drafter.needs_hidden else ()
     end = min(len(prompt) + max_tokens, target.max_length)
@@ -141,7 +141,7 @@ def plain_decode(
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    sampling, fed, tokens = sampling.behind(prompt), prompt, list[int]()
+    sampling, fed, tokens = sampling.for_prompt(prompt), prompt, list[int]()
     with ExitStack() as opened:
         row = target.cache.open_row(opened)
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
