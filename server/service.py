@@ -124,11 +124,8 @@ class Service:
             runs = runs_to_compare(wanted) if compare else wanted.choices
         return watched(self.worker.submit(*runs)), is_stream, notes
 
-    def read_list(self, prompts: list[Any], field: str) -> list[list[int]]:
-        """The ids of prompts, which the request's `field` needs. Raises RequestError.
-
-        It names the prompt that is wrong.
-        """
+    def read_list(self, prompts: list[Any]) -> list[list[int]]:
+        """The ids of prompts. Raises RequestError, which names the one that is wrong."""
         target = self.engine.target
         return list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
 
