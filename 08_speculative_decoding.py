@@ -114,7 +114,7 @@ def speculate(
     This is the whole method for one request. `Engine` serves many at once. It knows trees of drafts
     (of those, this function verifies the first branch), and rejection.
     """
-    sampling, noise = sampling.behind(prompt), Noise(seed)  # some penalties ignore the prompt
+    sampling, noise = sampling.for_prompt(prompt), Noise(seed)  # some penalties ignore the prompt
     tokens, end = list(prompt), min(len(prompt) + max_tokens, target.max_length)
     with ExitStack() as opened:
         row = target.cache.open_row(opened)
@@ -155,7 +155,7 @@ def plain_decode(
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    sampling, fed, tokens = sampling.behind(prompt), prompt, list[int]()
+    sampling, fed, tokens = sampling.for_prompt(prompt), prompt, list[int]()
     with ExitStack() as opened:
         row = target.cache.open_row(opened)
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):

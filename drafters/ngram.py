@@ -21,7 +21,9 @@ from typing import ClassVar
 from runtime.sampling import Noise
 from runtime.values import Sampling
 
-from .base import Context, GuessingDrafter
+from .base import GuessingDrafter
+
+SHORTEST, LONGEST = 1, 4  # tokens that are looked up: longer runs occur again more rarely
 
 
 class NgramDrafter(GuessingDrafter):
@@ -30,20 +32,8 @@ class NgramDrafter(GuessingDrafter):
     name: ClassVar[str] = "ngram"
     goes_behind = True
 
-    @classmethod
-    def build(cls, context: Context) -> "NgramDrafter":
-        return cls(context.prompt_lookup_max, context.prompt_lookup_min)
-
-    def __init__(self, prompt_lookup_max: int, prompt_lookup_min: int) -> None:
-        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({prompt_lookup_min}) must be at least 1 and at most "
-                f"prompt_lookup_max ({prompt_lookup_max})"
-            )
-        self._sizes = prompt_lookup_min, prompt_lookup_max
-
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> "NgramIndex":
-        index = NgramIndex(*self._sizes)
+        index = NgramIndex(SHORTEST, LONGEST)
         index.extend(prompt)
         return index
 

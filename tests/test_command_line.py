@@ -281,7 +281,6 @@ MISTAKES = {  # what is said -> after which command lines
     "cannot use the API key: it is empty": ["--port 5000 --api-key ''"],
     "must be from 1 to 4096": ["--port 5000 --max-queued 4097"],
     "it must be UTF-8": ["--port 5000 --api-key a\udcff"],
-    "--prompt-lookup-min (9) must be at most": ["--model tests --prompt x --prompt-lookup-min 9"],
     "--host is empty: give 127.0.0.1": ["--port 5000 --host ''", "--port 5000 --host ' '"],
     "leave no room in a context of 2048": [f"--model embedded --prompt '{'x ' * 2100}'"],
     "lone surrogate": ["--model embedded --prompt \udcff"],

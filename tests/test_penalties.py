@@ -63,7 +63,7 @@ def test_each_branch_of_a_tree_counts_its_own_tokens(name):
     """The rows of a tree, where one token stands on two branches, and twice on one."""
     torch.manual_seed(0)
     prompt, generated = [5, GREEN, 5], [7, COMMA, 7]
-    sampling = core.Sampling(**SETTINGS[name]).behind(prompt)
+    sampling = core.Sampling(**SETTINGS[name]).for_prompt(prompt)
     draft = core.Draft([7, 9, 7, GREEN, 9], parents=[-1, -1, 0, 1, 3])
     logits = torch.randn(6, 2000) * 3
     rows = penalise(logits, sampling, prompt + generated, draft)

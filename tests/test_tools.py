@@ -53,6 +53,10 @@ HERMES = (
 )
 ROME, TIME = '{"city": "Rome", "days": 3}', "{}"
 TAGGED, GENERAL = Form(has_tags=True, in_template=True), Form()
+USAGE = {
+    "prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}  # fmt: skip
 TAGS = "<tool_call>", "</tool_call>", "<think>", "</think>"
 
 
@@ -87,7 +91,7 @@ class Canned(Service):
             begin = end
 
     def answer(self, runs, notes):
-        body = {"text": self.text, "finish_reason": self.reason, "usage": None}
+        body = {"text": self.text, "finish_reason": self.reason, "usage": USAGE}
         body |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         return body | {"choices": [body] * len(runs)}
 

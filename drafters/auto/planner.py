@@ -23,11 +23,11 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-from drafters.plan import IDLE, FixedK, Plan, fixed, limit_of, nothing
+from drafters.plan import IDLE, Decision, FixedK, Plan, fixed, limit_of, nothing
 from drafters.pool import TREE, DrafterPool, Guess, Task
 from drafters.tree import longest
 from runtime.sampling import confidence
-from runtime.values import Cycle, Decision, Draft, Model, TextSequence
+from runtime.values import Cycle, Draft, Model, TextSequence
 
 from .estimates import READ_ALONG, SHORTEST, Acceptance, Agreement, Certainty, Costs, Lengths
 

@@ -6,11 +6,5 @@ from .slots import Placement, SlotLayer, Slots, run_modules
 from .states import follow_rows
 
 __all__ = [
-    "Placement",
-    "PrefixCache",
-    "Reading",
-    "SlotLayer",
-    "Slots",
-    "follow_rows",
-    "run_modules",
-]
+    "Placement", "PrefixCache", "Reading", "SlotLayer", "Slots", "follow_rows", "run_modules",
+]  # fmt: skip
