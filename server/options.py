@@ -364,8 +364,8 @@ def _parser() -> Parser:
     add(CHANGE, "--explain", "with --prompt: show the first N cycles (4) step by step", **few)
     some = "with --demo: run these of demo_prompts/, by name or kind (chat, code, …)"
     add(MORE, "--prompts", some, nargs="+", metavar="NAME")
-    times = "with --demo: times are medians of N runs (default: 3, or fewer "
-    add(MORE, "--repeats", times + "to end in a minute)", type=between(1, 100), metavar="N")
+    times = "with --demo: times are medians of N runs (default: 1)"
+    add(MORE, "--repeats", times, type=between(1, 100), metavar="N")
     add(MORE, "--json", "with --demo: print one JSON document", **_SWITCH)
     until = "with --prompt: end before this text; may be repeated"
     add(MORE, "--stop", until, action="append", metavar="TEXT")
