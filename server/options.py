@@ -188,8 +188,7 @@ Change what runs
 More for --demo and --prompt
 --raw | do not put prompts into the model's chat template; for the page, too
 --prompts NAME… | with --demo: run these of demo_prompts/, by name or kind (chat, code, …)
---repeats N 1…100 | with --demo: times are medians of N runs
-  (default: 3, or fewer to end in a minute)
+--repeats N 1…100 | with --demo: times are medians of N runs (default: 1)
 --json | with --demo: print one JSON document
 --stop TEXT | with --prompt: end before this text; may be repeated
 --help | show this page and exit

@@ -6,19 +6,14 @@
 import queue
 import threading
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
-from math import inf
 
-import torch
 from flask import Flask
 
-from runtime.models.catalogue import FALLBACK, with_model
+from runtime.models.catalogue import with_model
 from server import core, http
-from server.curve import cpu_name
 from server.measurement import Measurement
 from server.options import Options
-from server.parsing import model_id
 from server.service import Service
 from server.worker import Worker
 
@@ -57,17 +52,7 @@ def serve(flags: Namespace, options: Options) -> int:
     if flags.port:
         from server.dialects import ERROR_FORMS
 
-        load = partial(load_app, options)
-        return http.serve(load, flags.port, options, ERROR_FORMS)
+        return http.serve(partial(load_app, options), flags.port, options, ERROR_FORMS)
     from server.page import export
 
-    def load_named() -> tuple[str, Flask]:
-        chosen = replace(with_model(options), api_key=None)  # no one else can ask
-        name = FALLBACK if chosen.is_embedded else model_id(chosen.title)
-        app = load_app(chosen)
-        app.extensions["worker"].measurement.left_ms = inf  # nobody waits for anything else
-        return name, app
-
-    count = torch.get_num_threads()
-    machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"
-    return export.write(flags.export, load_named, machine)
+    return export.write(flags.export, load_app, options)

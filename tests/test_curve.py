@@ -22,10 +22,9 @@ FIELDS = {"prompt": PROMPT, "max_tokens": 24, "drafter": "draft_model"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where curves are stored; there is time for all."""
+    """Where curves are stored; no pass is too long."""
     kernels.own_folder  # noqa: B018  (a name of the room is imported when it is first asked for)
     monkeypatch.setattr(kernels, "own_folder", lambda: tmp_path)
-    monkeypatch.setattr(measurement, "_LONGEST_MS", inf)
     monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", inf)
     return tmp_path
 
@@ -190,9 +189,7 @@ def test_what_is_known_of_a_drafter_stays_where_a_server_is_without_it(demo_engi
     assert "draft_model" not in Measurement(demo_engine, "a target").curve.drafters
 
 
-def test_all_is_measured_once_when_the_time_for_more_is_spent(demo_engine, monkeypatch):
-    """Also in the idle times behind requests; and a start that ended earlier is gone on from."""
-    monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
+def test_what_was_measured_until_a_request_came_is_stored_and_gone_on_from(demo_engine):
     whole = Measurement(demo_engine, "a target")
     while len(whole.curve.pass_ms) < 5 and not whole.is_done:
         whole.measure()
@@ -250,7 +247,6 @@ def test_large_passes_are_left_out_where_time_or_context_ends(demo_engine, monke
     assert [*measured(demo_engine).curve.pass_ms] == [*ROWS[:-2]]
     hybrid = load("hybrid")  # its states cannot go back over more than 32 tokens
     assert [*measured(hybrid, "a hybrid").curve.pass_ms] == [*ROWS[:-3]] and not caplog.records
-    monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
     monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", 0.0)
     one = Measurement(demo_engine, "another")
     one._names.clear()  # whose drafts are verified, too
