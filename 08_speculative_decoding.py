@@ -196,11 +196,8 @@ class CachedModel:
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.compiled, self.quantize = None, None  # the forward in C, and what it rounds to, if any
         self.report: Any = None  # whether a token's bits depend on how it is computed
-        self.contents, self.reference, self.is_known = (
-            "",
-            None,
-            False,
-        )  # see runtime/models/reference.py
+        # Of runtime/models/reference.py: a hash of the weights, and what they are compared with.
+        self.contents, self.reference, self.is_known = "", None, False
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
         """An empty cache whose rows hold `spare` tokens more than this model's context."""
@@ -524,7 +521,7 @@ def main(arguments: list[str] | None = None) -> int:
             return start.serve(wanted, chosen)
         engine = load_engine(chosen := with_model(chosen))
         if wanted.demo:
-            return demo.show_demo(engine, chosen, wanted, plain_decode)
+            return demo.show_demo(engine, chosen, wanted)
         return demo.show_prompt(engine, chosen, wanted)
 
     return demo.exit_status(act)

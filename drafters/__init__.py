@@ -8,19 +8,18 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from runtime.sampling import Noise
-from runtime.values import Draft, Sampling, Verdict
+from runtime.values import PLAIN, Draft, Sampling, Verdict
 
 from .base import MANY_WEIGHTS, Context, Drafter, restoring_settings
 from .draft_model import check_words
 from .plan import FixedK, Plan
-from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
+from .pool import AUTO, LOG, TREE, DraftedText, DrafterPool, Task, first_choice
 from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
     "LOG", "MANY_WEIGHTS", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool",
     "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words",
-    "class_from_file", "load",
-    "load_all",
+    "class_from_file", "load", "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for.

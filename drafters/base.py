@@ -69,7 +69,6 @@ class Context:
     fast: bool = True  # a drafter's models may run in runtime/kernels/
     quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
-    mmap: bool = False  # whether weights may stay in mapped files
     mtp: str | None = None  # folder or hub id of an MTP head outside the target's checkpoint
     eagle3: str | None = None  # and of an EAGLE-3 head
     dflash: str | None = None  # and of a DFlash head
@@ -159,7 +158,7 @@ class Drafter(ABC):
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
     keeps_outputs: bool = False  # a state hears of the last tokens, too
     needs: str = ""  # a field of the request; without it there is nothing to draft from
-    goes_behind: bool = False  # a state gets `forced`: tokens with which its draft is to begin
+    accepts_forced_prefix: bool = False  # a state gets `forced`: its draft is to begin with them
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":

@@ -39,7 +39,7 @@ class DraftModelDrafter(Drafter):
 
     name: ClassVar[str] = "draft_model"
     stops_early = True
-    goes_behind = True
+    accepts_forced_prefix = True
 
     @classmethod
     def build(cls, context: Context) -> "DraftModelDrafter":

@@ -104,8 +104,7 @@ class HeadDrafter(Drafter):
             head = head.to(like.device, like.dtype).eval()
             # Rotations stay in float32, as transformers keeps them: bfloat16 errs in long texts.
             head.rotary_emb = type(head.rotary_emb)(head.config.layer).to(like.device)
-            if not context.mmap:
-                unmap_weights(head)
+            unmap_weights(head)
             return cls(head, context)
 
     @staticmethod

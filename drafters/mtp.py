@@ -67,8 +67,7 @@ class MtpDrafter(AutoregressiveDrafter):
         head.to(context.target.model.device).eval().set_attn_implementation(
             model.config._attn_implementation
         )
-        if not context.mmap:
-            files.unmap_weights(head)
+        files.unmap_weights(head)
         if words is not None:
             head.shared_head = _rows_of(head.shared_head, words)
         return cls(head, context, words, is_target_s=context.mtp is None)

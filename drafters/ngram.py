@@ -28,7 +28,7 @@ class NgramDrafter(GuessingDrafter):
     """Proposes from the text of its request alone."""
 
     name: ClassVar[str] = "ngram"
-    goes_behind = True
+    accepts_forced_prefix = True
 
     @classmethod
     def build(cls, context: Context) -> "NgramDrafter":

@@ -22,7 +22,6 @@ from torch import Tensor
 from runtime.cache.prefix import PrefixCache
 from runtime.sampling import Noise
 from runtime.values import (
-    PLAIN,  # noqa: F401
     Doubts,
     Draft,
     Request,
@@ -59,7 +58,7 @@ class Guess(NamedTuple):
     evidence: int = 0  # proposals of one number share a record
 
 
-class Missed(NamedTuple):
+class UnseenCycle(NamedTuple):
     """What came in a cycle. A drafter without a part in it observes it before it is asked next."""
 
     tokens: list[int]
@@ -79,7 +78,7 @@ class DraftedText:
     task: Task = Task()  # of this cycle
     drafts: dict[str, Draft] = field(default_factory=dict)  # of this cycle, by drafter
     draft: Draft | None = None  # what was proposed and is not judged yet
-    missed: dict[str, list[Missed]] = field(default_factory=dict)  # by drafter that was not asked
+    unseen: dict[str, list[UnseenCycle]] = field(default_factory=dict)  # by drafter not asked
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # a drafter's fault that is to end the request
     num_cached: int = 0  # tokens of the prompt that came from the prefix cache
@@ -269,13 +268,13 @@ class DrafterPool:
         A head drafts behind the target's states, which it has of no drafted token.
         """
         forced, drafter = self._put_first(text, name, text.task.limit), self.drafters[name]
-        can = drafter.goes_behind or drafter.needs == "grammar"
+        can = drafter.accepts_forced_prefix or drafter.needs == "grammar"
         return can or not forced or len(text.drafts) > 1
 
     def _put_first(self, text: DraftedText, name: str, most: int) -> list[int]:
         """Return what is forced, and give it to a drafter that can go on behind it."""
         forced = self._forced(text)[:most]
-        if self.drafters[name].goes_behind:
+        if self.drafters[name].accepts_forced_prefix:
             text.states[name].forced = forced
         return forced
 
@@ -345,7 +344,7 @@ class DrafterPool:
                 return None
             has_evidence = tokens and hasattr(drafter, "evidence")
             evidence = self._seen(name, "evidence", int, state) if has_evidence else 0
-            evidence = _MOST_EVIDENCE if forced and drafter.goes_behind else evidence
+            evidence = _MOST_EVIDENCE if forced and drafter.accepts_forced_prefix else evidence
             return Guess(tokens, max(0, min(evidence, _MOST_EVIDENCE)))
         except Exception as error:
             self._lose(text, name, "guess", error)
@@ -365,7 +364,7 @@ class DrafterPool:
         num_rejected = verdict.drafted - verdict.accepted
         if num_rejected:  # else a view of each would cost as much as all else here
             hidden = {layer: states[:-num_rejected] for layer, states in hidden.items()}
-        came, judged = Missed(verdict.tokens, hidden), text.draft
+        came, judged = UnseenCycle(verdict.tokens, hidden), text.draft
         text.hidden, text.draft, text.forced = {}, None, None
         self.remember_prompt(text, hidden)
         for name in [name for name in text.drafts if name in text.states]:
@@ -384,9 +383,9 @@ class DrafterPool:
             except Exception as error:
                 self._lose(text, name, "observe", error)
         for name in text.states.keys() - text.drafts.keys():
-            text.missed.setdefault(name, []).append(came)
+            text.unseen.setdefault(name, []).append(came)
 
-    def _hidden(self, name: str, cycles: list[Missed]) -> Tensor | None:
+    def _hidden(self, name: str, cycles: list[UnseenCycle]) -> Tensor | None:
         """The states [tokens, D] that a drafter needs of these cycles, layers side by side."""
         drafter = self.drafters[name]
         if not drafter.needs_hidden:
@@ -400,7 +399,7 @@ class DrafterPool:
 
     def _catch_up(self, text: DraftedText, name: str) -> None:
         """Let a drafter observe what came since it was asked last, as one piece of text."""
-        if not (cycles := text.missed.pop(name, None)):
+        if not (cycles := text.unseen.pop(name, None)):
             return
         tokens = [token for cycle in cycles for token in cycle.tokens]
         try:

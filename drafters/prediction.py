@@ -84,7 +84,7 @@ class PredictionDrafter(GuessingDrafter):
 
     name: ClassVar[str] = "prediction"
     needs = "prediction"
-    goes_behind = True
+    accepts_forced_prefix = True
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> Expected:
         return Expected()

@@ -154,7 +154,7 @@ class SuffixDrafter(GuessingDrafter):
     """Proposes from the text of its request and from past outputs of the server."""
 
     name: ClassVar[str] = "suffix"
-    goes_behind = True
+    accepts_forced_prefix = True
     keeps_outputs = True
 
     @classmethod

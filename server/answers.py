@@ -14,8 +14,17 @@ import torch
 from drafters.auto import Costs
 from runtime.grammars import OPEN
 from runtime.models.catalogue import entry_of
-from runtime.statistics import FORMULAS, PLAIN, Statistics, ratio
-from runtime.values import Engine, Json, Model, Request, RequestError, TextSequence, engine_failure
+from runtime.statistics import FORMULAS, Statistics, ratio
+from runtime.values import (
+    PLAIN,
+    Engine,
+    Json,
+    Model,
+    Request,
+    RequestError,
+    TextSequence,
+    engine_failure,
+)
 
 from . import trace
 from .comparison import comparison

@@ -26,9 +26,18 @@ from drafters.auto.planner import TREE
 from runtime.models import StartError, ahead
 from runtime.models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
 from runtime.models.startup import is_shortage, print_error, report_shortage
-from runtime.statistics import PLAIN, Statistics, ratio
-from runtime.values import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
-from server import trace
+from runtime.statistics import Statistics, ratio
+from runtime.values import (
+    LONGEST_LINE,
+    PLAIN,
+    Engine,
+    Json,
+    Request,
+    RequestError,
+    TextSequence,
+    one_line,
+)
+from server import core, trace
 from server.answers import setting
 from server.comparison import steadiness
 from server.options import Options
@@ -64,7 +73,6 @@ _COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "spe
 _WORDS = "accepted: drafted tokens that were kept in a cycle; rate: their share of drafted tokens"
 _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
-Decode = Callable[..., list[int]]  # the core's plain_decode
 Prompts = dict[str, tuple[str, list[int]]]  # by name: text, and token ids
 
 
@@ -289,7 +297,7 @@ def chosen_prompts(engine: Engine, options: Options, names: list[str] | None) ->
     }
 
 
-def show_demo(engine: Engine, options: Options, flags: Namespace, plain_decode: Decode) -> int:
+def show_demo(engine: Engine, options: Options, flags: Namespace) -> int:
     """Run the demo, and print each prompt's result as it is done.
 
     Interrupted, it goes on to the totals of what was done. Returns 1 if a drafter's text was not
@@ -302,15 +310,15 @@ def show_demo(engine: Engine, options: Options, flags: Namespace, plain_decode: 
         heading = [setting(engine, options), legend(colour), _WORDS]
         print(*heading, *([_CHOICES] if engine.controller else []), sep="\n", flush=True)
     document: Json = {"prompts": [], "interrupted": False}
-    seconds_a_token(engine, options, plain_decode)  # first calls are slow
+    seconds_a_token(engine, options)  # first calls are slow
     if (repeats := flags.repeats) is None:
-        token_s = seconds_a_token(engine, options, plain_decode)
+        token_s = seconds_a_token(engine, options)
         options, prompts, repeats, said = fitting(token_s, options, prompts)
         if said and not flags.json:
             print(said, flush=True)
     try:
         for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
-            compared = compare(engine, ids, options, repeats, plain_decode)
+            compared = compare(engine, ids, options, repeats)
             result = {"name": name, "prompt": text} | compared
             document["prompts"].append(result)
             if not flags.json:
@@ -344,9 +352,7 @@ def request_of(prompt: list[int], drafter: str, options: Options, trace: bool = 
     )  # fmt: skip
 
 
-def compare(
-    engine: Engine, prompt: list[int], options: Options, repeats: int, plain_decode: Decode
-) -> Json:
+def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -> Json:
     """One prompt by plain decoding and by each drafter, in turn; times are medians."""
     wanted = request_of(prompt, PLAIN, options)
     settings = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
@@ -358,7 +364,7 @@ def compare(
         for name, measured in times.items():
             began = time.perf_counter()
             if name == PLAIN:
-                ids = plain_decode(engine.target, *settings)
+                ids = core.plain_decode(engine.target, *settings)
             else:
                 ((sequence, _),) = deque(engine.generate(replace(wanted, drafter=name)), maxlen=1)
                 runs[name].append(sequence)
@@ -380,11 +386,11 @@ def worked_cycle(engine: Engine, prompts: Prompts, options: Options) -> Json | N
     return None
 
 
-def seconds_a_token(engine: Engine, options: Options, plain_decode: Decode) -> float:
+def seconds_a_token(engine: Engine, options: Options) -> float:
     """How long all methods together take for a token."""
     few, text = replace(options, max_tokens=_FEW), engine.target.tokenizer("warm up")["input_ids"]
     began = time.perf_counter()
-    compare(engine, text, few, 1, plain_decode)
+    compare(engine, text, few, 1)
     return (time.perf_counter() - began) / _FEW
 
 

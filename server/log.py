@@ -173,7 +173,7 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float) -> No
             begun = [each.sequence for each in texts if each.sequence]
             line["tokens"] = sum(len(each.output) for each in begun)
             total = sum((each.statistics for each in begun), Statistics())
-            line["passes"] = total.passes or None  # another engine tells none
+            line["passes"] = total.passes or None
             line["acceptance"] = total.draft_acceptance_rate
         for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
             line[name] = None if moment is None else _ms(moment - arrived)

@@ -16,11 +16,10 @@ from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from drafters import NAMES
-from drafters.pool import PLAIN
 from runtime.models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 from runtime.models.gguf_file import is_gguf
 from runtime.models.prompts import Tokenizer, kind_of, read_prompts
-from runtime.values import MAX_SPECULATIVE_TOKENS, Json, Request, RequestError, Sampling
+from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, RequestError, Sampling
 
 from .parsing import SAMPLING_FIELDS, check_fields
 

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from drafters.pool import AUTO, PLAIN, TREE
+from drafters.pool import AUTO, TREE
 from runtime.models.prompts import (
     at_place,
     chat_ids,
@@ -25,6 +25,7 @@ from runtime.models.prompts import (
 )
 from runtime.values import (
     MAX_SPECULATIVE_TOKENS,
+    PLAIN,
     Engine,
     Json,
     Request,

@@ -15,7 +15,6 @@ from runtime.models.calls import Form
 from runtime.models.fim import infill_prompt
 from runtime.models.prompts import (
     Conversation,
-    Tokenizer,
     call_form,
     chat_prompt,
     list_ids,
@@ -36,7 +35,7 @@ from .http import base_app, check_kind
 from .metrics import Figures, figures_of, register_metrics
 from .options import Options
 from .parsing import model_id, parse_json, parse_list, parse_request
-from .worker import Admission, Job, Worker, cancel
+from .worker import Job, Worker, cancel
 
 
 def read_body(takes_place: bool = True) -> Json:
@@ -59,10 +58,6 @@ def watched(jobs: list[Job]) -> list[Job]:
 
 class Service:
     """The engine inside this server, and the worker that runs it."""
-
-    worker: Admission
-    tokenizer: Tokenizer | None  # None: another engine tokenises
-    fingerprint: str | None = None  # of an engine that runs elsewhere nothing is known
 
     def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
         """Without a worker it makes one."""

@@ -617,7 +617,7 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
         s = engine.open(Request(prompt, 8, "auto"))
         engine.step([s])
         s.drafting.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
-        s.drafting.missed.clear()
+        s.drafting.unseen.clear()
         # And text to read is forgotten.
         engine.planner.candidates[s].records = {"ngram": Acceptance(), "steady": Acceptance()}
         engine.step([s])
@@ -708,7 +708,7 @@ def test_a_curve_is_believed_as_far_as_passes_confirm_it():
     while not text.finish_reason:
         server.step([text])
     drafted = [count for count in counts if count]
-    assert drafted[:4] == [2] * 4
+    assert drafted[:2] == [2] * 2 and drafted[2] <= 6
     assert server.ms < 1.1 * plain_ms
 
 
@@ -872,6 +872,13 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
     drafted = {name for name, cycle in zip(names, cycles, strict=True) if cycle.num_drafted}
     assert drafted == set(loaded) and s.warnings == []
     assert s.statistics.num_accepted_draft_tokens > 10
+
+
+def test_the_latest_cycles_of_a_record_count_most():
+    record = Acceptance()
+    for accepted in [1] * 200 + [0] * 20:
+        record.observe(1, accepted)
+    assert record.reach(1)[0] < 0.5  # a mean of all would be .9
 
 
 @pytest.mark.parametrize("name", ["draft_model", "mtp"])

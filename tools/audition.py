@@ -39,11 +39,11 @@ from typing import Any, NamedTuple
 import drafters
 import tools as bench
 from drafters.auto import Controller
-from drafters.pool import PLAIN, TREE
+from drafters.pool import TREE
 from runtime.models.catalogue import with_model
 from runtime.models.prompts import ids_of, prompts_of
 from runtime.models.reference import system_fingerprint
-from runtime.values import MAX_SPECULATIVE_TOKENS, Engine, Request, Sampling
+from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Engine, Request, Sampling
 from server import demo
 from server.curve import Curve
 from server.measurement import Measurement

@@ -30,8 +30,8 @@ from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
 
 import tools as bench
-from drafters.pool import PLAIN
 from runtime.models.catalogue import entry_of
+from runtime.values import PLAIN
 from server.options import between
 from tools.mixture import folder_of
 from tools.servers import FORGETFUL, OURS, Server, at_once, memory_gb_per_s, started

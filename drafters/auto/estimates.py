@@ -32,6 +32,7 @@ LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
 _RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
 _TEXTS, _USUAL, SHORTEST = 64, 4, 10  # whose lengths are known; but for one in so many
 _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many are believed
+_TRIED = 2  # passes over so many rows, until a request may draft twice as many
 _DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
 _ROW_SHARE = 0.02  # what each further row costs of a pass, before anything is measured
 _FREE_SHARE = 0.001  # of a pass: a token of a drafter without weights, until that is measured
@@ -380,7 +381,7 @@ class Costs:
             passes = self.passes_of(batch, range(batch, batch + requests * LONGEST + 1, requests))
             rows_ms = [max(0.0, more - ms) / requests for ms, more in pairwise(passes)]
             known = self.passes.get(batch.bit_length(), {})
-            rows = [rows for rows, latest in list(known.items()) if len(latest) >= _CONFIRMED]
+            rows = [rows for rows, latest in list(known.items()) if len(latest) >= _TRIED]
             most = 2 * max([1, *rows]) // batch if known else LONGEST
             self._prices[batch, requests] = Prices(passes[0], drafts, rows_ms, max(2, most))
         return self._prices[batch, requests]

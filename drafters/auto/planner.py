@@ -407,8 +407,8 @@ class Planner(FixedK):
             asked = text.task.limit if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
             if (sure := cycle.draft.confidence) and name != TREE:
-                confidence = [sure[i] for i in cycle.path[: cycle.num_drafted]]
-                record.calibration.observe(confidence, cycle.num_accepted)
+                judged = [sure[i] for i in cycle.path[: cycle.num_drafted]]
+                record.calibration.observe(judged, cycle.num_accepted)
         elif draft is not None:
             seen = _came_true(longest(draft).tokens, tokens)
         else:

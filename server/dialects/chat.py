@@ -175,15 +175,12 @@ class Chat(InParts, OpenAIShape):
         return {"index": index} | said | {"logprobs": listed, "finish_reason": reason}
 
 
-def log_probabilities(logprobs: list[Json], tokenizer: Tokenizer | None) -> list[Json]:
-    """Those of tokens, as a chat has them. Bytes that only another engine knows are null."""
+def log_probabilities(logprobs: list[Json], tokenizer: Tokenizer) -> list[Json]:
+    """Those of tokens, as a chat has them."""
 
     def entry(one: Json) -> Json:
-        token, known = one["token"], None
-        if "\ufffd" not in token:
-            known = list(token.encode("utf-8"))
-        elif tokenizer:  # a part of a character, which is decoded as "�"
-            known = list(bytes_of(one["id"], tokenizer))
-        return {"token": token, "logprob": one["logprob"], "bytes": known}
+        token, is_part = one["token"], "\ufffd" in one["token"]  # of a character
+        known = bytes_of(one["id"], tokenizer) if is_part else token.encode("utf-8")
+        return {"token": token, "logprob": one["logprob"], "bytes": [*known]}
 
     return [entry(one) | {"top_logprobs": [*map(entry, one["top_logprobs"])]} for one in logprobs]

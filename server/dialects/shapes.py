@@ -71,25 +71,21 @@ def bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
 class Places:
     """Where each token of a text begins and ends in it. A character counts once it is whole."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer, which another engine has, a token is as long as its entry says."""
-        self._text = TextStream(tokenizer) if tokenizer else None
-        self._end = 0
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text, self._end = TextStream(tokenizer), 0
 
     def next(self, entry: Json) -> tuple[int, int]:
         """The place of the next token, which has this entry of log-probabilities."""
-        begin, new = self._end, entry["token"]
-        if self._text:
-            self._text.push(entry["id"], "")
-            new = "".join(text for text, _ in self._text.release())
-        self._end += len(new)
+        begin = self._end
+        self._text.push(entry["id"], "")
+        self._end += sum(len(text) for text, _ in self._text.release())
         return begin, self._end
 
 
 class Untold:
     """Log-probabilities of an answer's tokens, until a part of its text is told."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._places, self._entries = Places(tokenizer), deque[tuple[int, int, Json]]()
 
     def push(self, logprobs: Iterable[Json], shown: Iterable[Json]) -> None:
