@@ -118,9 +118,9 @@ def _check(drafter: Drafter, context: Context) -> None:
     if not (isinstance(drafter.name, str) and drafter.name):
         kind = type(drafter).__name__
         raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
-    at_once = drafter.drafts_at_once
+    at_once = drafter.block_size
     if not isinstance(at_once, int) or at_once < 0:
-        raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
+        raise ValueError(f"block_size of {drafter.name} is {at_once!r}: write 0 or more")
     for name in ("open", "propose", "propose_batch", "observe", "close"):
         wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
         try:

@@ -150,7 +150,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
-    drafts_at_once: int = 0  # tokens of its longest draft, if a shorter one costs as much
+    block_size: int = 0  # tokens of its longest draft, if a shorter one costs as much
     # Built-in drafters only:
     is_trusted: bool = False  # it leaves torch's settings alone; `load` sets this
     stops_early: bool = False  # a state is a ModelState

@@ -33,7 +33,7 @@ from runtime.values import (
 
 from .base import Drafter, restoring_settings
 from .timed import TimedDrafter
-from .tree import heard, longest, merged
+from .tree import longest, merged, split_verdict
 
 AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
@@ -142,7 +142,7 @@ class DrafterPool:
     def open(self, text: DraftedText) -> None:
         """Let the drafters that a new request names read along."""
         request, failed = text.request, dict[str, Exception]()
-        for name in self.readers(request):
+        for name in self.eligible(request):
             try:
                 # Copies, as a prompt may be the state, which grows, and the target needs its noise.
                 prompt, noise = list(request.prompt), copy(text.noise)
@@ -152,7 +152,7 @@ class DrafterPool:
             except Exception as error:
                 failed[name] = error
         for name, error in failed.items():
-            self._lose(text, name, "open", error)
+            self.drop_drafter(text, name, "open", error)
         is_scored = request.prompt_logprobs is not None  # then all of the prompt has to be read
         if self.prefixes and not (request.is_alone or is_scored):
             hidden = self.prefixes.restore(text.row, request.prompt, self.layers([text]))
@@ -160,7 +160,7 @@ class DrafterPool:
             # Of no layers, too: what is read next does not begin at the text's first token.
             text.hidden = {0: hidden} if text.num_cached else {}
 
-    def readers(self, request: Request) -> list[str]:
+    def eligible(self, request: Request) -> list[str]:
         """The drafters that read along with a request; that of its prediction is the first."""
         names = self.choices[request.drafter] if request.drafter else ()
         needs = {name: self.drafters[name].needs for name in names}
@@ -311,7 +311,7 @@ class DrafterPool:
         except Exception as error:
             if len(texts) > 1:  # one of them is to blame, and the others need not suffer for it
                 return [self._ask(name, [text])[0] for text in texts]
-            self._lose(texts[0], name, "propose_batch", error)
+            self.drop_drafter(texts[0], name, "propose_batch", error)
             return [Draft()]
 
     def _copies(self, texts: list[DraftedText], proposed: Any) -> list[Draft]:
@@ -347,7 +347,7 @@ class DrafterPool:
             evidence = _MOST_EVIDENCE if forced and drafter.accepts_forced_prefix else evidence
             return Guess(tokens, max(0, min(evidence, _MOST_EVIDENCE)))
         except Exception as error:
-            self._lose(text, name, "guess", error)
+            self.drop_drafter(text, name, "guess", error)
             return Guess([])
 
     def observe(
@@ -369,7 +369,8 @@ class DrafterPool:
         self.remember_prompt(text, hidden)
         for name in [name for name in text.drafts if name in text.states]:
             if self.drafters[name].needs:
-                num_verified, num_kept = fate(text.drafts[name].tokens, judged, verdict.tokens)
+                chain = text.drafts[name].tokens
+                num_verified, num_kept = count_verified(chain, judged, verdict.tokens)
                 text.accepted[name] += num_kept
                 text.rejected[name] += num_verified - num_kept
             if is_last and not self.drafters[name].keeps_outputs:
@@ -378,10 +379,10 @@ class DrafterPool:
                 draft = None if text.drafts[name] is judged else text.drafts[name]
                 states = self._hidden(name, [came])
                 whole = verdict if states is None else replace(verdict, hidden=states)
-                for part in heard(whole, draft):
+                for part in split_verdict(whole, draft):
                     self._call(name, "observe", text.states[name], part)
             except Exception as error:
-                self._lose(text, name, "observe", error)
+                self.drop_drafter(text, name, "observe", error)
         for name in text.states.keys() - text.drafts.keys():
             text.unseen.setdefault(name, []).append(came)
 
@@ -406,9 +407,9 @@ class DrafterPool:
             verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))
             self._call(name, "observe", text.states[name], verdict)
         except Exception as error:
-            self._lose(text, name, "observe", error)
+            self.drop_drafter(text, name, "observe", error)
 
-    def _lose(self, text: DraftedText, name: str, method: str, error: Exception) -> None:
+    def drop_drafter(self, text: DraftedText, name: str, method: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
         self.failures[name] += 1
         self.log.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
@@ -427,7 +428,7 @@ class DrafterPool:
         drafter = self.drafters[name]
         return drafter.line_of(error, method) if isinstance(drafter, TimedDrafter) else ""
 
-    def leave(self, text: DraftedText, why: str) -> None:
+    def drop_all_drafters(self, text: DraftedText, why: str) -> None:
         """The request goes on without speculation."""
         text.task, text.draft = Task(), None
         text.warnings.append(f"{why}: went on without speculation")
@@ -521,7 +522,7 @@ def ids_of(tokens: Any, most: int, vocab_size: int) -> list[int] | None:
     return ids
 
 
-def fate(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
+def count_verified(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
     """How many tokens of a drafter's chain were verified, and how many of them the text got.
 
     Those behind an end of text count as not verified. `came` are the tokens that the text got.

@@ -77,7 +77,7 @@ class TimedDrafter(Drafter):
         self.is_trusted = True  # `_serve` restores what the inner one changes
         self.needs_hidden = bool(inner.needs_hidden)
         self.hidden_layers = tuple(map(int, inner.hidden_layers)) if self.needs_hidden else ()
-        self.drafts_at_once = int(inner.drafts_at_once)
+        self.block_size = int(inner.block_size)
         self.num_step_weights = int(getattr(inner, "num_step_weights", 0))
         for name in ("open", "guess", "evidence"):
             if hasattr(inner, name):

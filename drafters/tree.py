@@ -132,7 +132,7 @@ def longest(draft: Draft) -> Draft:
     return draft if draft.parents is None else draft.chain(max(draft.paths(), key=len, default=[]))
 
 
-def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
+def split_verdict(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
     """The verdicts for a drafter whose `draft` was merged into a tree; None: it was not.
 
     The first one says how far its draft was accepted. The other accepted tokens came from another

@@ -43,7 +43,7 @@ def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence
                 return cycles
             failure, has_drafters = error, bool(s.drafting.states)
         if has_drafters:
-            engine.pool.leave(s.drafting, f"a forward failed ({in_short(failure)})")
+            engine.pool.drop_all_drafters(s.drafting, f"a forward failed ({in_short(failure)})")
         if not (can_go_on and has_drafters):
             break
     s.fail(failure)

@@ -14,7 +14,7 @@ from started import CHAT, GENERATE, ROUTES, is_error, text_of
 from drafters.auto import Controller
 from drafters.auto.estimates import Acceptance
 from drafters.auto.planner import Candidate
-from drafters.pool import fate
+from drafters.pool import count_verified
 from drafters.prediction import Expected, PredictionDrafter
 from runtime.cache.prefix import PrefixCache
 from runtime.models import prompts as reading
@@ -230,7 +230,7 @@ def test_it_proposes_what_it_was_given_alone():
     ([5, 6], Draft([4]), [4, 6], (0, 0)),
 ], ids=["some", "all", "none", "end of text", "branch", "other branch", "absent"])  # fmt: skip
 def test_the_fate_of_a_chain_is_counted_as_far_as_it_was_verified(chain, tree, came, counts):
-    assert fate(chain, tree, came) == counts
+    assert count_verified(chain, tree, came) == counts
 
 
 @pytest.mark.parametrize("drafter", [None, "auto", "prediction"])

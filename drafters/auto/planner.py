@@ -213,7 +213,7 @@ class Controller:
     def of(cls, target: Model, drafters: dict[str, Any]) -> "Controller":
         """The controller for the core's target and its drafters by name."""
         sizes = {name: getattr(each, "num_step_weights", 0) for name, each in drafters.items()}
-        at_once = {name: n for name, drafter in drafters.items() if (n := drafter.drafts_at_once)}
+        at_once = {name: n for name, drafter in drafters.items() if (n := drafter.block_size)}
         copies = [name for name, drafter in drafters.items() if drafter.is_copy]
         return cls(target.num_weights, sizes, at_once, copies=copies)
 
