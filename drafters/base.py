@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from runtime.sampling import Noise, NothingLeft, confidence, sample
-from runtime.values import Doubts, Draft, Model, Sampling, Verdict
+from runtime.values import Draft, Model, Sampling, StopRule, Verdict
 
 MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
@@ -85,7 +85,7 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    goes_on: Doubts | None = None  # when a draft stops early; None: never. Set by the pool
+    stop_rule: StopRule | None = None  # when a draft stops early; None: never. Set by the pool
     forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 
 
@@ -102,7 +102,7 @@ class Chain:
         forced = state.forced[:limit]
         self.text = [*state.text, *forced]  # with the draft so far
         self._probs: list[Tensor] = []
-        self._confidence = [1.0] * len(forced) if state.goes_on else []
+        self._confidence = [1.0] * len(forced) if state.stop_rule else []
 
     @property
     def tokens(self) -> list[int]:
@@ -111,10 +111,10 @@ class Chain:
     @property
     def is_open(self) -> bool:
         """Whether one more token is wanted."""
-        goes_on = self._state.goes_on
+        stop_rule = self._state.stop_rule
         if len(self.tokens) >= self._limit:
             return False
-        return not self._confidence or goes_on is None or goes_on(self._confidence)
+        return not self._confidence or stop_rule is None or stop_rule(self._confidence)
 
     def extend(self, logits: Tensor) -> int:
         """Choose the next token by the drafter's logits [V], as the target does.
@@ -128,7 +128,7 @@ class Chain:
             return 0  # for nobody
         if q is not None:
             self._probs.append(q)
-        if self._state.goes_on is not None:
+        if self._state.stop_rule is not None:
             self._confidence.append(confidence(logits, token))
         self.text.append(token)
         return token

@@ -22,10 +22,10 @@ from torch import Tensor
 from runtime.cache.prefix import PrefixCache
 from runtime.sampling import Noise
 from runtime.values import (
-    Doubts,
     Draft,
     Request,
     RequestError,
+    StopRule,
     TextSequence,
     Verdict,
     in_short,
@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
     drafter: str = ""  # a name, TREE for several at once, or empty for none
     limit: int = 0  # tokens, at most
-    goes_on: Doubts | None = None  # when a draft stops early; None: never
+    stop_rule: StopRule | None = None  # when a draft stops early; None: never
     decision: Any = None  # of the controller, with its reasons: to be shown
 
 
@@ -304,7 +304,7 @@ class DrafterPool:
             states = [text.states[name] for text in texts]
             if self.drafters[name].stops_early:
                 for state, text in zip(states, texts, strict=True):
-                    state.goes_on = text.task.goes_on
+                    state.stop_rule = text.task.stop_rule
             limits = [text.task.limit for text in texts]
             see = partial(self._copies, texts)
             return self._seen(name, "propose_batch", see, states, limits)

@@ -304,7 +304,7 @@ def _short(value: float) -> str:
     return f"{value:.2f}".removeprefix("0")
 
 
-class Doubts(NamedTuple):
+class StopRule(NamedTuple):
     """When a draft in the making ends: where one more token is too unlikely to be worth its step.
 
     `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;

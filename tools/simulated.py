@@ -176,7 +176,8 @@ class Text:
     def draft(self, task: Task) -> Draft:
         """What the draft model proposes; behind a wrong token all is wrong, as sure as it is."""
         at, tokens, sure, is_right = len(self.output), list[int](), list[float](), True
-        while len(tokens) < task.limit and not (tokens and task.goes_on and not task.goes_on(sure)):
+        rule = task.stop_rule
+        while len(tokens) < task.limit and not (tokens and rule and not rule(sure)):
             place = at + len(tokens)
             is_right = is_right and self.is_right[place]
             tokens.append(self.truth[place] if is_right else _WRONG)

@@ -347,11 +347,11 @@ class Planner(FixedK):
         candidates = [self.candidates[s] for s in asking]
         decisions = self.controller.decide(candidates, len(batch), may_read)
         for s, decision in zip(asking, decisions, strict=True):
-            self.decisions[decision.drafter], goes_on = decision, None
+            self.decisions[decision.drafter], stop_rule = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain
                 record = self.candidates[s].records[decision.drafter]
-                goes_on = record.calibration.doubts(decision.least_chance, record.reach(1)[0])
-            self._chosen[s] = Task(decision.drafter, decision.num_tokens, goes_on, decision)
+                stop_rule = record.calibration.stop_rule(decision.least_chance, record.reach(1)[0])
+            self._chosen[s] = Task(decision.drafter, decision.num_tokens, stop_rule, decision)
         plan.choice_ms = (time.perf_counter() - began) * 1e3
         return decisions
 
