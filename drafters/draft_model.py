@@ -125,7 +125,7 @@ class DraftModelDrafter(Drafter):
         """
         cache, row = self._draft.cache, state.row
         # Under the rule of rejection drafts decide the text, and so would roundings of keys.
-        may_restore = state.sampling.is_coupled and not state.sampling.is_alone
+        may_restore = state.sampling.is_coupled and not state.sampling.isolated
         if self._prefixes and may_restore and not cache.lengths[row]:
             self._prefixes.restore(row, state.text)
         cache.truncate(row, min(cache.lengths[row], len(state.text) - 1))
@@ -151,7 +151,7 @@ class DraftModelDrafter(Drafter):
 
     def close(self, state: ModelState) -> None:
         try:
-            if self._prefixes and not state.sampling.is_alone:
+            if self._prefixes and not state.sampling.isolated:
                 self._prefixes.remember(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)

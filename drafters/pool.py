@@ -154,7 +154,7 @@ class DrafterPool:
         for name, error in failed.items():
             self.drop_drafter(text, name, "open", error)
         is_scored = request.prompt_logprobs is not None  # then all of the prompt has to be read
-        if self.prefixes and not (request.is_alone or is_scored):
+        if self.prefixes and not (request.isolated or is_scored):
             hidden = self.prefixes.restore(text.row, request.prompt, self.layers([text]))
             text.num_cached = self.prefixes.length(text.row)
             # Of no layers, too: what is read next does not begin at the text's first token.
@@ -169,7 +169,7 @@ class DrafterPool:
 
     def remember_prompt(self, text: DraftedText, states: dict[int, Tensor]) -> None:
         """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""
-        if self.prefixes and not text.request.is_alone:
+        if self.prefixes and not text.request.isolated:
             if not text.states_read:
                 self.prefixes.remember(text.row, text.request.prompt, states)
             text.states_read.append(states)

@@ -26,9 +26,9 @@ NUM_RUNS = 3  # of what is compared; figures are medians
 def runs_to_compare(wanted: Request) -> list[Request]:
     """A request and its plain decoding, in turn: a busy machine then slows both.
 
-    Each run is_alone, or the second would draft from the first one's text among past outputs.
+    Each run isolated, or the second would draft from the first one's text among past outputs.
     """
-    wanted = replace(wanted, is_alone=True)
+    wanted = replace(wanted, isolated=True)
     plain = replace(wanted, drafter=None)
     again = [replace(wanted, trace=False), replace(plain, trace=False)]
     return [wanted, replace(plain, trace=True)] + again * (NUM_RUNS - 1)

@@ -141,7 +141,7 @@ def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
     print(*heading, sep="\n", end="\n\n")
     if num_explained:
         # Alone: or the run that is timed would draft from this one's text, among past outputs.
-        for sequence, cycle in engine.generate(replace(wanted, trace=True, is_alone=True)):
+        for sequence, cycle in engine.generate(replace(wanted, trace=True, isolated=True)):
             said = sequence.drafting.task.decision
             if said and said.is_timing:
                 print(f"cycle {cycle.number}: {said}", end="\n\n")
@@ -348,7 +348,7 @@ def request_of(prompt: list[int], drafter: str, options: Options, trace: bool = 
     """One demo prompt as the command line wants it decoded."""
     return Request(
         prompt, options.max_tokens or Request.max_tokens, drafter, options.num_speculative_tokens,
-        sampling=options.sampling, seed=options.seed or 0, trace=trace, is_alone=True,
+        sampling=options.sampling, seed=options.seed or 0, trace=trace, isolated=True,
     )  # fmt: skip
 
 

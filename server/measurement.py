@@ -118,7 +118,7 @@ class Measurement:
         """Open the text, let it be read, or measure once. Returns whether there was anything."""
         length, s = twin.target.max_length, self._text
         if s is None:
-            request = Request(self._prompt, length - len(self._prompt), AUTO, is_alone=True)
+            request = Request(self._prompt, length - len(self._prompt), AUTO, isolated=True)
             self._text, self._read = (s := twin.open(request)), {}
         if not s.num_steps:
             twin.step([s])

@@ -574,6 +574,6 @@ def warm_up(engine: Engine) -> None:
     with uncounted(engine) as twin:
         for name in models or [None]:
             with suppress(Exception):
-                for _, cycle in twin.generate(Request(prompt, 16, name, is_alone=True)):
+                for _, cycle in twin.generate(Request(prompt, 16, name, isolated=True)):
                     if cycle.number:
                         break

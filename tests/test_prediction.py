@@ -100,7 +100,7 @@ def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
     fields = {"drafter": "auto", "num_speculative_tokens": 16, "max_tokens": length}
     text = plain(prompt, length)
     for prediction, least in ((text, 0.85), (edited(text, random.Random(3)), 0.5)):
-        given = {"prediction": (*prediction,), "is_alone": True} | fields
+        given = {"prediction": (*prediction,), "isolated": True} | fields
         s, events = run(unclocked(engine), prompt, **given)
         assert s.output == text and s.drafting.accepted["prediction"] >= least * len(text)
         if prediction == text:
