@@ -105,7 +105,8 @@ def speculate(
         row = target.cache.open_row(opened)
         state = drafter.open(list(prompt), sampling, noise)
         opened.callback(drafter.close, state)
-        drafter.attach(state, row)  # some read the target's row, and leave it as it was
+        # Some drafters read the target's row, and leave it as it was.
+        drafter.attach(state, drafters.DraftedText(values.Request(prompt), noise, row))
         while len(tokens) < end:
             # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
             # need the target's hidden states of it.

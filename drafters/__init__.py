@@ -3,17 +3,18 @@
 import importlib.util
 import sys
 from dataclasses import replace
-from inspect import getfile, getsourcelines, isabstract, signature
+from inspect import getfile, getsourcelines, isabstract
 from pathlib import Path
 from pkgutil import resolve_name
 
 from runtime.sampling import Noise
 from runtime.values import PLAIN, Draft, Sampling, Verdict
 
-from .base import MANY_WEIGHTS, Context, Drafter, restoring_settings
+from .base import MANY_WEIGHTS, Context, DraftedText, Drafter, Task, restoring_settings
+from .checks import check_drafter
 from .draft_model import check_words
 from .plan import FixedK, Plan
-from .pool import AUTO, LOG, TREE, DraftedText, DrafterPool, Task, first_choice
+from .pool import AUTO, LOG, TREE, DrafterPool, first_choice
 from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
@@ -35,7 +36,6 @@ _REGISTRY = {
     "prediction": "drafters.prediction:PredictionDrafter",
 }
 NAMES = tuple(_REGISTRY)
-_COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it
 
 
 def check_name(name: str | None, others: tuple[str, ...] = (AUTO, TREE, PLAIN)) -> None:
@@ -61,7 +61,7 @@ def load(name: str, context: Context) -> Drafter:
     drafter_class = class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
     try:
         drafter = drafter_class.build(context)
-        _check(drafter, context)
+        check_drafter(drafter, context)
         drafter.is_trusted = ":" not in name
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
@@ -93,7 +93,7 @@ def load_all(
     context = replace(context, wanted=selected)
     default, asked = wanted, {selected, "ngram", *context.named}
     for name in dict.fromkeys([selected, *NAMES] if selected else NAMES):
-        if name == _COSTLY and name != selected and not chooses:
+        if name != selected and not chooses and resolve_name(_REGISTRY[name]).is_costly:
             continue
         try:
             drafter = load(name, context)
@@ -111,34 +111,6 @@ def load_all(
     if wanted is None:
         default = AUTO if len(loaded) > 1 and may_choose else first_choice(loaded)
     return loaded, default
-
-
-def _check(drafter: Drafter, context: Context) -> None:
-    """Raises ValueError if it says something of itself that cannot be."""
-    if not (isinstance(drafter.name, str) and drafter.name):
-        kind = type(drafter).__name__
-        raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
-    at_once = drafter.block_size
-    if not isinstance(at_once, int) or at_once < 0:
-        raise ValueError(f"block_size of {drafter.name} is {at_once!r}: write 0 or more")
-    for name in ("open", "propose", "propose_batch", "observe", "close"):
-        wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
-        try:
-            signature(method).bind(*wanted[1:])
-        except TypeError as error:
-            place = line_of(error, getfile(type(drafter)), method)
-            what = f"{name} of {drafter.name} is called with other arguments{place}"
-            raise ValueError(f"{what}: write def {name}({', '.join(wanted)})") from error
-    if not drafter.needs_hidden or context.target is None:
-        return
-    num_layers = context.target.model.config.get_text_config().num_hidden_layers
-    layers, able = drafter.hidden_layers, range(-1, num_layers - 1)
-    listed = layers if isinstance(layers, (tuple, list)) else ()
-    if not listed or not all(type(i) is int and i in able for i in listed):
-        raise ValueError(
-            f"hidden_layers of {drafter.name} are {layers!r:.100}: write a tuple of -1 (the final "
-            f"norm) and of numbers from 0 to {num_layers - 2}, such as (-1,)"
-        )
 
 
 def class_from_file(name: str) -> type[Drafter]:

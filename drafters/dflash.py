@@ -147,6 +147,7 @@ class DFlashDrafter(HeadDrafter):
     """Drafts with a DFlash head, batched over requests."""
 
     name: ClassVar[str] = "dflash"
+    rank = 2
     title = "DFlash"
 
     @staticmethod

@@ -28,6 +28,7 @@ class NgramDrafter(GuessingDrafter):
     """Proposes from the text of its request alone."""
 
     name: ClassVar[str] = "ngram"
+    rank = 4
     accepts_forced_prefix = True
 
     @classmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from runtime.values import Cycle, Draft, TextSequence
 
-from .pool import TREE, Task
+from .base import Task
 
 IDLE = "idle"  # no request may draft
 
@@ -39,10 +39,9 @@ def limit_of(s: TextSequence) -> int:
 
 
 def fixed(s: TextSequence) -> Task:
-    """The first drafter, or all for a tree, and as much as is allowed."""
-    if not (limit := limit_of(s)):
-        return nothing(s)
-    return Task(TREE if s.request.drafter == TREE else next(iter(s.drafting.states)), limit)
+    """The first drafter, or all together, and as much as is allowed."""
+    limit = limit_of(s)
+    return Task(s.drafting.first, limit) if limit else nothing(s)
 
 
 def nothing(s: TextSequence) -> Task:

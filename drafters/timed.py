@@ -78,10 +78,9 @@ class TimedDrafter(Drafter):
         self.needs_hidden = bool(inner.needs_hidden)
         self.hidden_layers = tuple(map(int, inner.hidden_layers)) if self.needs_hidden else ()
         self.block_size = int(inner.block_size)
-        self.num_step_weights = int(getattr(inner, "num_step_weights", 0))
+        self.num_step_weights, self._can_guess = int(inner.num_step_weights), inner.can_guess
         for name in ("open", "guess", "evidence"):
-            if hasattr(inner, name):
-                setattr(self, name, partial(self.call, name))
+            setattr(self, name, partial(self._run, name))
         self._file, self._begins = getfile(kind), dict[str, str]()  # where a method does
         for name in ("open", "propose_batch", "observe", "guess", "close"):
             names = name, "open" if name == "observe" else "propose"
@@ -98,26 +97,35 @@ class TimedDrafter(Drafter):
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
-    def line_of(self, error: Exception, name: str) -> str:
-        """Where the drafter failed in its method `name`, or in one that the base class calls."""
-        return line_of(error, self._file) or self._begins[name]
+    def line_of(self, error: Exception, method: str) -> str:
+        """Where the drafter failed in this method, or in one that the base class calls."""
+        return line_of(error, self._file) or self._begins[method]
+
+    @property
+    def can_guess(self) -> bool:
+        return self._can_guess
 
     def propose(self, state: Any, max_tokens: int) -> Draft:
-        return self.call("propose", state, max_tokens)
+        return self._run("propose", state, max_tokens)
 
     def observe(self, state: Any, verdict: Verdict) -> None:
         """Hand over a copy: other drafters and the prefix cache have the same lists and states."""
         hidden = None if verdict.hidden is None else verdict.hidden.clone()
         verdict = replace(verdict, tokens=[*verdict.tokens], hidden=hidden)
-        self.call("observe", state, verdict, then=id)  # what it returns ends there
+        self._run("observe", state, verdict, then=id)  # what it returns ends there
 
     def close(self, state: Any) -> None:
         if self._is_hanging:
             self._unclosed.append(state)
         else:
-            self.call("close", state, then=id)
+            self._run("close", state, then=id)
 
     def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
+        if method in ("observe", "close"):
+            return getattr(self, method)(*arguments)
+        return self._run(method, *arguments, then=then)
+
+    def _run(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
         """What `then` makes of what the drafter's method returns: its thread does both."""
         if self._is_hanging:
             if self._thread.is_alive():

@@ -22,7 +22,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from drafters.auto.planner import TREE
+from drafters.pool import TREE
 from runtime.models import StartError, ahead
 from runtime.models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
 from runtime.models.startup import is_shortage, print_error, report_shortage

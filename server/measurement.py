@@ -45,7 +45,7 @@ class Measurement:
         """`fingerprint` is the target's; without one nothing is stored."""
         self._engine, self.left_ms, self.is_done = engine, _LONGEST_MS, False
         models = {n: d for n, d in engine.pool.drafters.items() if not isinstance(d, TimedDrafter)}
-        sizes = {name: getattr(drafter, "num_step_weights", 0) for name, drafter in models.items()}
+        sizes = {name: drafter.num_step_weights for name, drafter in models.items()}
         self._names = [name for name, size in sizes.items() if size]
         self._ids = [i % engine.target.vocab_size for i in _IDS]
         self._prompt = self._ids[: min(_PROMPT, max(1, engine.target.max_length // 4))]

@@ -570,7 +570,7 @@ def warm_up(engine: Engine) -> None:
     """
     PROGRESS.info("warming up: each model runs once, as its first pass is slow")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    models = [name for name, model in engine.pool.drafters.items() if not hasattr(model, "guess")]
+    models = [name for name, model in engine.pool.drafters.items() if not model.can_guess]
     with uncounted(engine) as twin:
         for name in models or [None]:
             with suppress(Exception):
