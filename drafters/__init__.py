@@ -1,8 +1,8 @@
 """Drafters by name: `load("ngram", context)`; from a file: `load("mine.py:Mine", context)`."""
 
-import importlib.util
 import sys
 from dataclasses import replace
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from inspect import getfile, getsourcelines, isabstract
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,11 +10,11 @@ from pkgutil import resolve_name
 from runtime.sampling import Noise
 from runtime.values import PLAIN, Draft, Sampling, Verdict
 
-from .base import MANY_WEIGHTS, Context, DraftedText, Drafter, Task, restoring_settings
+from .base import MANY_WEIGHTS, Context, Drafter, first_choice, restoring_settings
 from .checks import check_drafter
 from .draft_model import check_words
-from .plan import FixedK, Plan
-from .pool import AUTO, LOG, TREE, DrafterPool, first_choice
+from .plan import DraftedText, FixedK, Plan, Task
+from .pool import AUTO, LOG, TREE, DrafterPool
 from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "class_from_file", "load", "load_all",
 ]  # fmt: skip
 
-# By name; a module is imported when its drafter is first asked for.
+# By name; a module is imported when its drafter is first asked for, and may be deleted.
 _REGISTRY = {
     "ngram": "drafters.ngram:NgramDrafter",
     "suffix": "drafters.suffix:SuffixDrafter",
@@ -35,16 +35,17 @@ _REGISTRY = {
     "self_int8": "drafters.self_int8:SelfInt8Drafter",
     "prediction": "drafters.prediction:PredictionDrafter",
 }
-NAMES = tuple(_REGISTRY)
+NAMES = tuple(name for name, place in _REGISTRY.items() if find_spec(place.partition(":")[0]))
+_OTHERS = AUTO, TREE, PLAIN  # what a request may ask for beside a drafter
 
 
-def check_name(name: str | None, others: tuple[str, ...] = (AUTO, TREE, PLAIN)) -> None:
+def check_name(name: str | None, others: tuple[str, ...] = _OTHERS) -> None:
     """Raises ValueError for a name that is no drafter's and none of `others`.
 
     A file and its class are not looked for.
     """
     if not (name is None or ":" in name or name in (*NAMES, *others)):
-        choices = ", ".join([*NAMES, AUTO, TREE, PLAIN])
+        choices = ", ".join([*NAMES, *_OTHERS])
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
 
 
@@ -62,7 +63,6 @@ def load(name: str, context: Context) -> Drafter:
     try:
         drafter = drafter_class.build(context)
         check_drafter(drafter, context)
-        drafter.is_trusted = ":" not in name
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise
@@ -88,7 +88,7 @@ def load_all(
     ValueError if one asked for does not fit.
     """
     loaded: dict[str, Drafter] = {}
-    selected = wanted if wanted not in (AUTO, TREE, PLAIN) else None
+    selected = wanted if wanted not in _OTHERS else None
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=selected)
     default, asked = wanted, {selected, "ngram", *context.named}
@@ -103,7 +103,7 @@ def load_all(
             if getattr(context, name.removesuffix("_model"), None):  # it came with the target
                 LOG.warning("going on without %s: %s", name, error)
             continue  # this target has no MTP head, say
-        if drafter.name in (*loaded, AUTO, TREE, PLAIN):
+        if drafter.name in (*loaded, *_OTHERS):
             raise ValueError(f"the name {drafter.name!r} of {selected} is taken: give it another")
         loaded[drafter.name] = drafter
         if name == selected:
@@ -119,10 +119,10 @@ def class_from_file(name: str) -> type[Drafter]:
     path = Path(path_text)
     if not path.is_file():
         raise ValueError(f"drafter file {path_text!r} not found (expected file.py:Class)")
-    spec = importlib.util.spec_from_file_location(f"own_drafter_{path.stem}", path)
+    spec = spec_from_file_location(f"own_drafter_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"drafter file {path_text!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)

@@ -14,17 +14,18 @@ A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from runtime.sampling import Noise, NothingLeft, confidence, sample
 from runtime.values import Draft, Model, Request, Sampling, StopRule, Verdict
+
+from .plan import DraftedText, UnseenCycle
 
 MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
@@ -142,66 +143,6 @@ class Chain:
         return Draft(self.tokens, probs, confidence=self._confidence)
 
 
-class Task(NamedTuple):
-    """What a text is to have drafted in a cycle."""
-
-    drafter: str = ""  # a name, or that of several whose drafts are merged; empty for none
-    limit: int = 0  # tokens, at most
-    stop_rule: StopRule | None = None  # when a draft stops early; None: never
-    decision: Any = None  # of the controller, with its reasons: to be shown
-
-
-class Guess(NamedTuple):
-    """What a drafter would have proposed, if it had been asked."""
-
-    tokens: list[int]
-    evidence: int = 0  # proposals of one number share a record
-
-
-class UnseenCycle(NamedTuple):
-    """What came in a cycle. A drafter without a part in it observes it before it is asked next."""
-
-    tokens: list[int]
-    hidden: dict[int, Tensor]  # [tokens, D] by layer
-
-
-@dataclass(eq=False)
-class DraftedText:
-    """The text of one request: its drafters' states, and what they drafted. The pool fills it."""
-
-    request: Request
-    noise: Noise
-    row: int = -1  # in the target's KV cache
-    matcher: Any = None  # where the text stands in its grammar; None: it has none
-    forced: list[int] | None = None  # tokens that the grammar forces here; None: not asked yet
-    states: dict[str, Any] = field(default_factory=dict)  # by drafter, without those that failed
-    merge: str | None = None  # the name of all its drafters together, where the request wants that
-    task: Task = Task()  # of this cycle
-    drafts: dict[str, Draft] = field(default_factory=dict)  # of this cycle, by drafter
-    draft: Draft | None = None  # what was proposed and is not judged yet
-    unseen: dict[str, list[UnseenCycle]] = field(default_factory=dict)  # by drafter not asked
-    warnings: list[str] = field(default_factory=list)
-    failure: Exception | None = None  # a drafter's fault that is to end the request
-    num_cached: int = 0  # tokens of the prompt that came from the prefix cache
-    accepted: Counter[str] = field(default_factory=Counter)  # tokens, by drafter that `needs` a
-    rejected: Counter[str] = field(default_factory=Counter)  # field, and those verified in vain
-    # Of chunks of a prompt that are read, by the position of their first token.
-    hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    # Of the text since its beginning, one after the other: states [tokens, D] by layer.
-    states_read: list[dict[int, Tensor]] = field(default_factory=list)
-
-    def read(self) -> dict[int, Tensor]:
-        """The states of the text so far, [tokens, D] by layer, of layers that all parts have."""
-        first, *others = self.states_read
-        layers = [layer for layer in first if all(layer in part for part in others)]
-        return {layer: torch.cat([part[layer] for part in self.states_read]) for layer in layers}
-
-    @property
-    def first(self) -> str:
-        """Who drafts where nothing is chosen: the first drafter, or all together; "" for none."""
-        return self.merge or next(iter(self.states), "")
-
-
 class Drafter(ABC):
     """Proposes tokens; never decides. Whatever it proposes, the target's output stays the same.
 
@@ -217,7 +158,6 @@ class Drafter(ABC):
     rank: int = 9  # the one with the lowest begins, where none is named
     leads: bool = False  # it drafts first where a request has what it `needs`
     is_costly: bool = False  # in memory: loaded if it is named, or if the server may choose it
-    is_trusted: bool = False  # it leaves torch's settings alone; `load` sets this
     stops_early: bool = False  # a state is a ModelState
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
@@ -291,17 +231,22 @@ class Drafter(ABC):
         return torch.cat([torch.cat([cycle.hidden[i] for i in layers], -1) for cycle in cycles])
 
     def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
-        """What `then`, if given, makes of what a method returns. The pool calls all through this.
-
-        Those that leave torch's settings alone are called often.
-        """
-        act = getattr(self, method)
-        result = (act if self.is_trusted else restoring_settings()(act))(*arguments)
+        """What `then`, if given, makes of a method's result. The pool calls all methods so."""
+        result = getattr(self, method)(*arguments)
         return then(result) if then else result
 
     def line_of(self, error: Exception, method: str) -> str:
         """Where its file failed, in words that follow those of the error; "" if it has none."""
         return ""
+
+
+class ModelDrafter(Drafter):
+    """One that runs a model, for all requests in the same forwards. A state is a ModelState."""
+
+    stops_early = True
+
+    def propose(self, state: ModelState, max_tokens: int) -> Draft:
+        return self.propose_batch([state], [max_tokens])[0]
 
 
 class GuessingDrafter(Drafter):
@@ -313,3 +258,8 @@ class GuessingDrafter(Drafter):
 
     def propose(self, state: Any, max_tokens: int) -> Draft:
         return Draft(self.guess(state, max_tokens))
+
+
+def first_choice(drafters: dict[str, Drafter], wanted: str | None = None) -> str:
+    """The drafter to begin with: the wanted one, if it is one of these; "" if there is none."""
+    return min(drafters, key=lambda n: (n != wanted, drafters[n].rank), default="")

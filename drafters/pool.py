@@ -19,9 +19,9 @@ from torch import Tensor
 from runtime.cache.prefix import PrefixCache
 from runtime.values import Draft, Request, RequestError, TextSequence, Verdict, in_short
 
-from .base import DraftedText, Drafter, Guess, Task, UnseenCycle
+from .base import Drafter, first_choice
 from .checks import checked_drafts, checked_ids
-from .grammar import forced_tokens, late_texts, obeying
+from .plan import DraftedText, Guess, Task, UnseenCycle
 from .tree import count_verified, longest, merged, split_verdict
 
 AUTO = "auto"  # a request's name for all drafters
@@ -97,22 +97,11 @@ class DrafterPool:
         able = [name for name in names if self.drafters[name].is_for(request)]
         return sorted(able, key=lambda name: not self.drafters[name].leads)
 
-    def remember_prompt(self, text: DraftedText, parts: list[dict[int, Tensor]]) -> None:
-        """Note what was read last, states [tokens, D] by layer. The first of it is the prompt."""
-        if self.prefixes and not text.request.isolated:
-            text.states_read += parts
-            if len(text.states_read) == len(parts):
-                self.prefixes.remember(text.row, text.request.prompt, text.read())
-
-    def remember(self, text: DraftedText, tokens: list[int]) -> None:
-        """Keep a whole text, before its row is closed: it may come back as a prompt's beginning.
-
-        A token has the same keys and values read or written where bits are equal, and only there.
-        """
-        if text.hidden:  # of a prompt behind which nothing was generated
-            self.remember_prompt(text, [*text.hidden.values()])
-        if text.states_read:
-            self.prefixes.remember(text.row, tokens, text.read())
+    def layers(self, texts: list[DraftedText]) -> tuple[int, ...]:
+        """The layers whose hidden states the drafters of these texts want."""
+        present = {name for text in texts for name in text.states}
+        wanted = [d.hidden_layers for name in present if (d := self.drafters[name]).needs_hidden]
+        return tuple(sorted({layer for layers in wanted for layer in layers}))
 
     def close(self, text: DraftedText, only: str | None = None) -> None:
         """Give the drafters' states back, or that of one."""
@@ -129,16 +118,16 @@ class DrafterPool:
                 what = f"drafter {name} failed to close: {in_short(error)}"
                 text.warnings.append(what + drafter.line_of(error, "close"))
 
-    def can_grow(self, text: DraftedText) -> bool:
-        """Whether the text's drafts may branch."""
-        return self.can_branch and text.request.sampling.is_coupled
-
     def members(self, text: DraftedText, name: str | None) -> list[str]:
         """The text's drafters that draft where `name` is asked: one, or several together."""
         names = [name]
         if name in self.merging:
             names = self.choices[name] if self.can_grow(text) else list(text.states)[:1]
         return [member for member in names if member in text.states]
+
+    def can_grow(self, text: DraftedText) -> bool:
+        """Whether the text's drafts may branch."""
+        return self.can_branch and text.request.sampling.is_coupled
 
     def propose(self, texts: list[DraftedText], tasks: list[Task]) -> list[Draft]:
         """A draft for each text, by its task.
@@ -162,7 +151,7 @@ class DrafterPool:
                 self._note(name, group, ms)
         for text in waiting:
             if text.drafts:
-                text.draft = obeying(text, merged([*text.drafts.values()], text.task.limit))
+                text.draft = text.obeying(merged([*text.drafts.values()], text.task.limit))
         return [text.draft for text in texts]
 
     def _is_asked(self, text: DraftedText, name: str) -> bool:
@@ -178,7 +167,7 @@ class DrafterPool:
             state.stop_rule = text.task.stop_rule
         if drafter.branches:
             state.can_branch = not is_alone
-        is_behind = drafter.accepts_forced_prefix or not forced_tokens(text, text.task.limit)
+        is_behind = drafter.accepts_forced_prefix or not text.forced_tokens(text.task.limit)
         return is_behind or not is_alone
 
     def _prepare(self, text: DraftedText, name: str, most: int) -> bool:
@@ -188,8 +177,17 @@ class DrafterPool:
         """
         self._catch_up(text, name)
         if name in text.states and self.drafters[name].accepts_forced_prefix:
-            text.states[name].forced = forced_tokens(text, most)
+            text.states[name].forced = text.forced_tokens(most)
         return name in text.states
+
+    def _catch_up(self, text: DraftedText, name: str) -> None:
+        """Let a drafter observe what came since it was asked last, as one piece of text."""
+        drafter = self.drafters[name]
+        if cycles := text.unseen.pop(name, None):
+            with self._containing(text, name, "observe"):
+                tokens = [token for cycle in cycles for token in cycle.tokens]
+                verdict = Verdict(0, len(tokens) - 1, tokens, drafter.hidden_of(cycles))
+                drafter.call("observe", text.states[name], verdict)
 
     def _ask(self, name: str, texts: list[DraftedText]) -> list[Draft]:
         """Drafts that can be verified; an empty one for a text that loses its drafter."""
@@ -228,7 +226,7 @@ class DrafterPool:
             if (tokens := drafter.call("guess", state, max_tokens, then=check)) is None:
                 return None
             evidence = drafter.call("evidence", state, then=int) if tokens else 0
-            if drafter.accepts_forced_prefix and forced_tokens(text, max_tokens):
+            if drafter.accepts_forced_prefix and text.forced_tokens(max_tokens):
                 evidence = _MOST_EVIDENCE
             return Guess(tokens, max(0, min(evidence, _MOST_EVIDENCE)))
         return Guess([])
@@ -238,7 +236,12 @@ class DrafterPool:
 
         A grammar may be slow: its text sits out a pass, and the others do not wait for it.
         """
-        late = late_texts([s.drafting for s in sequences])
+        constrained = [s.drafting for s in sequences if s.drafting.matcher]
+        for text in constrained:
+            if text.draft is not None:
+                text.matcher.explore(text.draft)
+        began = time.monotonic()
+        late = [text for text in constrained if not text.settle(began)]
         ready = [s for s in sequences if s.drafting not in late]
         if ready:
             self.num_late += len(late)
@@ -280,20 +283,22 @@ class DrafterPool:
         for name in text.states.keys() - text.drafts.keys():
             text.unseen.setdefault(name, []).extend(came)
 
-    def _catch_up(self, text: DraftedText, name: str) -> None:
-        """Let a drafter observe what came since it was asked last, as one piece of text."""
-        drafter = self.drafters[name]
-        if cycles := text.unseen.pop(name, None):
-            with self._containing(text, name, "observe"):
-                tokens = [token for cycle in cycles for token in cycle.tokens]
-                verdict = Verdict(0, len(tokens) - 1, tokens, drafter.hidden_of(cycles))
-                drafter.call("observe", text.states[name], verdict)
+    def remember_prompt(self, text: DraftedText, parts: list[dict[int, Tensor]]) -> None:
+        """Note what was read last, states [tokens, D] by layer. The first of it is the prompt."""
+        if self.prefixes and not text.request.isolated:
+            text.states_read += parts
+            if len(text.states_read) == len(parts):
+                self.prefixes.remember(text.row, text.request.prompt, text.read())
 
-    def layers(self, texts: list[DraftedText]) -> tuple[int, ...]:
-        """The layers whose hidden states the drafters of these texts want."""
-        present = {name for text in texts for name in text.states}
-        wanted = [d.hidden_layers for name in present if (d := self.drafters[name]).needs_hidden]
-        return tuple(sorted({layer for layers in wanted for layer in layers}))
+    def remember(self, text: DraftedText, tokens: list[int]) -> None:
+        """Keep a whole text, before its row is closed: it may come back as a prompt's beginning.
+
+        A token has the same keys and values read or written where bits are equal, and only there.
+        """
+        if text.hidden:  # of a prompt behind which nothing was generated
+            self.remember_prompt(text, [*text.hidden.values()])
+        if text.states_read:
+            self.prefixes.remember(text.row, tokens, text.read())
 
     @contextmanager
     def _containing(self, text: DraftedText, name: str, method: str) -> Iterator[None]:
@@ -323,8 +328,3 @@ class DrafterPool:
         text.task, text.draft = Task(), None
         text.warnings.append(f"{why}: went on without speculation")
         self.close(text)
-
-
-def first_choice(drafters: dict[str, Drafter], wanted: str | None = None) -> str:
-    """The drafter to begin with: the wanted one, if it is one of these; "" if there is none."""
-    return min(drafters, key=lambda n: (n != wanted, drafters[n].rank), default="")

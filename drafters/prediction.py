@@ -25,7 +25,8 @@ from typing import ClassVar
 from runtime.sampling import Noise
 from runtime.values import Sampling, Verdict
 
-from .base import DraftedText, GuessingDrafter
+from .base import GuessingDrafter
+from .plan import DraftedText
 
 _SIZES = 4, 2, 1  # of the n-grams that are looked up
 _CERTAIN = 4  # equal tokens in a row, after which a place is believed

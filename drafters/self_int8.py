@@ -22,8 +22,9 @@ from runtime.kernels import speed_up, why_not_int8
 from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 
-from .base import MANY_WEIGHTS, Context, DraftedText, ModelState
+from .base import MANY_WEIGHTS, Context, ModelState
 from .draft_model import DraftModelDrafter
+from .plan import DraftedText
 
 
 class SelfInt8Drafter(DraftModelDrafter):

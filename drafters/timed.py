@@ -74,7 +74,6 @@ class TimedDrafter(Drafter):
     def __init__(self, inner: Drafter, limit_s: float) -> None:
         self._inner, self._limit_s, kind = inner, limit_s, type(inner)
         self.name = str.__str__(inner.name)  # type: ignore[misc]
-        self.is_trusted = True  # `_serve` restores what the inner one changes
         self.needs_hidden = bool(inner.needs_hidden)
         self.hidden_layers = tuple(map(int, inner.hidden_layers)) if self.needs_hidden else ()
         self.block_size = int(inner.block_size)
@@ -109,9 +108,8 @@ class TimedDrafter(Drafter):
         return self._run("propose", state, max_tokens)
 
     def observe(self, state: Any, verdict: Verdict) -> None:
-        """Hand over a copy: other drafters and the prefix cache have the same lists and states."""
-        hidden = None if verdict.hidden is None else verdict.hidden.clone()
-        verdict = replace(verdict, tokens=[*verdict.tokens], hidden=hidden)
+        """Hand over a copy: other drafters have the same list."""
+        verdict = replace(verdict, tokens=[*verdict.tokens])
         self._run("observe", state, verdict, then=id)  # what it returns ends there
 
     def close(self, state: Any) -> None:

@@ -23,8 +23,7 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-from drafters.base import Guess, Task
-from drafters.plan import IDLE, FixedK, Plan, fixed, limit_of, nothing
+from drafters.plan import IDLE, FixedK, Guess, Plan, Task, fixed, limit_of, nothing
 from drafters.pool import DrafterPool
 from drafters.tree import longest
 from runtime.sampling import confidence
