@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from inspect import getfile, unwrap
 from types import FrameType
 from typing import Any
 
 import torch
 
-from runtime.values import Draft, Verdict, in_short
+from runtime.values import in_short
 
 from .base import Drafter, restoring_settings
 
@@ -78,8 +78,6 @@ class TimedDrafter(Drafter):
         self.hidden_layers = tuple(map(int, inner.hidden_layers)) if self.needs_hidden else ()
         self.block_size = int(inner.block_size)
         self.num_step_weights, self._can_guess = int(inner.num_step_weights), inner.can_guess
-        for name in ("open", "guess", "evidence"):
-            setattr(self, name, partial(self._run, name))
         self._file, self._begins = getfile(kind), dict[str, str]()  # where a method does
         for name in ("open", "propose_batch", "observe", "guess", "close"):
             names = name, "open" if name == "observe" else "propose"
@@ -104,27 +102,16 @@ class TimedDrafter(Drafter):
     def can_guess(self) -> bool:
         return self._can_guess
 
-    def propose(self, state: Any, max_tokens: int) -> Draft:
-        return self._run("propose", state, max_tokens)
-
-    def observe(self, state: Any, verdict: Verdict) -> None:
-        """Hand over a copy: other drafters have the same list."""
-        verdict = replace(verdict, tokens=[*verdict.tokens])
-        self._run("observe", state, verdict, then=id)  # what it returns ends there
-
-    def close(self, state: Any) -> None:
-        if self._is_hanging:
-            self._unclosed.append(state)
-        else:
-            self._run("close", state, then=id)
-
     def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
-        if method in ("observe", "close"):
-            return getattr(self, method)(*arguments)
-        return self._run(method, *arguments, then=then)
-
-    def _run(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
         """What `then` makes of what the drafter's method returns: its thread does both."""
+        if method == "close" and self._is_hanging:
+            self._unclosed += arguments
+            return None
+        if method == "observe":  # a copy, as other drafters have the same list
+            state, verdict = arguments
+            arguments = state, replace(verdict, tokens=[*verdict.tokens])
+        if method in ("observe", "close"):
+            then = id  # what it returns ends there
         if self._is_hanging:
             if self._thread.is_alive():
                 raise self._late("still busy with an earlier call")
@@ -143,6 +130,13 @@ class TimedDrafter(Drafter):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupt))
             self._calls.put(None)  # its thread ends when it can
             raise late from None
+
+    open = partialmethod(call, "open")
+    propose = partialmethod(call, "propose")
+    observe = partialmethod(call, "observe")
+    close = partialmethod(call, "close")
+    guess = partialmethod(call, "guess")
+    evidence = partialmethod(call, "evidence")
 
     def _late(self, message: str) -> Fault:
         """A fault with the place where the drafter's thread is now."""
