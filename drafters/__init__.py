@@ -91,7 +91,7 @@ def load_all(
     selected = wanted if wanted not in _OTHERS else None
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=selected)
-    default, asked = wanted, {selected, "ngram", *context.named}
+    default, asked = wanted, {selected, *context.named}
     for name in dict.fromkeys([selected, *NAMES] if selected else NAMES):
         if name != selected and not chooses and resolve_name(_REGISTRY[name]).is_costly:
             continue
