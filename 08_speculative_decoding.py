@@ -120,7 +120,8 @@ def speculate(
         row = target.cache.open_row(opened)
         state = drafter.open(list(prompt), sampling, noise)
         opened.callback(drafter.close, state)
-        drafter.attach(state, row)  # self_int8 drafts in the target's own row, and truncates it
+        # self_int8 drafts in the target's own row, and truncates it back.
+        drafter.attach(state, drafters.DraftedText(values.Request(prompt), noise, row))
         while len(tokens) < end:
             # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
             # need the target's hidden states of it.

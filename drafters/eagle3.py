@@ -205,6 +205,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
     """Drafts with an EAGLE-3 head, batched over requests."""
 
     name: ClassVar[str] = "eagle3"
+    rank = 1
     title, output, kernel_of = "EAGLE-3", "lm_head", staticmethod(eagle_layer)
 
     @staticmethod

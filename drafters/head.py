@@ -37,7 +37,7 @@ from runtime.models.files import check_numbers, read_folder, reading, unmap_weig
 from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 
-from .base import Chain, Context, Drafter, ModelState
+from .base import Chain, Context, ModelDrafter, ModelState
 from .tree import TreeBuilder
 
 _SHARPER = 1.2  # SmolLM2's heads accept 3 % more tokens so; 1.35 is alike
@@ -78,11 +78,10 @@ class HeadState(ModelState):
     can_branch: bool = False  # the pool sets it
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(ModelDrafter):
     """Drafts from the target's hidden states, with separate KV caches, batched over requests."""
 
     needs_hidden = True
-    stops_early = True
     title: ClassVar[str]  # of its heads in files, for messages
 
     @classmethod
@@ -138,9 +137,6 @@ class HeadDrafter(Drafter):
             row=rows[0], text=list(prompt), sampling=sharpened_sampling(sampling), noise=noise,
             hidden=[[] for _ in rows],
         )  # fmt: skip
-
-    def propose(self, state: HeadState, max_tokens: int) -> Draft:
-        return self.propose_batch([state], [max_tokens])[0]
 
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:

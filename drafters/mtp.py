@@ -41,6 +41,7 @@ class MtpDrafter(AutoregressiveDrafter):
     """Drafts with the target's MTP head, batched over requests."""
 
     name: ClassVar[str] = "mtp"
+    rank = 0
     output, kernel_of = "shared_head", staticmethod(mtp_layer)
 
     @classmethod

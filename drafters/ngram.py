@@ -21,19 +21,25 @@ from typing import ClassVar
 from runtime.sampling import Noise
 from runtime.values import Sampling
 
-from .base import GuessingDrafter
-
-SHORTEST, LONGEST = 1, 4  # tokens that are looked up: longer runs occur again more rarely
+from .base import Context, GuessingDrafter
 
 
 class NgramDrafter(GuessingDrafter):
     """Proposes from the text of its request alone."""
 
     name: ClassVar[str] = "ngram"
-    goes_behind = True
+    rank = 4
+    accepts_forced_prefix = True
+
+    @classmethod
+    def build(cls, context: Context) -> "NgramDrafter":
+        return cls(context.prompt_lookup_max, context.prompt_lookup_min)
+
+    def __init__(self, prompt_lookup_max: int, prompt_lookup_min: int) -> None:
+        self._sizes = prompt_lookup_min, prompt_lookup_max
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> "NgramIndex":
-        index = NgramIndex(SHORTEST, LONGEST)
+        index = NgramIndex(*self._sizes)
         index.extend(prompt)
         return index
 

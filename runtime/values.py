@@ -40,7 +40,7 @@ class Sampling:
     typical_p: float = 1.0  # keep the most typical tokens until their probability reaches this
     # For drafters:
     is_traced: bool = False  # a trace also shows a coupled draft's q
-    is_alone: bool = False  # of a measurement: no text that was read or written before helps
+    isolated: bool = False  # of a measurement: no text that was read or written before helps
 
     def for_prompt(self, prompt: list[int]) -> "Sampling":
         """This sampling for a text that begins with the prompt."""
@@ -113,7 +113,7 @@ class Request:
     logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
     trace: bool = False  # whether events also show the target's choices and their probabilities
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
-    is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
+    isolated: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of runtime/grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the expected text; by rejection the noise depends on it
     returns: frozenset[str] = frozenset()  # what else events and answers have: see server/trace.py
@@ -163,7 +163,7 @@ class Request:
     @property
     def drafting(self) -> Sampling:
         """The sampling as its drafters see it."""
-        return replace(self.sampling, is_traced=self.trace, is_alone=self.is_alone)
+        return replace(self.sampling, is_traced=self.trace, isolated=self.isolated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ class Verdict:
         )
 
 
-class Doubts(NamedTuple):
+class StopRule(NamedTuple):
     """When a draft in the making ends: where one more token is too unlikely to be worth its step.
 
     `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;

@@ -89,10 +89,10 @@ def warm_up(engine: Engine) -> None:
     """
     PROGRESS.info("warming up: each model runs once, as its first pass is slow")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    models = [name for name, model in engine.pool.drafters.items() if not hasattr(model, "guess")]
+    models = [name for name, model in engine.pool.drafters.items() if not model.can_guess]
     for name in models or [None]:
         with suppress(Exception):
-            request = Request(prompt, 16, name, is_alone=True)
+            request = Request(prompt, 16, name, isolated=True)
             for _, cycle in uncounted(engine).generate(request):
                 if cycle.number:
                     break

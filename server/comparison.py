@@ -26,9 +26,9 @@ NUM_RUNS = 3  # of what is compared; figures are medians
 def runs_to_compare(request: Request) -> list[Request]:
     """A request and its plain decoding, in turn: a busy machine then slows both.
 
-    Each run is_alone, or the second would draft from the first one's text among past outputs.
+    Each run is isolated, or the second would draft from the first one's text among past outputs.
     """
-    request = replace(request, is_alone=True)
+    request = replace(request, isolated=True)
     plain = replace(request, drafter=None)
     again = [replace(request, trace=False), replace(plain, trace=False)]
     return [request, replace(plain, trace=True)] + again * (NUM_RUNS - 1)

@@ -172,7 +172,7 @@ def show_demo(engine: Engine, options: Options, flags: Namespace) -> int:
         print(setting(engine, options))
         print_heading(engine, shown)
     for name, text in tqdm(prompts.items(), desc="demo prompts"):
-        request = replace(request_of(text, engine, options, seed=options.seed or 0), is_alone=True)
+        request = replace(request_of(text, engine, options, seed=options.seed or 0), isolated=True)
         results.append({"name": name, "prompt": text} | race(engine, request, repeats))
         if not flags.json:
             tqdm.write(report(results[-1], shown, "\n" if is_chat else ""))

@@ -42,7 +42,7 @@ class Measurement:
         """`fingerprint` is the target's; without one nothing is stored."""
         self._engine, self.is_done = engine, False
         models = {n: d for n, d in engine.pool.drafters.items() if not isinstance(d, TimedDrafter)}
-        sizes = {name: getattr(drafter, "num_step_weights", 0) for name, drafter in models.items()}
+        sizes = {name: drafter.num_step_weights for name, drafter in models.items()}
         self._names = [name for name, size in sizes.items() if size]
         self._ids = [i % engine.target.vocab_size for i in _IDS]
         self._prompt = self._ids[: min(_PROMPT, max(1, engine.target.max_length // 4))]
@@ -112,7 +112,7 @@ class Measurement:
         """Open the text, let it be read, or measure once. Returns whether there was anything."""
         length, s = twin.target.max_length, self._text
         if s is None:
-            request = Request(self._prompt, length - len(self._prompt), AUTO, is_alone=True)
+            request = Request(self._prompt, length - len(self._prompt), AUTO, isolated=True)
             self._text, self._read = (s := twin.open(request)), {}
         if not s.num_steps:
             twin.step([s])

@@ -58,6 +58,8 @@ class Options:
     allow_pickle: bool = False
     fixed_k: bool = False
     strict: bool = False
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
     suffix_cache: int | None = None
     temperature: float = Sampling.temperature
     top_k: int = Sampling.top_k
@@ -138,7 +140,8 @@ class Options:
     def for_drafters(self) -> Json:
         """The options that a drafters.Context gets, by its field names."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
-        alike = "quantize", "prefix_cache_mb", "allow_pickle"
+        lookup = "prompt_lookup_max", "prompt_lookup_min"
+        alike = "quantize", "prefix_cache_mb", "allow_pickle", *lookup
         remembered = 0 if self.is_exposed else REMEMBERED  # timing reveals other users' answers
         return {name: getattr(self, name) for name in alike} | {
             "fast": self.kernels,
@@ -206,6 +209,8 @@ Models
 Drafting
 --fixed-k | always guess K tokens, whether it pays or not
 --strict | an error in a drafter fails its request, for those who write one
+--prompt-lookup-max N 1…{_MOST} | the longest run of tokens that ngram looks up
+--prompt-lookup-min N 1…{_MOST} | the shortest run of tokens that ngram looks up
 --suffix-cache N 0…10000000 | tokens of past outputs in which suffix looks; 0 is none
   (default: {REMEMBERED}, or 0 where others may call)
 
@@ -369,6 +374,9 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
     if not flags.host.strip():
         here = Options.host
         return f"--host is empty: give {here} for this machine alone, 0.0.0.0 for all networks"
+    shortest, longest = flags.prompt_lookup_min, flags.prompt_lookup_max
+    if shortest > longest:
+        return f"--prompt-lookup-min ({shortest}) must be at most --prompt-lookup-max ({longest})"
     for name in _OWN if flags.engine else ():
         if getattr(flags, name) != getattr(Options, name):
             flag = "--no-kernels" if name == "kernels" else _flag(name)

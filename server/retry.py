@@ -45,4 +45,4 @@ def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence
         if not s.drafting.states:
             s.fail(failure)
             return {}
-        engine.pool.leave(s.drafting, f"a forward failed ({in_short(failure)})")
+        engine.pool.drop_all_drafters(s.drafting, f"a forward failed ({in_short(failure)})")

@@ -234,6 +234,7 @@ MISTAKES = {  # what is said -> after which command lines
     "must be from 1 to 16": ["--prompt x --num-speculative-tokens 99"],
     "model folder no/such/folder not found": ["--prompt x --model no/such/folder"],
     "unknown drafter 'zzz': choose ngram": ["--model tests --prompt x --drafter zzz"],  # told first
+    "--prompt-lookup-min (9) must be at most": ["--model tests --prompt x --prompt-lookup-min 9"],
     "--max-model-len must be from 2 to 2048": ["--prompt x --model embedded --max-model-len 99999"],
     "--stop goes with --prompt": ["--demo --stop x"],
     "--drafter none does not go with it": ["--demo --drafter none"],

@@ -45,7 +45,7 @@ from drafters.auto.planner import (
 )  # fmt: skip
 from drafters.pool import DraftedText, DrafterPool, Task
 from runtime.statistics import Statistics
-from runtime.values import Doubts, Request, Verdict
+from runtime.values import Request, StopRule, Verdict
 from server import assembly, core
 from server.assembly import uncounted, warm_up
 from server.curve import Curve
@@ -260,7 +260,7 @@ def test_a_copy_of_the_target_is_not_doubted_where_the_target_doubts(demo_engine
     drafters["copy"].is_copy = True
     controller = Controller.of(demo_engine.target, drafters)
     copy, other = (controller.record(name, "greedy").calibration for name in ("copy", "other"))
-    assert copy.doubts(0.5, 0.9)([0.3, 0.4, 0.3]) and not other.doubts(0.5, 0.9)([0.3])
+    assert copy.stop_rule(0.5, 0.9)([0.3, 0.4, 0.3]) and not other.stop_rule(0.5, 0.9)([0.3])
 
 
 def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
@@ -270,7 +270,7 @@ def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
         for sure, accepted in ((0.35, 2), (0.95, 2), (0.65, 0)):
             record.calibration.observe([sure, 0.95], accepted)
     for sure, chance in (([0.35], 1.0), ([0.95, 0.35], 1.0), ([0.65], 0.0), ([0.95, 0.65], 0.0)):
-        assert record.calibration.doubts(0.9 * 0.8, 0.8)(sure) is bool(chance)
+        assert record.calibration.stop_rule(0.9 * 0.8, 0.8)(sure) is bool(chance)
     assert controller.record("model", "greedy").calibration is record.calibration
     assert controller.record("other", "greedy").calibration.chances[6] == 0.65
 
@@ -313,19 +313,19 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     engine = engine_of(demo_engine, {"mtp": 1})
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
-    doubts = Mock(return_value=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
-    monkeypatch.setattr(Calibration, "doubts", doubts)
+    stop_rule = Mock(return_value=StopRule([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
+    monkeypatch.setattr(Calibration, "stop_rule", stop_rule)
     monkeypatch.setattr(
         "runtime.kernels.can_chain", lambda *_: False
     )  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
-        assert {asked.args[0] for asked in doubts.mock_calls} == {0.25}
+        assert {asked.args[0] for asked in stop_rule.mock_calls} == {0.25}
         assert all(len(d.confidence) == len(d.tokens) for d in drafts)
         assert all(min(d.confidence[:-1], default=1) > 0.8 for d in drafts)
         assert len({len(d.tokens) for d in drafts if d.confidence[-1] <= 0.8}) > 1
     else:
-        assert drafts and not doubts.called and not any(d.confidence for d in drafts)
+        assert drafts and not stop_rule.called and not any(d.confidence for d in drafts)
     fixed = engine.generate(replace(request, fixed_k=True))
     assert [len(cycle.proposals) for _, cycle in fixed if cycle.number][:4] == [5] * 4
 
@@ -617,7 +617,7 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
         s = engine.open(Request(prompt, 8, "auto"))
         engine.step([s])
         s.drafting.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
-        s.drafting.missed.clear()
+        s.drafting.unseen.clear()
         # And text to read is forgotten.
         engine.planner.candidates[s].records = {"ngram": Acceptance(), "steady": Acceptance()}
         engine.step([s])

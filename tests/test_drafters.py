@@ -252,31 +252,29 @@ def settings():
         SETTINGS[name][1](None if name == "device" else value)
 
 
-@pytest.mark.parametrize("is_timed", [False, True], ids=["here", "in its thread"])
 @pytest.mark.parametrize(("setting", "value"), [
     ("dtype", torch.bfloat16), ("dtype", torch.float64), ("device", "meta"), ("threads", 3),
     ("grad", True), ("grad", False), ("deterministic", 2), ("precision", "medium"),
 ], ids=lambda value: str(value).removeprefix("torch."))  # fmt: skip
 def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
-    demo_engine, prompts, settings, setting, value, is_timed
+    demo_engine, prompts, settings, setting, value
 ):
-    """They were for the drafter alone: a file's in its thread, and one of ours here."""
+    """They were for the drafter alone, in its thread."""
     prompt, mtp = prompts["easy_json"], demo_engine.pool.drafters["mtp"]
     _, change = SETTINGS[setting]
     for method, way in product(("open", "propose", "observe", "close"), WAYS.values()):
         drafter, active = ScriptedDrafter(lambda tokens, k: tokens[-k:]), []
         fields = {"logprobs": 2, "drafter": "auto"} | way
         conftest.before(drafter, method, lambda *_, on=active: [change(value) for _ in on])
-        drafter = TimedDrafter(drafter, 60.0) if is_timed else drafter
+        drafter = TimedDrafter(drafter, 60.0)
         engine = core.Engine(demo_engine.target, {"scripted": drafter, "mtp": mtp}, "scripted")
         expected, _ = run(engine, prompt, max_tokens=10, **fields)
         active.append(True)
         s = assert_lossless(engine, prompt, 10, **fields)
         assert s.logprobs == expected.logprobs and not s.warnings
         assert torch_s_settings() == settings
-        if is_timed:
-            drafter._inner.settings = torch_s_settings
-            assert drafter.call("settings") == settings | {"threads": 1}
+        drafter._inner.settings = torch_s_settings
+        assert drafter.call("settings") == settings | {"threads": 1}
 
 
 def test_a_file_that_changes_torch_s_settings_changes_them_for_itself_alone(tmp_path, settings):

@@ -412,19 +412,19 @@ def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, pro
         while s.finish_reason is None:
             limit, tokens = min(5, s.remaining - 1), list(s.tokens)
             forced = s.matcher.forced(limit) if name == "auto" and limit > 0 else []
-            goes_behind = some[drafter].goes_behind
+            accepts = some[drafter].accepts_forced_prefix
             pair.step([s])
             draft = s.drafting.drafts.get(drafter)
-            if draft is None or len(tokens) == len(prompt) or (forced and not goes_behind):
+            if draft is None or len(tokens) == len(prompt) or (forced and not accepts):
                 continue
             state = conftest.fresh_state(pair, some[drafter], tokens, noise=s.noise)
-            if goes_behind:
+            if accepts:
                 state.forced = forced
             num_forced += len(forced)
             assert conftest.propose_and_close(some[drafter], [state], [limit]) == [draft.tokens]
         pair.close(s)
         assert s.output == decode(pair.target, prompt, COUNT, (JSON, PERSON)) and not s.warnings
-        assert num_forced > 0 or name == drafter or not goes_behind
+        assert num_forced > 0 or name == drafter or not accepts
 
 
 # ------------------------------------------------------------------- the rule of rejection

@@ -31,7 +31,7 @@ from runtime.kernels.decoder import Rows
 from runtime.kernels.parts import is_same
 from runtime.kernels.weights import FORMS, PackedMatrix
 from runtime.models import gguf_file
-from runtime.values import Doubts, Request
+from runtime.values import Request, StopRule
 from server import core, trace
 
 pytestmark = needs_compiler
@@ -523,7 +523,7 @@ def test_large_matrices_ask_for_large_pages():
 # ----------------------------------------------------------------------------------- chains
 
 
-DOUBTS = Doubts([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
+STOP_RULE = StopRule([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
 
 
 @pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
@@ -537,14 +537,14 @@ def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
     return engine, engine.pool.drafters[request.param]
 
 
-def drafts_of(engine, drafter, texts, limits, sampling, goes_on=None):
+def drafts_of(engine, drafter, texts, limits, sampling, stop_rule=None):
     """Drafts for all texts at once, and how many tokens the drafter's cache then holds of each."""
     sequences = [engine.open(Request(text, 8, None)) for text in texts]
     engine.step(sequences)
     begin = partial(conftest.fresh_state, engine, drafter) if drafter.needs_hidden else drafter.open
     states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
     for state, s in zip(states, sequences, strict=True):
-        state.goes_on = goes_on
+        state.stop_rule = stop_rule
         state.row = s.row if drafter.name == "self_int8" else state.row
     drafts = drafter.propose_batch(states, limits)
     cache = drafter._cache if drafter.needs_hidden else drafter._draft.cache
@@ -562,7 +562,7 @@ def test_a_draft_in_one_call_is_that_of_steps(drafting, stops, temperature, prom
     engine, drafter = drafting
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
-    asked = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
+    asked = engine, drafter, texts, limits, sampling, STOP_RULE if stops else None
     counted = Mock(wraps=chain.draft_chain)
     for module in (chain, kernels):
         monkeypatch.setattr(module, "draft_chain", counted)

@@ -14,8 +14,8 @@ from started import CHAT, GENERATE, ROUTES, is_error, text_of
 from drafters.auto import Controller
 from drafters.auto.estimates import Acceptance
 from drafters.auto.planner import Candidate
-from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
+from drafters.tree import count_verified
 from runtime.cache.prefix import PrefixCache
 from runtime.models import prompts as reading
 from runtime.models.prompts import prediction_ids
@@ -100,7 +100,7 @@ def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
     fields = {"drafter": "auto", "num_speculative_tokens": 16, "max_tokens": length}
     text = plain(prompt, length)
     for prediction, least in ((text, 0.85), (edited(text, random.Random(3)), 0.5)):
-        given = {"prediction": (*prediction,), "is_alone": True} | fields
+        given = {"prediction": (*prediction,), "isolated": True} | fields
         s, events = run(unclocked(engine), prompt, **given)
         assert s.output == text and s.drafting.accepted["prediction"] >= least * len(text)
         if prediction == text:
@@ -230,7 +230,7 @@ def test_it_proposes_what_it_was_given_alone():
     ([5, 6], Draft([4]), [4, 6], (0, 0)),
 ], ids=["some", "all", "none", "end of text", "branch", "other branch", "absent"])  # fmt: skip
 def test_the_fate_of_a_chain_is_counted_as_far_as_it_was_verified(chain, tree, came, counts):
-    assert fate(chain, tree, came) == counts
+    assert count_verified(chain, tree, came) == counts
 
 
 @pytest.mark.parametrize("drafter", [None, "auto", "prediction"])

@@ -143,8 +143,8 @@ def test_the_draft_model_remembers_its_own_keys(demo_engine):
     # By this rule drafts decide the text, and their roundings with them.
     assert num_found(7, sampling=core.Sampling(1, 1, verification="rejection")) == 0
     # What is measured reads its prompt, and leaves nothing.
-    for begin, is_alone in ((7, True), (8, True), (8, False)):
-        assert num_found(begin, is_alone=is_alone) == 0
+    for begin, isolated in ((7, True), (8, True), (8, False)):
+        assert num_found(begin, isolated=isolated) == 0
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
@@ -199,8 +199,8 @@ def test_health_metrics_and_answers_tell(engine, tiny_folder):
 
 def test_what_is_measured_reads_its_prompt(engine):
     """A comparison or a demo runs the same prompt again and again."""
-    for is_alone, count in ((True, 0), (False, 0), (True, 0), (False, MOST)):
-        assert num_cached(engine, FIRST, is_alone=is_alone) == count
+    for isolated, count in ((True, 0), (False, 0), (True, 0), (False, MOST)):
+        assert num_cached(engine, FIRST, isolated=isolated) == count
 
 
 def test_of_a_target_without_equal_bits_only_prompts_are_kept(demo_engine, monkeypatch):

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import tools as bench
-from drafters.ngram import LONGEST
+from drafters import Context
 from runtime.models.catalogue import resolve_model
 from runtime.models.gguf_file import is_gguf
 from runtime.values import MAX_SPECULATIVE_TOKENS, Engine, Request
@@ -71,7 +71,8 @@ class Peer:
         self.model, self.head, self.passes = load(resolve_model(model)), None, list[None]()
         self.model.register_forward_pre_hook(lambda *_: self.passes.append(None))
         # It looks up suffixes down to one token, as ours does.
-        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LONGEST}
+        longest = Context.prompt_lookup_max
+        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": longest}
         self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
         if model == "hybrid":
             self.arguments = {"greedy": {}, "mtp": {}}

@@ -24,9 +24,9 @@ def choice_of(transforms: Transforms, seed: int = 0) -> ctypes.Structure:
     return STRUCTS["choice"](temperature, top_p, min_p, seed, max(0, min(top_k, _MOST_TOKENS)))
 
 
-def doubts_of(chances: list[float], mean: float, least: float) -> ctypes.Structure:
-    """sampling.h's `doubts`, by which a draft stops."""
-    return STRUCTS["doubts"](tuple(chances), mean, least)
+def stop_rule_of(chances: list[float], mean: float, least: float) -> ctypes.Structure:
+    """sampling.h's `stop_rule`, by which a draft stops."""
+    return STRUCTS["stop_rule"](tuple(chances), mean, least)
 
 
 def can_choose() -> bool:
