@@ -287,7 +287,7 @@ class Own(NgramDrafter):
     @classmethod
     def build(cls, context):
         torch.set_default_device("meta")
-        return cls(3, 1)
+        return cls()
 """)
     drafters.load(f"{tmp_path / 'own.py'}:Own", context(None))
     assert torch_s_settings() == settings
