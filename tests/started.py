@@ -29,6 +29,13 @@ JSON = {"Content-Type": "application/json"}
 COLOURS = "red, green, blue, red, green,"
 GOOD = {"prompt": "x = 1", "max_tokens": 2}
 ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+TURNS = [{"role": "user", "content": "x = 1"}]
+BODIES = {  # the least that each route answers
+    GENERATE: {"prompt": "x = 1"}, COMPLETIONS: {"prompt": "x = 1"}, CHAT: {"messages": TURNS},
+    MESSAGES: {"messages": TURNS, "max_tokens": 4}, COUNT: {"messages": TURNS},
+    RESPONSES: {"input": "x = 1"},
+}  # fmt: skip
 PATHS = ROUTES[:2]
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False, "max_tokens": 2000}  # counts on and on
 REQUESTS = ("num_requests_running", "num_requests_waiting")  # of /health and /metrics
@@ -38,6 +45,21 @@ LIMIT_S = 60.0  # for what happens at once, on a machine that is busy
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([CORE, FAULTY, __name__])
+
+
+def rows_of(name):
+    """The rows of a table beside this file, each in its four columns."""
+    for line in Path(__file__).with_name(name).read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            yield line.split(" | ", 3)
+
+
+def routes_of(words):
+    """The paths of routes that a table names."""
+    names = "generate completions chat messages count responses".split()
+    paths = dict(zip(names, BODIES, strict=True))
+    groups = {"openai": ROUTES, "each": (*ROUTES, MESSAGES, RESPONSES)}
+    return [path for word in words.split() for path in groups.get(word) or [paths[word]]]
 
 
 def naming_a_model(arguments):

@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 from conftest import LIMIT_S
-from started import COLOURS, ENDLESS, JSON, ROUTES, is_error, module_server, serving, until
+from started import COLOURS, ENDLESS, JSON, module_server, serving, until
 
 from runtime.values import Request, RequestError
 from server import core
@@ -21,25 +21,9 @@ from server.worker import Admission, Job, Worker, read
 
 LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two blocks
 FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
-CHAT = [{"role": "user", "content": LONG}]
 NAMES = ("text", "token_ids", "finish_reason", "seed", "logprobs")
 LISTED = {"prompt": [ENDLESS["prompt"]] * 6}
 server = module_server(chat="qwen3")
-
-
-@pytest.fixture(scope="module")
-def asked(server):
-    with server.openai() as client:
-        (model,) = client.models.list().data
-
-        def ask(is_chat, **fields):
-            given = FIELDS | fields | {"model": model.id}
-            prompt = given.pop("prompt")
-            if is_chat:
-                return client.chat.completions.create(messages=CHAT, **given)
-            return client.completions.create(prompt=prompt, **given)
-
-        yield ask
 
 
 def of_a_choice(body):
@@ -60,40 +44,6 @@ def test_each_choice_is_the_text_of_its_seed_alone(server, fields):
     assert usage["completion_tokens"] == sum(lengths)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert [c["timings"]["predicted_n"] for c in body["choices"]] == lengths
-
-
-@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
-def test_the_openai_client_gets_the_same_choices_whole_and_streamed(asked, server, is_chat):
-    prompt = {"prompt": CHAT, "chat": True} if is_chat else {}
-    expected = server.generate(**FIELDS | prompt, n=3)[1]
-    texts = [choice["text"] for choice in expected["choices"]]
-    result = asked(is_chat, n=3)
-    said = [c.message.content if is_chat else c.text for c in result.choices]
-    assert said == texts and [choice.index for choice in result.choices] == [0, 1, 2]
-    assert result.usage.completion_tokens == expected["usage"]["completion_tokens"]
-    *chunks, usage = asked(is_chat, n=3, stream=True, stream_options={"include_usage": True})
-    assert usage.usage.completion_tokens == result.usage.completion_tokens
-    listed = [chunk.choices[0] for chunk in chunks]
-    for i, text in enumerate(texts):
-        first, *_, last = mine = [choice for choice in listed if choice.index == i]
-        parts = [(c.delta.content if is_chat else c.text) or "" for c in mine]
-        assert "".join(parts) == text
-        assert not is_chat or first.delta.role == "assistant"
-        assert last.finish_reason == expected["choices"][i]["finish_reason"]
-        assert [c.finish_reason for c in mine[:-1]] == [None] * (len(mine) - 1)
-
-
-def test_log_probabilities_and_their_offsets_are_those_of_each_choice(asked):
-    whole = [choice.logprobs for choice in asked(False, n=2, logprobs=2).choices]
-    chunks = [chunk.choices[0] for chunk in asked(False, n=2, logprobs=2, stream=True)]
-    for i, expected in enumerate(whole):
-        assert expected.text_offset[0] == 0
-        parts = [c.logprobs for c in chunks if c.index == i and c.logprobs]
-        assert sum([part.tokens for part in parts], []) == expected.tokens
-        assert sum([part.text_offset for part in parts], []) == expected.text_offset
-    assert whole[0].tokens != whole[1].tokens
-    for choice in asked(True, n=2, logprobs=True, top_logprobs=1).choices:
-        assert all(len(entry.top_logprobs) == 1 for entry in choice.logprobs.content)
 
 
 def test_a_stream_of_generate_names_the_choice_of_each_event(server):
@@ -215,21 +165,6 @@ def test_a_silent_stream_pings_ever_more_rarely():
     assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 10
     job.put({})
     assert next(seen) == (0, [{}]) and next(seen) == (0, []) and pauses[-1] < 0.2
-
-
-@pytest.mark.parametrize("path", ROUTES)
-def test_what_does_not_go_with_choices_is_refused(server, path):
-    prompt = {"messages": CHAT} if "chat" in path else {"prompt": COLOURS}
-    wrong = [({"n": 2, "compare": True}, "n"), ({"n": 2, "seed": 2**64 - 1}, "seed")]
-    if path != "/generate":
-        wrong += [({"n": 2, "best_of": 3}, "best_of"), ({"n": 2, "best_of": 1}, "best_of")]
-    for fields, name in wrong:
-        status, _, data = server.call("POST", path, prompt | fields)
-        assert status == 400 and is_error(data, name), data
-    right = [{"n": 2, "seed": 2**64 - 2}, {"n": 1, "compare": True}]
-    right += [{"n": 2, "best_of": 2}, {"best_of": 1}] if path != "/generate" else []
-    for fields in right:
-        assert server.call("POST", path, prompt | {"max_tokens": 2} | fields)[0] == 200
 
 
 def test_the_log_counts_the_tokens_of_all_choices(server):

@@ -6,7 +6,7 @@ import shutil
 import gguf
 import pytest
 from gguf_files import add_keys, finish
-from started import module_server, serving
+from started import serving
 from transformers import AutoTokenizer
 
 from runtime.models.fim import fim_of, infill_prompt
@@ -14,7 +14,6 @@ from runtime.models.gguf_file import GgufFile
 from runtime.models.gguf_tokenizer import tokenizer_of
 from runtime.models.prompts import tokenize_plain
 
-server = module_server("--fixed-k")
 WORDS = [f"<|{w}|>" for w in "fim_prefix fim_suffix fim_middle repo_name file_sep fim_pad".split()]
 PREFIX, SUFFIX = "def area(r):\n    return ", "\n\nprint(area(2))\n"
 GAP = {"prompt": PREFIX, "suffix": SUFFIX}
@@ -81,15 +80,6 @@ def test_tokens_in_the_text_around_a_gap_are_text(filling, filling_folder):
     ids = infill_prompt(sly, sly, tokenizer, "", 256)
     assert ids.count(tokenizer.convert_tokens_to_ids(WORDS[2])) == 1
     assert tokenizer.decode(tokenize_plain(sly, tokenizer, 256)) == sly
-    status, body = filling.post("/v1/completions", prompt=[5, 6], suffix="b")
-    assert status == 400 and "prompt must be a text" in body["error"]["message"]
-
-
-def test_a_model_without_such_tokens_is_named(server):
-    status, body = server.post("/v1/completions", prompt="a", suffix="b")
-    assert status == 400 and body["error"]["param"] == "suffix"
-    assert "embedded has no tokens for filling in" in body["error"]["message"]
-    assert filled(server, prompt="a", suffix="", max_tokens=2)["text"]  # nothing is behind
 
 
 FAMILIES = {

@@ -260,30 +260,6 @@ def test_a_list_as_long_as_may_be_is_taken_where_fewer_may_wait(ask):
     assert body["usage"]["prompt_tokens"] == 128 and body["usage"]["completion_tokens"] == 256
 
 
-@pytest.mark.parametrize(("fields", "name"), [
-    ({"prompt": ["a", "b", ""]}, "prompt[2]"), ({"prompt": ["a", None]}, "prompt[1]"),
-    ({"prompt": ["a", [5, 4096]]}, "prompt[1]"), ({"prompt": [[5], [-1]]}, "prompt[1]"),
-    ({"prompt": [[5], [5] * 2048]}, "prompt[1]"), ({"prompt": [[5] * 3000, "a"]}, "prompt[0]"),
-    ({"prompt": ["a", "b " * 90_000]}, "prompt[1]"), ({"prompt": ["a", "\ud800"]}, "prompt[1]"),
-    ({"prompt": [[5], []]}, "prompt[1]"), ({"prompt": [[5], 5]}, "prompt[1]"),
-    ({"prompt": ["a"] * 129}, "prompt"), ({"prompt": [5] * 3000, "echo": True}, "prompt"),
-    ({"prompt": [4096], "echo": True, "logprobs": 1}, "prompt"), ({"echo": "yes"}, "echo"),
-    ({"prompt": ["a", "b"], "compare": True}, "compare"), ({"echo": 1}, "echo"),
-    ({"prompt": ["a", "b"], "temperature": -1}, "temperature"),
-    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"echo": True, "logprobs": 21}, "logprobs"),
-    ({"prompt": [[5] * 800] * 40, "prompt_logprobs": 20}, "prompt_logprobs"),
-    ({"echo": True, "logprobs": 1, "prompt_logprobs": "2"}, "prompt_logprobs"),
-])  # fmt: skip
-def test_a_bad_list_is_named_by_place_and_never_run(ask, demo_engine, monkeypatch, fields, name):
-    monkeypatch.setattr(demo_engine, "open", None)
-    for more in ({}, {"stream": True}):
-        body = ask(status=400, **{"prompt": CAT} | more | fields)
-        assert is_error(body, name), body
-        assert len(body["error"]["message"]) < 200
-        assert name in body["error"]["message"] or name == "prompt"
-
-
 def test_a_list_waits_as_one_and_lets_others_pass():
     places, wanted = Admission(Options(max_running=2, max_queued=2)), Request([5])
     one = Request([5], num_prompts=6)

@@ -461,53 +461,13 @@ def test_an_answers_format_goes_with_tools(create, service, says):
     create(response_format={"type": "json_schema", "json_schema": schema})
     assert service.fields["grammar"] == Tools(TOOLS, TAGGED).grammar(ANSWER)
     assert "response_format" not in service.fields
-    with pytest.raises(openai.BadRequestError, match="regex does not go with tools"):
-        create(extra_body={"regex": "a"})
 
 
 def tool(**function):
     return [{"type": "function", "function": {"name": "f"} | function}]
 
 
-CALL = CALLS[0]
-BAD = [  # field, values
-    ("tools", {}), ("tools", [None]), ("tools", [{}]), ("tools", [{"type": "function"}]),
-    ("tools", [{"type": "custom", "custom": {"name": "f"}}]), ("tools", tool() * 129),
-    *(("tools", tool(name=name)) for name in (None, "", "a b", "é", "a" * 65, 5)),
-    ("tools", tool() * 2), ("tools", tool(description=5)), ("tools", tool(strict="yes")),
-    ("tools", tool(parameters=[])), ("tools", tool(parameters={"type": "string"})),
-    *(("tool_choice", choice) for choice in (
-        "any", 5, {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}},
-        {"type": "function", "function": "f"}, {"type": "allowed_tools"}, [],
-    )),
-    ("parallel_tool_calls", "yes"), ("functions", [{"name": "f"}]),
-    *(("messages", [*ASK, message]) for message in (
-        ASSISTANT, ASSISTANT | {"tool_calls": {}}, ASSISTANT | {"tool_calls": [5]},
-        {"role": "user", "content": "a", "tool_calls": [CALL]},
-        ASSISTANT | {"tool_calls": [CALL | {"type": "custom"}]},
-        ASSISTANT | {"tool_calls": [{"function": CALL["function"]}]},
-        ASSISTANT | {"tool_calls": [CALL | {"function": {"name": "f"}}]},
-        ASSISTANT | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]},
-        ASSISTANT | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": "\ud800"}}]},
-        ASSISTANT | {"tool_calls": [CALL], "content": 5},
-        ASSISTANT | {"function_call": {"name": "f", "arguments": "{}"}},
-        {"role": "tool", "content": "a"}, {"role": "tool", "content": "a", "tool_call_id": "c9"},
-    )),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), BAD, ids=range(len(BAD)))
-def test_a_mistake_is_a_400_that_names_the_field(service, name, value):
-    client = core.create_app(service).test_client()
-    body = {"messages": ASK, "tools": tool()} | {name: value}
-    answer = client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400 and answer.json["error"]["param"] == name, answer.json
-
-
 def test_what_needs_tools_or_chat_is_refused_without():
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        with pytest.raises(RequestError, match="tool_choice goes with tools"):
-            read_tools({"tool_choice": choice, "tools": []}, GENERAL)
     for choice in ("none", "auto"):
         assert read_tools({"tool_choice": choice, "parallel_tool_calls": True}, GENERAL) is None
     with pytest.raises(RequestError, match="not supported with --engine"):
@@ -620,13 +580,3 @@ def test_a_call_is_that_of_plain_decoding_whoever_drafts(ask):
                 asked = ask(tool_choice=choice, logprobs=True, extra_body=fields, **way)
                 texts.append([entry.token for entry in asked.choices[0].logprobs.content])
             assert texts[1:] == texts[:1] * 2, (choice, way)
-
-
-@pytest.mark.parametrize("parameters", [
-    {"properties": {"a": {"type": "strin"}}},
-    {"minProperties": 2, "patternProperties": {"^a$": {}}, "additionalProperties": False},
-])  # fmt: skip
-def test_a_schema_that_cannot_be_enforced_names_the_tools(ask, parameters):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(tools=tool(parameters=parameters))
-    assert caught.value.param == "tools" and caught.value.message.count("tools cannot be used")
