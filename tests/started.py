@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,21 +44,6 @@ LIMIT_S = 60.0  # for what happens at once, on a machine that is busy
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([CORE, FAULTY, __name__])
-
-
-def rows_of(name):
-    """The rows of a table beside this file, each in its four columns."""
-    for line in Path(__file__).with_name(name).read_text("utf-8").splitlines():
-        if line and not line.startswith("#"):
-            yield line.split(" | ", 3)
-
-
-def routes_of(words):
-    """The paths of routes that a table names."""
-    names = "generate completions chat messages count responses".split()
-    paths = dict(zip(names, BODIES, strict=True))
-    groups = {"openai": ROUTES, "each": (*ROUTES, MESSAGES, RESPONSES)}
-    return [path for word in words.split() for path in groups.get(word) or [paths[word]]]
 
 
 def naming_a_model(arguments):
@@ -255,20 +239,6 @@ def module_server(*arguments, chat=None, **options):
             server.end_well()
 
     return server
-
-
-@contextmanager
-def process(*arguments, **options):
-    """A client, and the server in a Python of its own, as a user starts it, once it answers."""
-    client = Client(free_port())
-    command = [sys.executable, SCRIPT, *arguments, "--port", str(client.port)]
-    process = subprocess.Popen(command, cwd=ROOT, **options)
-    try:
-        until(lambda: client.is_ready() or process.poll() is not None)
-        yield client, process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 class Gate:

@@ -34,10 +34,9 @@ from started import (
     parse,
     read_all,
     request,
-    routes_of,
-    rows_of,
     until,
 )
+from test_fields import routes_of, rows_of
 from transformers import AutoTokenizer
 
 from runtime.grammars import probe

@@ -5,14 +5,12 @@
 They run side by side, and the prompt is read once.
 """
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
 
 import pytest
-from conftest import LIMIT_S
-from started import COLOURS, ENDLESS, JSON, module_server, serving, until
+from conftest import LIMIT_S, asked, module_client
+from started import COLOURS, GENERATE
 
 from runtime.values import Request, RequestError
 from server import core
@@ -22,8 +20,7 @@ from server.worker import Admission, Job, Worker, read
 LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two blocks
 FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
 NAMES = ("text", "token_ids", "finish_reason", "seed", "logprobs")
-LISTED = {"prompt": [ENDLESS["prompt"]] * 6}
-server = module_server(chat="qwen3")
+client = module_client(drafter="ngram")
 
 
 def of_a_choice(body):
@@ -31,10 +28,10 @@ def of_a_choice(body):
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"drafter": "none"}], ids=str)
-def test_each_choice_is_the_text_of_its_seed_alone(server, fields):
+def test_each_choice_is_the_text_of_its_seed_alone(client, fields):
     fields = FIELDS | {"logprobs": 1} | fields
-    alone = [server.generate(**fields | {"seed": seed})[1] for seed in (5, 6, 7)]
-    status, body = server.generate(**fields, n=3)
+    alone = [asked(client, GENERATE, **fields | {"seed": seed})[1] for seed in (5, 6, 7)]
+    status, body = asked(client, GENERATE, **fields, n=3)
     assert status == 200 and [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert list(map(of_a_choice, body["choices"])) == list(map(of_a_choice, alone))
     assert of_a_choice(body) == of_a_choice(alone[0])
@@ -46,8 +43,8 @@ def test_each_choice_is_the_text_of_its_seed_alone(server, fields):
     assert [c["timings"]["predicted_n"] for c in body["choices"]] == lengths
 
 
-def test_a_stream_of_generate_names_the_choice_of_each_event(server):
-    *events, body = server.stream(**FIELDS, n=2, trace=True)
+def test_a_stream_of_generate_names_the_choice_of_each_event(client):
+    _, (*events, body) = asked(client, GENERATE, **FIELDS, n=2, trace=True, stream=True)
     for i, choice in enumerate(body["choices"]):
         mine = [event for event in events if event["index"] == i]
         assert [event["step"] for event in mine] == list(range(len(mine)))
@@ -99,18 +96,6 @@ def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):
     jobs[1].end(RequestError("it failed"))
     with pytest.raises(RequestError, match="it failed"):
         next(seen)
-
-
-def test_choices_and_texts_of_a_list_wait_as_one_and_end_when_their_client_leaves():
-    asked = ("/generate", {"n": 4, "temperature": 1}), ("/v1/completions", LISTED)
-    with serving("--model", "embedded", "--max-running", "2") as server:
-        for (path, fields), is_streamed in product(asked, (False, True)):
-            with server.connect(path, ENDLESS | fields | {"stream": is_streamed}):
-                server.wait_until_running(2)
-                assert server.health()["num_requests_waiting"] == 1
-            server.wait_until_idle()
-        until(lambda: server.log().count('"status": 499') == 2)  # of those without a stream
-        server.end_well()
 
 
 def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place():
@@ -165,11 +150,3 @@ def test_a_silent_stream_pings_ever_more_rarely():
     assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 10
     job.put({})
     assert next(seen) == (0, [{}]) and next(seen) == (0, []) and pauses[-1] < 0.2
-
-
-def test_the_log_counts_the_tokens_of_all_choices(server):
-    marked = JSON | {"X-Request-Id": "three-choices"}
-    _, body = server.post("/generate", marked, **FIELDS | {"n": 3, "max_tokens": 7})
-    until(lambda: "three-choices" in server.log())
-    (line,) = [json.loads(t) for t in server.log().splitlines() if "three-choices" in t]
-    assert line["tokens"] == body["usage"]["completion_tokens"]

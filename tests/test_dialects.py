@@ -11,11 +11,13 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from started import JSON, module_server, request
-from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service  # noqa: F401, I001 fixtures
+from started import JSON
+from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service, speaking  # noqa: F401, I001 fixtures
 
 from runtime.values import RequestError
 from server import core
+from server.options import Options
+from server.service import Service
 
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 CHAT, KEY = "/v1/chat/completions", "secret key"
@@ -265,53 +267,48 @@ def test_an_error_in_a_stream_is_the_last_event(post, service, says, monkeypatch
 # ---------------------------------------------------------------------------- bad requests
 
 
-guarded = module_server("--api-key", KEY, chat="llama")  # behind a key
+@pytest.fixture(scope="module")
+def app(chat_folder):
+    """The application of a tiny model, behind a key."""
+    options = Options(str(chat_folder("llama")), drafter="ngram", api_key=KEY)
+    return core.create_app(Service(core.load_engine(options), options))
 
 
 @pytest.fixture(scope="module")
-def ask(guarded):
+def ask(app):
     """(status, body or events) of a POST, with the key as Anthropic's clients send it."""
+    client = app.test_client()
 
     def ask(path, body=None, **fields):
         body = BODIES[path] | fields if body is None else body
-        answer = guarded.call("POST", path, body, JSON | {"X-Api-Key": KEY})
-        is_stream = answer[1]["Content-Type"].startswith("text/event-stream")
-        return answer[0], events_of(answer[2]) if is_stream else json.loads(answer[2])
+        answer = client.post(path, json=body, headers={"X-Api-Key": KEY})
+        is_stream = answer.mimetype == "text/event-stream"
+        return answer.status_code, events_of(answer.data) if is_stream else answer.json
 
     return ask
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
-def test_each_error_has_anthropic_s_form(guarded, path):
+def test_each_error_has_anthropic_s_form(app, path):
+    client = app.test_client()
+
     def of(method="POST", body=b"{}", **headers):
         headers = JSON | {"X-Api-Key": KEY} | {n.replace("_", "-"): v for n, v in headers.items()}
-        return guarded.call(method, f"{path}?beta=true", body, headers)
+        return client.open(f"{path}?beta=true", method=method, data=body, headers=headers)
 
     for kind, status, answer in (
         ("authentication_error", 401, of(X_Api_Key="wrong")),
-        ("authentication_error", 401, of(X_Api_Key="é".encode(), Authorization=b"Bearer \xe9")),
+        ("authentication_error", 401, of(X_Api_Key="é", Authorization="Bearer é")),
         ("invalid_request_error", 405, of("GET", None)),
         ("invalid_request_error", 415, of(Content_Type="text/plain")),
         ("invalid_request_error", 400, of(body=b'{"messages": [{"role": "user", "con')),
         ("not_found_error", 404, of(body=json.dumps(HI | {"model": "claude"}))),
+        ("request_too_large", 413, of(body=b"x" * 2_000_000)),
     ):
-        body = json.loads(answer[2])
-        assert answer[0] == status and body["type"] == "error" and body["error"]["type"] == kind
-        assert body["request_id"] == answer[1]["X-Request-Id"]
-    large = request(path, b"", "Content-Length: 9000000", f"X-Api-Key: {KEY}")
-    status, _, body = guarded.raw(large)
-    assert status == 413 and body["error"]["type"] == "request_too_large"
-
-
-@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-def test_a_client_that_leaves_leaves_nothing_behind(guarded, path):
-    fields = BODIES[path] | {"max_tokens": 200, "stream": True, "logit_bias": {}}
-    body = json.dumps(fields).encode()
-    head = request(path, body, f"Content-Length: {len(body)}", f"X-Api-Key: {KEY}")
-    with guarded.open_socket() as client:
-        client.sendall(head)
-        assert client.recv(100).startswith(b"HTTP/1.1 200")
-    guarded.wait_until_idle()
+        body = answer.json
+        assert answer.status_code == status and body["type"] == "error"
+        assert body["error"]["type"] == kind
+        assert body["request_id"] == answer.headers["X-Request-Id"]
 
 
 # ---------------------------------------------------------------------------- a model speaks
@@ -385,9 +382,9 @@ def test_each_message_has_the_log_probabilities_of_its_own_tokens(post, service,
 
 
 @pytest.fixture(scope="module")
-def new(guarded):
+def new(app):
     """responses.create and .stream of the package openai."""
-    with guarded.openai(KEY) as client:
+    with speaking(app, KEY) as client:
         yield client.responses
 
 

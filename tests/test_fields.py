@@ -8,10 +8,11 @@ down from its source.
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TEMPLATE, asked, module_client
-from started import BODIES, ROUTES, routes_of, rows_of
+from started import BODIES, ROUTES
 from transformers import AutoTokenizer
 
 from runtime.models.prompts import chat_prompt, template_options
@@ -22,6 +23,23 @@ from server.parsing import KNOWN
 GENERATE, COMPLETIONS, CHAT, MESSAGES, COUNT, RESPONSES = BODIES
 ANSWERING = [*ROUTES, MESSAGES, RESPONSES]
 TURNS = [{"role": "user", "content": "a b"}]
+
+
+def rows_of(name):
+    """The rows of a table beside this file, each in its four columns."""
+    for line in Path(__file__).with_name(name).read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            yield line.split(" | ", 3)
+
+
+def routes_of(words):
+    """The paths of routes that a table names."""
+    names = "generate completions chat messages count responses".split()
+    paths = dict(zip(names, BODIES, strict=True))
+    groups = {"openai": ROUTES, "each": (*ROUTES, MESSAGES, RESPONSES)}
+    return [path for word in words.split() for path in groups.get(word) or [paths[word]]]
+
+
 TABLE = [[field, *row] for row in rows_of("good_requests.txt") for field in row[1].split()]
 ask = partial(asked, prompt="a b")
 client = module_client(drafter="ngram", max_tokens=4)

@@ -117,18 +117,10 @@ def test_what_only_looks_like_what_is_not_supported_is_a_format(client):
     texts = [rules, 'root ::= "a[stop=1]b" ["]', 'start: %json {"const": "a[stop=1]"}']
     for fields in ({"json_schema": {"enum": [value]}}, {"json_schema": {"const": value}}):
         assert json.loads(asked(client, GENERATE, **fields)[1]["text"]) == value
+    assert asked(client, GENERATE, json_schema=True, max_tokens=4)[1]["token_ids"]
     for text in texts:
         status, body = asked(client, GENERATE, grammar=text)
         assert status == 200 and re.fullmatch(r'"?a\[stop=1\](b?[/"])?', body["text"]), body
-
-
-def test_no_format_and_any_text_are_free_text_and_a_schema_that_allows_all_is_any_json(client):
-    free = asked(client, GENERATE)[1]["token_ids"]
-    status, body = asked(client, GENERATE, json_schema=True, max_tokens=4)
-    assert status == 200 and body["token_ids"]
-    text = {"response_format": {"type": "text"}}
-    for fields in (text, {"regex": None}):
-        assert asked(client, GENERATE, **fields)[1]["token_ids"] == free
 
 
 def choices_of(count, **more):
