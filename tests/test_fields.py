@@ -100,6 +100,23 @@ def test_what_is_taken_is_served(client):
             assert len(lowered) == (value == 1_000_000)
             unused = ["prediction was not used: the drafter is ngram"]
             assert body["warnings"] == lowered + unused * (field == "prediction")
+    for route in ROUTES:
+        assert asked(client, route, "a\0b", stop="\0")[0] == 200
+
+
+def test_fields_that_go_together(wanted):
+    """Two names may say the same; an option of a stream may be somebody else's."""
+    for route, fields, expected in (
+        (GENERATE, {"max_tokens": 1, "max_completion_tokens": 1}, {"max_tokens": 1}),
+        (RESPONSES, {"max_tokens": 1, "max_output_tokens": 1}, {"max_tokens": 1}),
+        (MESSAGES, {"stop": ["b"], "stop_sequences": ["b"]}, {"stop": ("b",)}),
+        (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, {}),
+        *((route, {"n": 2, "best_of": 2}, {"n": 2, "runs": 2}) for route in ROUTES),
+        *((route, {"n": 2, "seed": 2**64 - 2}, {"n": 2, "runs": 2, "seed": 2**64 - 2})
+          for route in ROUTES),
+        *((route, {"n": 1, "compare": True}, {"runs": 6}) for route in ROUTES),
+    ):  # fmt: skip
+        assert changes(wanted(route, {}), wanted(route, fields)) == expected, (route, fields)
 
 
 @pytest.mark.parametrize("route", BODIES)
