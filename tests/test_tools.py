@@ -126,70 +126,68 @@ def says(service, monkeypatch):
     return set_text
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
-@pytest.mark.parametrize("form", [TAGGED, GENERAL], ids=["tags", "general"])
-def test_calls_stand_beside_the_content_whole_or_streamed(create, says, form, size):
-    said = "" if form is GENERAL else "I ask.\n"
-    calls = [call_text(*call, form) for call in (("weather", ROME), ("time", TIME))]
-    says(said + "\n".join(calls), form, size=size)
-    (choice,) = create().choices
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.content == (said.rstrip() or None)
-    made = choice.message.tool_calls
-    assert [(c.type, c.function.name, c.function.arguments) for c in made] == [
-        ("function", "weather", ROME), ("function", "time", TIME),
-    ]  # fmt: skip
-    assert len({call.id for call in made}) == 2 and all(c.id.startswith("call_") for c in made)
-    *chunks, last = [chunk.choices[0] for chunk in create(stream=True)]
-    content = "".join(chunk.delta.content or "" for chunk in chunks)
-    assert content == said.rstrip() and chunks[0].delta.role == "assistant"
-    (first,), (second,) = (c.delta.tool_calls for c in chunks if c.delta.tool_calls)
-    assert (first.index, first.function.name, first.function.arguments) == (0, "weather", ROME)
-    assert (second.index, second.function.name, second.type) == (1, "time", "function")
-    assert last.finish_reason == "tool_calls" and not last.delta.model_dump(exclude_none=True)
+THINKING = TAGGED._replace(thinks=True)
+BOTH = [("weather", ROME), ("time", TIME)]
+CUT = [("time", TIME), ("weather", '{"city": "R')]
+SHALL = f"Shall I {call_text('time', TIME, TAGGED)}?"
 
 
-@pytest.mark.parametrize(("form", "text"), [
-    (TAGGED, "2 < 3 <tool"),
-    (TAGGED, "ends with spaces \n"),
-    (TAGGED, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
-    (GENERAL, 'No: {"name": "time", "arguments": {}}'),
-    (GENERAL, '{"names": 5}'),
-    (GENERAL, '{"name": "tim'),
-    (GENERAL, ""),
-])  # fmt: skip
-def test_what_is_no_call_is_content(create, says, form, text):
-    for size in (1, 1000):
-        says(text, form, size=size)
-        (choice,) = create().choices
-        assert choice.message.content == text and choice.message.tool_calls is None
-        assert choice.finish_reason == "stop"
-        chunks = [chunk.choices[0] for chunk in create(stream=True)]
-        assert "".join(chunk.delta.content or "" for chunk in chunks) == text
-        assert chunks[-1].finish_reason == "stop"
+def written(calls, form):
+    """Calls one behind the other, of which the last one may be cut amid its arguments."""
+    last = calls[-1][1]
+    text = "\n".join(call_text(*call, form) for call in calls)
+    return text if last.endswith("}") else text[: text.rindex(last) + len(last)]
 
 
-@pytest.mark.parametrize("size", [1, 5, 1000])
-def test_reasoning_stands_beside_the_content(create, says, size):
-    """With and without tools; what is cut within it is reasoning, too."""
-    call = call_text("time", TIME, TAGGED)
-    for text, thought, content in (
-        (f"<think>\nShall I {call}?\n</think>\n\nNo. ", f"Shall I {call}?", "No. "),
+SAID = f"I ask.\n{written(BOTH, TAGGED)}"
+ANSWERS = {  # the form, what the model says, what ended it; content, reasoning, calls, the end
+    "tags": (TAGGED, SAID, "stop", "I ask.", None, BOTH, "tool_calls"),
+    "general": (GENERAL, written(BOTH, GENERAL), "stop", None, None, BOTH, "tool_calls"),
+    **{f"text {i}": (form, text, "stop", text, None, [], "stop") for i, (form, text) in enumerate([
+        (TAGGED, "2 < 3 <tool"),
+        (TAGGED, "ends with spaces \n"),
+        (TAGGED, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
+        (GENERAL, 'No: {"name": "time", "arguments": {}}'),
+        (GENERAL, '{"names": 5}'),
+        (GENERAL, '{"name": "tim'),
+        (GENERAL, ""),
+        (THINKING, "<thin"),
+        (THINKING, "a <think>b</think>"),
+    ])},
+    **{f"thought {i}": (THINKING, text, "stop", content, thought, [], "stop")
+       for i, (text, thought, content) in enumerate([
+        (f"<think>\n{SHALL}\n</think>\n\nNo. ", SHALL, "No. "),
         ("<think></think>{}", None, "{}"),
         ("<think>I </th", "I </th", ""),
-        ("<thin", None, "<thin"),
-        ("a <think>b</think>", None, "a <think>b</think>"),
-    ):
-        for tools in (TOOLS, []):
-            says(text, TAGGED._replace(thinks=True), size=size)
-            (choice,) = create(tools=tools).choices
-            message, extra = choice.message, choice.message.model_extra
-            assert message.content == content and extra.get("reasoning_content") == thought
-            assert message.tool_calls is None
-            deltas = [chunk.choices[0].delta for chunk in create(tools=tools, stream=True)]
-            assert "".join(delta.content or "" for delta in deltas) == content
-            thoughts = [delta.model_extra.get("reasoning_content", "") for delta in deltas]
-            assert "".join(thoughts) == (thought or "")
+    ])},
+    "tags, cut": (TAGGED, written(CUT, TAGGED), "length", None, None, CUT, "length"),
+    "general, cut": (GENERAL, written(CUT, GENERAL), "length", None, None, CUT, "length"),
+    "tags, stopped": (TAGGED, written(CUT[1:], TAGGED), "stop", None, None, CUT[1:], "stop"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_content_reasoning_and_calls_stand_side_by_side_whole_or_streamed(create, says, name, size):
+    form, text, reason, content, thought, calls, end = ANSWERS[name]
+    says(text, form, reason=reason, size=size)
+    for tools in (TOOLS,) if calls else (TOOLS, []):
+        (choice,) = create(tools=tools).choices
+        message, made = choice.message, choice.message.tool_calls
+        assert message.content == content and choice.finish_reason == end
+        assert message.model_extra.get("reasoning_content") == thought
+        assert [(c.function.name, c.function.arguments) for c in made or ()] == calls
+        assert (made is None) == (not calls) and len({call.id for call in made or ()}) == len(calls)
+        assert all(call.type == "function" and call.id.startswith("call_") for call in made or ())
+        *chunks, last = [chunk.choices[0] for chunk in create(tools=tools, stream=True)]
+        deltas = [chunk.delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == (content or "")
+        thoughts = [delta.model_extra.get("reasoning_content", "") for delta in deltas]
+        assert "".join(thoughts) == (thought or "") and deltas[0].role == "assistant"
+        streamed = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [(c.function.name, c.function.arguments) for c in streamed] == calls
+        assert [(c.index, c.type) for c in streamed] == [(i, "function") for i in range(len(calls))]
+        assert last.finish_reason == end and not last.delta.model_dump(exclude_none=True)
 
 
 def test_reasoning_that_the_prompt_opens_is_reasoning(create, service, says, monkeypatch):
@@ -226,24 +224,6 @@ def test_each_choice_has_calls_of_its_own(create, says):
         (call,) = [call for chunk in deltas for call in chunk.delta.tool_calls or ()]
         assert (call.index, call.function.name) == (0, "time")
         assert last.finish_reason == "tool_calls"
-
-
-@pytest.mark.parametrize("form", [TAGGED, GENERAL], ids=["tags", "general"])
-def test_a_call_that_max_tokens_cuts_says_so(create, says, form):
-    whole, cut = call_text("time", TIME, form), call_text("weather", ROME, form)
-    cut = cut[: cut.index("ome")]
-    for size in (1, 1000):
-        says(f"{whole}\n{cut}", form, reason="length", size=size)
-        (choice,) = create().choices
-        assert choice.finish_reason == "length"
-        made = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
-        assert made == [("time", "{}"), ("weather", '{"city": "R')]
-        *chunks, last = [chunk.choices[0] for chunk in create(stream=True)]
-        streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-        assert [(c.function.name, c.function.arguments) for c in streamed] == made
-        assert last.finish_reason == "length"
-    says(cut, form, reason="stop")  # by a stop string
-    assert create().choices[0].finish_reason == "stop"
 
 
 calls = [call_text("time", TIME, form) for form in (TAGGED, GENERAL)]
