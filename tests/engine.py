@@ -11,20 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 CONVERSATION = Path(__file__).with_name("vllm_conversation.json")
-COLOURS = "red, green, blue, red, green,"
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
-SAID = {  # name -> route and body
-    "plain": ("/generate", {"prompt": COLOURS, "max_tokens": 12}),
-    "streamed": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stream": True}),
-    "ids": ("/generate", {"prompt": [715, 12, 1381, 12], "max_tokens": 5}),
-    "stopped": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stop": [" green"]}),
-    "seeded": ("/generate", {"prompt": "def f(", "max_tokens": 8, **SAMPLED}),
-    "long": ("/generate", {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 200, "stream": True}),
-    "chat": ("/v1/chat/completions", CHAT),
-    "refused": ("/generate", {"prompt": [99999], "max_tokens": 5}),
-    "refused_stream": ("/generate", {"prompt": [99999], "max_tokens": 5, "stream": True}),
-}
 _EVENTS = "text/event-stream"
 _ALIKE = "prompt", "messages", "max_tokens", "stop"  # fields that say which answer was recorded
 

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,13 @@ JSON = {"Content-Type": "application/json"}
 COLOURS = "red, green, blue, red, green,"
 GOOD = {"prompt": "x = 1", "max_tokens": 2}
 ROUTES = GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+TURNS = [{"role": "user", "content": "x = 1"}]
+BODIES = {  # the least that each route answers
+    GENERATE: {"prompt": "x = 1"}, COMPLETIONS: {"prompt": "x = 1"}, CHAT: {"messages": TURNS},
+    MESSAGES: {"messages": TURNS, "max_tokens": 4}, COUNT: {"messages": TURNS},
+    RESPONSES: {"input": "x = 1"},
+}  # fmt: skip
 PATHS = ROUTES[:2]
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False, "max_tokens": 2000}  # counts on and on
 REQUESTS = ("num_requests_running", "num_requests_waiting")  # of /health and /metrics
@@ -233,20 +239,6 @@ def module_server(*arguments, chat=None, **options):
             server.end_well()
 
     return server
-
-
-@contextmanager
-def process(*arguments, **options):
-    """A client, and the server in a Python of its own, as a user starts it, once it answers."""
-    client = Client(free_port())
-    command = [sys.executable, SCRIPT, *arguments, "--port", str(client.port)]
-    process = subprocess.Popen(command, cwd=ROOT, **options)
-    try:
-        until(lambda: client.is_ready() or process.poll() is not None)
-        yield client, process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 class Gate:

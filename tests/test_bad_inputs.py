@@ -1,8 +1,9 @@
 """Whatever a caller gets wrong, the answer says what it was and whose mistake; nothing breaks.
 
-The answer is {"error": {"message", "type", "param", "code"}} with a status from 400 to 431. A new
-field of requests needs a line in BAD (what is refused) and one in TAKEN (what is just allowed).
-Bad framing is in test_connection.py, load in test_hostile.py.
+The answer is {"error": {"message", "type", "param", "code"}} with a status from 400 to 431, or
+Anthropic's form of it. bad_requests.txt is the table of what is refused, and wants a line for each
+new field; what is taken is in test_fields.py. Bad framing is in test_connection.py, load in
+test_hostile.py.
 """
 
 import json
@@ -16,27 +17,154 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from math import inf, nextafter
+from itertools import product
+from math import inf, nextafter  # noqa: F401 for the table
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import TARGET, TEMPLATE, asked, body_for, module_client
-from started import GOOD, LIMIT_S, ROUTES, is_error, module_server, parse, read_all, request, until
+from conftest import TARGET, TEMPLATE, closed, module_client  # noqa: F401 for the table
+from started import (
+    BODIES,
+    LIMIT_S,
+    ROUTES,
+    is_error,
+    module_server,
+    parse,
+    read_all,
+    request,
+    until,
+)
+from test_fields import routes_of, rows_of
 from transformers import AutoTokenizer
 
+from runtime.grammars import probe
 from runtime.models import prompts as reading
 from runtime.models.prompts import chat_prompt, tokenize
 from runtime.values import RequestError
 from server.connection import CLIENT_BEHIND
+from server.fields import NEUTRAL
+from server.parsing import KNOWN
 
+GENERATE, COMPLETIONS, CHAT, MESSAGES, COUNT, RESPONSES = BODIES
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
-GENERATE, COMPLETIONS, CHAT = ROUTES
-each_route = pytest.mark.parametrize("route", ROUTES)
 client = module_client(drafter="ngram", max_tokens=DEFAULT_LIMIT)
 limits = ("--max-tokens", str(DEFAULT_LIMIT), "--max-running", "4", "--max-queued", "8")
 server = module_server(*limits, chat="llama")  # of the same model, with few threads
+
+
+# ----------------------------------------------------------------------------------- the table
+
+EOS, TEXT = "<|endoftext|>", {"type": "text", "text": "a"}
+CODES = {  # what OpenAI's errors say beside their words
+    "unknown model": "model_not_found", "there is no field": "unknown_parameter",
+    "the prompt's": "context_length_exceeded",
+}  # fmt: skip
+
+
+def tool(**function):
+    return [{"type": "function", "function": {"name": "f"} | function}]
+
+
+def said(*content, role="user", **more):
+    """Messages of which the last one has this content."""
+    return [{"role": "user", "content": "a"}, {"role": role, "content": [*content]} | more]
+
+
+def called(turn=(), function=(), **changes):
+    """Messages of which the last one has a call, each part changed in this way."""
+    function = {"name": "f", "arguments": "{}"} | dict(function)
+    call = {"id": "c1", "type": "function", "function": function} | changes
+    last = {"role": "assistant", "content": None, "tool_calls": [call]} | dict(turn)
+    return [{"role": "user", "content": "a"}, last]
+
+
+def wrapped(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+
+
+def every_other(first, count):
+    """So many characters, none of which stands beside another one."""
+    return "".join(chr(first + 2 * i) for i in range(count))
+
+
+def many(count):
+    return {f"p{i}": {"type": "integer"} for i in range(count)}
+
+
+def read_table():
+    """The rows, one for each field: (field, routes, words, values, whether these are bodies)."""
+    for routes, fields, words, values in rows_of("bad_requests.txt"):
+        listed = eval(f"[{values.removeprefix('with ')}]")
+        for field in fields.split():
+            yield field, routes_of(routes), words, listed, values.startswith("with ")
+
+
+BAD = list(read_table())
+
+
+def check_error(route, answer, field):
+    """Whether it is the one error body, which names the field where its protocol can."""
+    body, is_unknown = answer.json, answer.status_code == 404
+    error = body["error"]
+    if route in (MESSAGES, COUNT):
+        assert list(body) == ["type", "error", "request_id"] and body["type"] == "error"
+        assert error["type"] == ("not_found_error" if is_unknown else "invalid_request_error")
+    else:
+        assert is_error(body, field) and error["type"] == "invalid_request_error", body
+        codes = [CODES[words] for words in CODES if error["message"].startswith(words)]
+        assert "prompt[" in field or error["code"] == (codes[0] if codes else None)
+
+
+def test_each_field_has_a_row():
+    """But a prediction, which has test_prediction.py."""
+    assert KNOWN - {"prediction"} <= {field for field, routes, *_ in BAD if GENERATE in routes}
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(field for field, *_ in BAD))
+def test_what_is_wrong_is_refused_by_the_name_it_was_sent_under(client, monkeypatch, name):
+    """Before anything is run, and in few words."""
+    monkeypatch.setattr(client.application.extensions["worker"], "submit", None)
+    check = probe.Probe.check
+    for field, routes, words, values, has_bodies in BAD:
+        is_too_large = "at most" in words  # which is not even tried
+        monkeypatch.setattr(probe.Probe, "check", None if is_too_large else check)
+        pattern = ".*".join(map(re.escape, words.replace("~", field).split("…")))
+        for route, value in product(routes, values) if field == name else ():
+            sent = value if has_bodies else {field: value}
+            answer = client.post(route, json=BODIES[route] | sent)
+            assert answer.status_code == (404 if field == "model" else 400), (route, sent)
+            check_error(route, answer, field)
+            message = answer.json["error"]["message"]
+            assert re.match(pattern, message), (route, sent, message)
+            assert len(message) < (300 if "cannot be used" in message else 200)
+
+
+OF_CHATS = {
+    "tools", "tool_choice", "add_generation_prompt", "continue_final_message",
+    "add_special_tokens", "top_logprobs",
+}  # fmt: skip
+DONE = {GENERATE: {"n", "chat"}, COMPLETIONS: {"n", "echo", "suffix"}, CHAT: {"n", *OF_CHATS}}
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_what_a_route_does_not_do_is_refused(client, route):
+    """In JSON true is not 1. A name is told as far as people read."""
+    for name in NEUTRAL.keys() - DONE.get(route, OF_CHATS) - {"logprobs"}:
+        first = NEUTRAL[name][0]
+        for value in ({"a": 1}, 7, int(first) if isinstance(first, bool) else bool(first)):
+            answer = client.post(route, json=BODIES[route] | {name: value})
+            assert answer.status_code == 400, (name, value)
+            check_error(route, answer, name)
+            message = answer.json["error"]["message"]
+            assert message.startswith(f"{name} is not supported here, other than as ")
+    for name in ("x" * 9999, "\ud800\n", ""):
+        answer = client.post(route, json=BODIES[route] | {name: 0})
+        assert answer.status_code == 400 and len(answer.json["error"]["message"]) < 120
+        check_error(route, answer, name[:100])
+    many = {f"{'x' * 100}{i}": i for i in range(5000)}
+    assert client.post(route, json=BODIES[route] | many).status_code == 400
 
 
 WRONG_PATHS = {
@@ -79,138 +207,12 @@ WRONG_BODIES = [  # status, body, headers
 ]  # fmt: skip
 
 
-@each_route
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("wanted", "body", "headers"), WRONG_BODIES, ids=lambda v: str(v)[:40])
 def test_a_body_that_is_no_json_object_of_1_mib_is_refused(client, route, wanted, body, headers):
     answer = client.post(route, data=body, headers=headers)
     assert answer.status_code == wanted and answer.mimetype == "application/json"
     assert is_error(answer.data) and answer.headers["X-Request-Id"]
-
-
-PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
-           [5] * CONTEXT, [1, True], [[]]]  # fmt: skip
-LISTS = [["a", "b"], [[5], [6]]]  # of prompts, for /v1/completions alone
-STOPS = ["", 5, ["a"] * 65, ["a" * 4096] * 64, ["a", ""], ["a", 5], "\ud800", ["\ud800"],
-         "a" * 1001, [["a"]], {}]  # fmt: skip
-BIASES = [[], {"5": 101}, {"5": "1"}, {"5": True}, {"05": 1}, {"-1": 1}, {"five": 1}, {"4096": 1},
-          {"9" * 400: 1}, {str(i): 1 for i in range(301)}]  # fmt: skip
-BAD = {  # out of range, right behind the limits, and of another kind
-    "prompt_logprobs": [-1, 21, True, "2", 1.0], "stop": STOPS, "logit_bias": BIASES,
-    "max_tokens": [-1, 1.5, True, "5", 1_000_001, 10**400], "speculative": ["yes", 1],
-    "num_speculative_tokens": [-1, 17, "4", 1.0], "trace": [1, "yes"], "compare": ["yes", 1, 0.0],
-    "drafter": ["zzz", "", 3, ["ngram"], {}, "tests/faulty_server.py:Faulty"],
-    "stream": ["maybe", 1],
-    "stream_options": [{"include_usage": True}, "usage"],  # without a stream, and with one
-    "verification": ["chance", ["coupled"], True, ""],
-    "temperature": [-1, -5e-324, "hot", nextafter(100.0, inf), 10**400, True],
-    "top_p": [-5e-324, nextafter(1.0, 2.0), [0.5], False], "top_k": [-2, 4.5, 2**31 + 1, False],
-    "min_p": [-5e-324, nextafter(1.0, 2.0)], "typical_p": [0, nextafter(1.0, 2.0), "1"],
-    "repetition_penalty": [0, nextafter(1e-9, 0.0), nextafter(100.0, inf)],
-    "presence_penalty": [-2.1, nextafter(2.0, 3.0), "1", True],
-    "frequency_penalty": [nextafter(-2.0, -3.0), 2.1, [1]],
-    "n": [0, 9, True, "1", 1.0], "seed": ["a", 2**64, -(2**63) - 1, 1.5, True],
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), [1, "yes"]),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), [0, "yes"]),
-    "stop_token_ids": [5, [-1], [4096], ["5"], [True], [1] * 1025],
-    "allowed_token_ids": [[], [4096], [10**400], [[1]], {"1": 1}], "min_tokens": [-1, 1.5, 5, True],
-    "bad_words": ["a", [""], [" "], [5], ["a"] * 65, ["a b c d e f g " * 9], ["\ud800"]],
-    "truncate_prompt_tokens": [0, -2, "5", True], "truncation_side": ["up", 1],
-}  # fmt: skip
-UNSUPPORTED = {  # by /v1, where they would change the output
-    "best_of": [3, True, "1"], "echo": [1], "suffix": ["x"],
-    "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
-    "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
-    "response_format": ["json"],  # and more in test_formats.py
-}  # fmt: skip
-BAD_CHATS = {
-    "messages": [None, [], {}, "hello", [None], ["hello"], [{}], [{"content": "a"}],
-                 [{"role": "user"}], [{"role": "user", "content": None}],
-                 [{"role": 5, "content": "a"}], [{"role": "user", "content": 5}],
-                 [{"role": "user", "content": [{"type": "image_url"}]}],
-                 *([{"role": "user", "content": [{"type": kind, "text": "a"}]}]
-                   for kind in ([], {}, [[]], None, 5)),
-                 [{"role": "user", "content": [{"type": "text", "text": []}]}],
-                 [{"role": "user", "content": [5]}], [{"role": "user", "content": "\ud800"}],
-                 [{"role": "\ud800", "content": "a"}],
-                 [{"role": "tool", "content": "what the template refuses"}],
-                 [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}],
-                 [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]],
-    "top_logprobs": [-1, 21, 1.5, "2", True],
-    "logprobs": [2, "all"],
-    "max_completion_tokens": [-1, "5"],
-    "add_generation_prompt": [1, "no"],
-    "continue_final_message": [1, True],
-    "add_special_tokens": ["no"],
-    "chat_template_kwargs": [[], "x", {"messages": []}, {"self": 1}, {"x": "a" * 10_000}],
-}  # fmt: skip
-BAD_TEXTS = {"prompt": PROMPTS, "logprobs": [21, -1, 1.0, "all"]}
-REFUSED = {
-    GENERATE: BAD | BAD_TEXTS | {"prompt": PROMPTS + LISTS},
-    COMPLETIONS: BAD | BAD_TEXTS | UNSUPPORTED,
-    CHAT: BAD | BAD_CHATS | UNSUPPORTED | {"echo": [True]},
-}
-EACH_FIELD = [(route, name) for route, fields in REFUSED.items() for name in fields]
-
-
-@pytest.mark.parametrize(("route", "name"), EACH_FIELD)
-def test_a_bad_field_is_refused_by_the_name_it_was_sent_under(client, route, name):
-    for value in REFUSED[route][name]:
-        good = body_for(route, GOOD) | {"logprobs": True, "stream": value == "usage"}
-        status, body = asked(client, route, **good | {name: value})
-        assert status == 400 and is_error(body, name), value
-        assert body["error"]["type"] == "invalid_request_error"
-        assert name in body["error"]["message"] or name in ("prompt", "messages")
-
-
-SENTENCES = [  # routes, fields, status, the field that is named, what is said
-    (ROUTES, {"prompt": "a b c d " * CONTEXT}, 400, "prompt", rf"^[^\d]*\d{{4}}[^\d]+{CONTEXT}\b"),
-    (ROUTES[2:], {"top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
-    *((ROUTES, {"model": model}, 404, "model", "unknown model ")
-      for model in ("gpt-5", "", 7, ["llama"], "x" * 100_000)),
-    *((ROUTES[:1], {"drafter": drafter}, 400, "drafter", "choose: auto, grammar, ngram, none")
-      for drafter in ("z" * 10_000, dict.fromkeys(map(str, range(10_000))))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("routes", "fields", "status", "name", "said"), SENTENCES, ids=range(9))
-def test_a_refusal_says_what_is_wrong_in_few_words(client, routes, fields, status, name, said):
-    for route in routes:
-        answered, body = asked(client, route, **GOOD | fields)
-        is_chat = route == CHAT and name == "prompt"
-        assert answered == status and is_error(body, "messages" if is_chat else name)
-        codes = {"model": "model_not_found", "prompt": "context_length_exceeded"}
-        assert body["error"]["code"] == codes.get(name)
-        message = body["error"]["message"]
-        assert re.search(said, message) and len(message) < 200, message
-
-
-@each_route
-def test_null_is_the_default_and_nul_is_text(client, route):
-    nothing = dict.fromkeys(("max_tokens", "temperature", "model"))
-    status, body = asked(client, route, "a\0b", stop="\0", **nothing)
-    assert status == 200 and 0 < body["usage"]["completion_tokens"] <= DEFAULT_LIMIT
-
-
-TAKEN = {  # at the limits, and what is written otherwise
-    "max_tokens": [0, 1, 1_000_000], "prompt_logprobs": [0, 20],
-    "num_speculative_tokens": [0, 16], "drafter": ["ngram", "none"],
-    "temperature": [0, 5e-324, 100], "top_p": [0, -0.0, 1], "top_k": [-1, 2**31], "min_p": [0, 1],
-    "repetition_penalty": [1e-9, 100], "seed": [-(2**63), 2**64 - 1], "logprobs": [0, 20, False],
-    "presence_penalty": [-2, 2.0], "frequency_penalty": [-2.0, 2],
-    "logit_bias": [{}, {"0": -100, "4095": 100.0}, {str(i): 0.5 for i in range(300)}],
-    "stop": ["x" * 1000, ["x" * 1000] * 64, []], "prompt": [[5], [CONTEXT]],
-    "verification": ["rejection"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_field_at_its_limits_is_taken(client, name):
-    for value in TAKEN[name]:
-        fields = GOOD | {"temperature": 1, "seed": 3} | {name: value}
-        status, body = asked(client, GENERATE, **fields)
-        assert status == 200 and body["seed"] == (value if name == "seed" else 3), value
-        lowered = [w for w in body["warnings"] if "max_tokens was lowered from 1000000" in w]
-        assert body["warnings"] == lowered and len(lowered) == (value == 1_000_000)
 
 
 def noting(template=TEMPLATE):
@@ -353,7 +355,8 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
 
 NUM_REQUESTS, NUM_CLIENTS = 3_000, 4
 EXPECTED = {None, 200, 400, 404, 405, 415, 431, 501, 505}
-VALUES = [value for values in (BAD | BAD_TEXTS | BAD_CHATS).values() for value in values]
+VALUES = [value for *_, values, has_bodies in BAD if not has_bodies for value in values]
+NAMES = {route: [row[0] for row in BAD if route in row[1]] for route in ROUTES}
 LINES = ["GET {} HTTP/1.1", "HEAD {} HTTP/1.1", "OPTIONS {} HTTP/1.1", "POST {} HTTP/9.9",
          "POST {}?a=%ff&b HTTP/1.1", "POST /%00{} HTTP/1.1", "post {} HTTP/1.1", "POST {}",
          "POST * HTTP/1.1"]  # fmt: skip
@@ -375,9 +378,9 @@ def half_sent(server):
 
 def mutated(rng):
     route = rng.choice(ROUTES)
-    fields = body_for(route, {"prompt": "a b c a b c a"})
-    names = [*REFUSED[route], "model", "user"]
-    fields |= {rng.choice(names): rng.choice(VALUES) for _ in range(rng.choice((0, 1, 1, 2)))}
+    names = [*NAMES[route], "model", "user"]
+    changes = {rng.choice(names): rng.choice(VALUES) for _ in range(rng.choice((0, 1, 1, 2)))}
+    fields = BODIES[route] | changes
     body = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode(errors="replace")
     if rng.random() < 0.25:
         piece = rng.choice((b"[", b'{"a":', b"\\u", b"9")) * rng.choice((1, 10, 3000))

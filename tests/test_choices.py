@@ -5,13 +5,11 @@
 They run side by side, and the prompt is read once.
 """
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import pytest
-from conftest import LIMIT_S
-from started import COLOURS, ENDLESS, JSON, ROUTES, is_error, module_server, serving, until
+from conftest import LIMIT_S, asked, module_client
+from started import COLOURS, GENERATE
 
 from runtime.values import Request, RequestError
 from server import core
@@ -20,25 +18,8 @@ from server.worker import Job, Worker
 
 LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two blocks
 FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
-CHAT = [{"role": "user", "content": LONG}]
 NAMES = ("text", "token_ids", "finish_reason", "seed", "logprobs")
-LISTED = {"prompt": [ENDLESS["prompt"]] * 6}
-server = module_server(chat="qwen3")
-
-
-@pytest.fixture(scope="module")
-def asked(server):
-    with server.openai() as client:
-        (model,) = client.models.list().data
-
-        def ask(is_chat, **fields):
-            given = FIELDS | fields | {"model": model.id}
-            prompt = given.pop("prompt")
-            if is_chat:
-                return client.chat.completions.create(messages=CHAT, **given)
-            return client.completions.create(prompt=prompt, **given)
-
-        yield ask
+client = module_client(drafter="ngram")
 
 
 def of_a_choice(body):
@@ -46,10 +27,10 @@ def of_a_choice(body):
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"drafter": "none"}], ids=str)
-def test_each_choice_is_the_text_of_its_seed_alone(server, fields):
+def test_each_choice_is_the_text_of_its_seed_alone(client, fields):
     fields = FIELDS | {"logprobs": 1} | fields
-    alone = [server.generate(**fields | {"seed": seed})[1] for seed in (5, 6, 7)]
-    status, body = server.generate(**fields, n=3)
+    alone = [asked(client, GENERATE, **fields | {"seed": seed})[1] for seed in (5, 6, 7)]
+    status, body = asked(client, GENERATE, **fields, n=3)
     assert status == 200 and [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert list(map(of_a_choice, body["choices"])) == list(map(of_a_choice, alone))
     assert of_a_choice(body) == of_a_choice(alone[0])
@@ -61,42 +42,8 @@ def test_each_choice_is_the_text_of_its_seed_alone(server, fields):
     assert [c["timings"]["predicted_n"] for c in body["choices"]] == lengths
 
 
-@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
-def test_the_openai_client_gets_the_same_choices_whole_and_streamed(asked, server, is_chat):
-    prompt = {"prompt": CHAT, "chat": True} if is_chat else {}
-    expected = server.generate(**FIELDS | prompt, n=3)[1]
-    texts = [choice["text"] for choice in expected["choices"]]
-    result = asked(is_chat, n=3)
-    said = [c.message.content if is_chat else c.text for c in result.choices]
-    assert said == texts and [choice.index for choice in result.choices] == [0, 1, 2]
-    assert result.usage.completion_tokens == expected["usage"]["completion_tokens"]
-    *chunks, usage = asked(is_chat, n=3, stream=True, stream_options={"include_usage": True})
-    assert usage.usage.completion_tokens == result.usage.completion_tokens
-    listed = [chunk.choices[0] for chunk in chunks]
-    for i, text in enumerate(texts):
-        first, *_, last = mine = [choice for choice in listed if choice.index == i]
-        parts = [(c.delta.content if is_chat else c.text) or "" for c in mine]
-        assert "".join(parts) == text
-        assert not is_chat or first.delta.role == "assistant"
-        assert last.finish_reason == expected["choices"][i]["finish_reason"]
-        assert [c.finish_reason for c in mine[:-1]] == [None] * (len(mine) - 1)
-
-
-def test_log_probabilities_and_their_offsets_are_those_of_each_choice(asked):
-    whole = [choice.logprobs for choice in asked(False, n=2, logprobs=2).choices]
-    chunks = [chunk.choices[0] for chunk in asked(False, n=2, logprobs=2, stream=True)]
-    for i, expected in enumerate(whole):
-        assert expected.text_offset[0] == 0
-        parts = [c.logprobs for c in chunks if c.index == i and c.logprobs]
-        assert sum([part.tokens for part in parts], []) == expected.tokens
-        assert sum([part.text_offset for part in parts], []) == expected.text_offset
-    assert whole[0].tokens != whole[1].tokens
-    for choice in asked(True, n=2, logprobs=True, top_logprobs=1).choices:
-        assert all(len(entry.top_logprobs) == 1 for entry in choice.logprobs.content)
-
-
-def test_a_stream_of_generate_names_the_choice_of_each_event(server):
-    *events, body = server.stream(**FIELDS, n=2, trace=True)
+def test_a_stream_of_generate_names_the_choice_of_each_event(client):
+    _, (*events, body) = asked(client, GENERATE, **FIELDS, n=2, trace=True, stream=True)
     for i, choice in enumerate(body["choices"]):
         mine = [event for event in events if event["index"] == i]
         assert [event["step"] for event in mine] == list(range(len(mine)))
@@ -150,18 +97,6 @@ def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):
         next(seen)
 
 
-def test_choices_and_texts_of_a_list_wait_as_one_and_end_when_their_client_leaves():
-    asked = ("/generate", {"n": 4, "temperature": 1}), ("/v1/completions", LISTED)
-    with serving("--model", "embedded", "--max-running", "2") as server:
-        for (path, fields), is_streamed in product(asked, (False, True)):
-            with server.connect(path, ENDLESS | fields | {"stream": is_streamed}):
-                server.wait_until_running(2)
-                assert server.health()["num_requests_waiting"] == 1
-            server.wait_until_idle()
-        until(lambda: server.log().count('"status": 499') == 2)  # of those without a stream
-        server.end_well()
-
-
 def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place():
     """Also where there are more of them than places to run."""
     worker = Worker(None, Options(max_running=2, max_queued=2))
@@ -212,26 +147,3 @@ def test_a_silent_stream_pings_ever_more_rarely():
     assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 10
     job.push_event(*job.runs, {})
     assert next(seen) == [(0, {})] and next(seen) == [] and pauses[-1] < 0.2
-
-
-@pytest.mark.parametrize("path", ROUTES)
-def test_what_does_not_go_with_choices_is_refused(server, path):
-    prompt = {"messages": CHAT} if "chat" in path else {"prompt": COLOURS}
-    wrong = [({"n": 2, "compare": True}, "n"), ({"n": 2, "seed": 2**64 - 1}, "seed")]
-    if path != "/generate":
-        wrong += [({"n": 2, "best_of": 3}, "best_of"), ({"n": 2, "best_of": 1}, "best_of")]
-    for fields, name in wrong:
-        status, _, data = server.call("POST", path, prompt | fields)
-        assert status == 400 and is_error(data, name), data
-    right = [{"n": 2, "seed": 2**64 - 2}, {"n": 1, "compare": True}]
-    right += [{"n": 2, "best_of": 2}, {"best_of": 1}] if path != "/generate" else []
-    for fields in right:
-        assert server.call("POST", path, prompt | {"max_tokens": 2} | fields)[0] == 200
-
-
-def test_the_log_counts_the_tokens_of_all_choices(server):
-    marked = JSON | {"X-Request-Id": "three-choices"}
-    _, body = server.post("/generate", marked, **FIELDS | {"n": 3, "max_tokens": 7})
-    until(lambda: "three-choices" in server.log())
-    (line,) = [json.loads(t) for t in server.log().splitlines() if "three-choices" in t]
-    assert line["tokens"] == body["usage"]["completion_tokens"]

@@ -15,13 +15,26 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from engine import CHAT, COLOURS, SAID, replaying
-from started import events_of, is_error, read_all, serving, until
+from engine import replaying
+from started import COLOURS, events_of, is_error, read_all, serving, until
 
 from runtime.models.loading import StartError
 from server import relay
 from server.options import Options
 
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+SAID = {  # name -> route and body
+    "plain": ("/generate", {"prompt": COLOURS, "max_tokens": 12}),
+    "streamed": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stream": True}),
+    "ids": ("/generate", {"prompt": [715, 12, 1381, 12], "max_tokens": 5}),
+    "stopped": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stop": [" green"]}),
+    "seeded": ("/generate", {"prompt": "def f(", "max_tokens": 8, **SAMPLED}),
+    "long": ("/generate", {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 200, "stream": True}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "refused": ("/generate", {"prompt": [99999], "max_tokens": 5}),
+    "refused_stream": ("/generate", {"prompt": [99999], "max_tokens": 5, "stream": True}),
+}
 TEXT = " blue, red, green, blue, red, green,"
 LONG = SAID["long"][1]
 

@@ -1,135 +1,136 @@
 """A request has the fields of its route, and nobody's misspelt field is silently ignored.
 
-What fields mean is tested where they are read: masks in test_masks.py, formats in test_formats.py,
-and those of answers below. client_bodies.json has what ten clients send by default, one request a
-line, each client with its version. They were recorded at a socket of this machine, but for
-Open WebUI's, which are written down from its source.
+good_requests.txt is the table of what each field does; what is refused is in test_bad_inputs.py.
+client_bodies.json has what ten clients send by default, one request a line, each client with its
+version. They were recorded at a socket of this machine, but for Open WebUI's, which are written
+down from its source.
 """
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TEMPLATE, asked, module_client
-from started import CHAT, COMPLETIONS, GENERATE, ROUTES, is_error
+from started import BODIES, ROUTES
 from transformers import AutoTokenizer
 
 from runtime.models.prompts import chat_prompt, template_options
+from runtime.values import RequestError
 from server.fields import NEUTRAL, SILENT
 from server.parsing import KNOWN
 
-ask = partial(asked, prompt="a b")
-client = module_client(drafter="ngram", max_tokens=2)
-MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+GENERATE, COMPLETIONS, CHAT, MESSAGES, COUNT, RESPONSES = BODIES
+ANSWERING = [*ROUTES, MESSAGES, RESPONSES]
 TURNS = [{"role": "user", "content": "a b"}]
-BODIES = {
-    GENERATE: {"prompt": "a b"}, COMPLETIONS: {"prompt": "a b"}, CHAT: {"messages": TURNS},
-    MESSAGES: {"messages": TURNS, "max_tokens": 2}, COUNT: {"messages": TURNS},
-    RESPONSES: {"input": "a b"},
-}  # fmt: skip
-HONOURED = {  # by each route, beside prompt, messages and those in FIELDS of formats.py
-    "chat": False, "max_tokens": 2, "n": 2, "num_speculative_tokens": 2, "drafter": "ngram",
-    "fixed_k": True, "speculative": True, "stream": False, "trace": True, "compare": False,
-    "stop": ["zzz"], "temperature": 0.5, "top_k": 4, "top_p": 0, "typical_p": 0.5, "min_p": 0.1,
-    "repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": 1, "seed": 3,
-    "logit_bias": {"5": 1}, "verification": "rejection", "logprobs": True, "prediction": "a b",
-    "prompt_logprobs": 1,
-    "model": None, "stream_options": None, "ignore_eos": True, "min_tokens": 1,
-    "stop_token_ids": [5], "allowed_token_ids": [5, 6], "bad_words": ["a"],
-    "include_stop_str_in_output": True, "truncate_prompt_tokens": 1, "truncation_side": "right",
-    "return_token_ids": True, "return_tokens_as_token_ids": True, "max_completion_tokens": 2,
-}  # fmt: skip
-IN_CHATS = {  # by chats alone
-    "messages": TURNS, "tools": [], "tool_choice": "none", "add_generation_prompt": False,
-    "continue_final_message": False, "chat_template_kwargs": {"enable_thinking": False},
-    "top_logprobs": 1, "add_special_tokens": False, "parallel_tool_calls": False,
-}  # fmt: skip
-OWN = {CHAT: IN_CHATS, COMPLETIONS: ("echo", "suffix"), GENERATE: ()}  # beside HONOURED
-each_protocol = pytest.mark.parametrize("route", BODIES)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_what_is_honoured_is_taken_without_a_warning(client, route):
+def rows_of(name):
+    """The rows of a table beside this file, each in its four columns."""
+    for line in Path(__file__).with_name(name).read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            yield line.split(" | ", 3)
+
+
+def routes_of(words):
+    """The paths of routes that a table names."""
+    names = "generate completions chat messages count responses".split()
+    paths = dict(zip(names, BODIES, strict=True))
+    groups = {"openai": ROUTES, "each": (*ROUTES, MESSAGES, RESPONSES)}
+    return [path for word in words.split() for path in groups.get(word) or [paths[word]]]
+
+
+TABLE = [[field, *row] for row in rows_of("good_requests.txt") for field in row[1].split()]
+ask = partial(asked, prompt="a b")
+client = module_client(drafter="ngram", max_tokens=4)
+
+
+@pytest.fixture
+def wanted(client, monkeypatch):
+    """The attributes of the request that the engine gets; those of a text are beside them."""
+    submitted = []
+
+    def submit(*requests):
+        submitted.append(requests)
+        raise RequestError("not now", status=503)
+
+    def wanted(route, fields):
+        submitted.clear()
+        answer = client.post(route, json={"seed": 3} | BODIES[route] | fields)
+        if route == COUNT:
+            return answer.json
+        assert submitted, answer.json
+        first, *others = submitted[0]
+        own = vars(first) | vars(first.sampling) | {"runs": 1 + len(others)}
+        return {name: value for name, value in own.items() if name != "sampling"}
+
+    monkeypatch.setattr(client.application.extensions["worker"], "submit", submit)
+    return wanted
+
+
+def changes(was, now):
+    return {name: value for name, value in now.items() if value != was[name]}
+
+
+@pytest.mark.parametrize("route", ANSWERING)
+def test_a_field_changes_what_it_says_and_nothing_else(wanted, route):
+    was, chatted = wanted(route, {}), wanted(CHAT, {})["prompt"]
+    for field, routes, _, values, words in TABLE:
+        for v in eval(f"[{values}]") if route in routes_of(routes) else ():
+            words = words.replace("~", field)
+            known = {"v": v, "was": was, "CHATTED": chatted}
+            expected = {} if words == "{}" else eval(f"dict({words})", known)
+            assert changes(was, wanted(route, {field: v})) == changes(was, was | expected), field
+
+
+def test_each_field_has_a_row():
     formats = {"response_format", "json_schema", "regex", "grammar", "choice"}
-    assert KNOWN == HONOURED.keys() | formats | {"prompt"}
-    rows = HONOURED | (IN_CHATS if route == CHAT else {})
-    for name, value in rows.items():
-        others = {"top_logprobs": {"logprobs": True}, "prediction": {"drafter": "auto"}}
-        status, body = ask(client, route, **others.get(name, {}), **{name: value})
-        assert status == 200 and body["warnings"] == [], (name, body)
+    assert KNOWN - formats <= {field for field, routes, *_ in TABLE if routes_of(routes)}
 
 
-@each_protocol
-def test_what_can_change_no_text_is_taken_silently(client, route):
+def test_what_is_taken_is_served(client):
+    """At its limits, too: whatever a number is, there is a text."""
+    for field, routes, _, values, _ in TABLE:
+        for value in eval(f"[{values}]") if GENERATE in routes_of(routes) else ():
+            fields = {"temperature": 1, "seed": 3, field: value}
+            status, body = ask(client, GENERATE, **fields)
+            body = body[-1] if isinstance(body, list) else body
+            assert status == 200 and body["seed"] == fields["seed"], (fields, body)
+            lowered = [w for w in body["warnings"] if "max_tokens was lowered from 1000000" in w]
+            assert len(lowered) == (value == 1_000_000)
+            unused = ["prediction was not used: the drafter is ngram"]
+            assert body["warnings"] == lowered + unused * (field == "prediction")
+    for route in ROUTES:
+        assert asked(client, route, "a\0b", stop="\0")[0] == 200
+
+
+def test_fields_that_go_together(wanted):
+    """Two names may say the same; an option of a stream may be somebody else's."""
+    for route, fields, expected in (
+        (GENERATE, {"max_tokens": 1, "max_completion_tokens": 1}, {"max_tokens": 1}),
+        (RESPONSES, {"max_tokens": 1, "max_output_tokens": 1}, {"max_tokens": 1}),
+        (MESSAGES, {"stop": ["b"], "stop_sequences": ["b"]}, {"stop": ("b",)}),
+        (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, {}),
+        *((route, {"n": 2, "best_of": 2}, {"n": 2, "runs": 2}) for route in ROUTES),
+        *((route, {"n": 2, "seed": 2**64 - 2}, {"n": 2, "runs": 2, "seed": 2**64 - 2})
+          for route in ROUTES),
+        *((route, {"n": 1, "compare": True}, {"runs": 6}) for route in ROUTES),
+    ):  # fmt: skip
+        assert changes(wanted(route, {}), wanted(route, fields)) == expected, (route, fields)
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_what_can_change_no_text_is_taken_silently(wanted, route):
     """Fields of who asks, whatever they hold; what is off; and all that is null."""
     assert len(SILENT) <= 40 and not SILENT & (KNOWN | NEUTRAL.keys())
-    asks = dict.fromkeys(SILENT - {"parallel_tool_calls"}, {"a": [1]})
-    sent = [asks, dict.fromkeys([*HONOURED, *NEUTRAL, "unheard_of"])]
-    off = {name: NEUTRAL[name] for name in NEUTRAL.keys() - {*OWN.get(route, IN_CHATS)}}
+    names = {*KNOWN, *NEUTRAL, "unheard_of"} - {"seed", *BODIES[route]}
+    sent = [dict.fromkeys(SILENT - {"parallel_tool_calls"}, {"a": [1]}), dict.fromkeys(names)]
+    other = {CHAT: "top_logprobs", MESSAGES: "tool_choice", COUNT: "tool_choice"}.get(route)
+    off = {name: values for name, values in NEUTRAL.items() if name != other}
     sent += [{n: values[i] for n, values in off.items() if i < len(values)} for i in range(2)]
-    if route not in (MESSAGES, COUNT):  # where a choice is an object
-        sent.append({"tools": [], "tool_choice": "auto", "n": 1})
-    expected = client.post(route, json=BODIES[route]).json
+    was = wanted(route, {})
     for fields in sent:
-        answer = client.post(route, json=fields | BODIES[route])
-        assert answer.status_code == 200, answer.json
-        for told in ("usage", "warnings", "input_tokens"):
-            assert answer.json.get(told) == expected.get(told)
-    if route in (GENERATE, COMPLETIONS):
-        assert ask(client, route, n=2, best_of=2)[0] == 200
-
-
-@each_protocol
-def test_what_is_not_done_is_a_400_that_names_it(client, route):
-    for name in NEUTRAL.keys() - KNOWN - {*OWN.get(route, IN_CHATS)}:
-        first = NEUTRAL[name][0]
-        as_other = int(first) if isinstance(first, bool) else bool(first)
-        for value in ({"a": 1}, 7, as_other):
-            answer = client.post(route, json=BODIES[route] | {name: value})
-            assert answer.status_code == 400, (name, value)
-            said = answer.json["error"]["message"]
-            assert said.startswith(f"{name} is not supported here, other than as ")
-
-
-NEAR = {  # a misspelt field, and the one that is meant
-    "temprature": "temperature", "max_token": "max_tokens", "topp": "top_p", "sead": "seed",
-    "num_speculative_token": "num_speculative_tokens", "streaming": "stream", "x" * 9999: "",
-    "n_predict": "", "\ud800\n": "", "": "",
-}  # fmt: skip
-
-
-@each_protocol
-def test_an_unknown_field_is_a_400_that_names_it_and_the_nearest(client, route):
-    for name, near in NEAR.items():
-        answer = client.post(route, json=BODIES[route] | {name: 0})
-        error = answer.json["error"]
-        assert answer.status_code == 400 and len(error["message"]) < 120, name
-        assert "there is no field " in error["message"]
-        if near:
-            assert f"'{name}' here: the nearest one is {near}" in error["message"]
-        assert error.get("param", name[:100]) == name[:100]  # Anthropic has none
-    assert client.post(route, json=BODIES[route] | dict.fromkeys(NEAR)).status_code == 200
-    many = {f"{'x' * 100}{i}": i for i in range(5000)}
-    assert client.post(route, json=BODIES[route] | many).status_code == 400
-
-
-def test_a_field_of_another_route_is_named(client):
-    """Which would be overwritten if it were taken."""
-    others = {CHAT: "prompt", RESPONSES: "prompt", MESSAGES: "prompt", GENERATE: "messages"}
-    for route, name in others.items():
-        answer = client.post(route, json=BODIES[route] | {name: "a"})
-        assert answer.status_code == 400 and name in answer.json["error"]["message"]
-
-
-def test_two_names_of_a_limit_may_say_the_same(client):
-    for route, other in ((GENERATE, "max_completion_tokens"), (RESPONSES, "max_output_tokens")):
-        same, unlike = (BODIES[route] | {other: n, "max_tokens": 1} for n in (1, 2))
-        assert client.post(route, json=same).status_code == 200
-        answer = client.post(route, json=unlike)
-        assert answer.status_code == 400 and is_error(answer.json, other)
-    for stop, status in (["b"], 200), (["c"], 400):
-        fields = BODIES[MESSAGES] | {"stop_sequences": ["b"], "stop": stop}
-        assert client.post(MESSAGES, json=fields).status_code == status
+        assert changes(was, wanted(route, fields)) == {}
 
 
 def test_names_inside_of_messages_are_those_that_servers_gave(client):
@@ -198,15 +199,6 @@ def test_an_answer_and_a_stream_tell_the_same_ids_and_tokens_by_them(client, rou
     assert all("usage" not in c and "token_ids" not in json.dumps(c) for c in plain)
 
 
-def test_stream_options_are_checked(client):
-    for options, said in (({"include_usage": 1}, "include_usage"), ([], "object")):
-        status, body = ask(client, CHAT, stream=True, stream_options=options)
-        assert status == 400 and is_error(body, "stream_options")
-        assert said in body["error"]["message"]
-    _, events = ask(client, COMPLETIONS, stream=True, stream_options={"x": 1})
-    assert events[-1]["warnings"] == []  # of names, those at the top count
-
-
 def test_a_chat_may_say_how_the_template_is_used(client):
     """The template begins the assistant's turn, or the last turn is continued."""
     turns = [*TURNS, {"role": "assistant", "content": "c d"}]
@@ -222,11 +214,6 @@ def test_a_chat_may_say_how_the_template_is_used(client):
     assert ids() == read("user: a b\nassistant:")
     assert ids(add_generation_prompt=False) == read("user: a b\n")
     assert ids(messages=turns, continue_final_message=True) == read("user: a b\nassistant: c d")
-    status, body = ask(client, CHAT, continue_final_message=True)
-    assert status == 400 and is_error(body, "continue_final_message")
-    both = {"continue_final_message": True, "add_generation_prompt": True}
-    assert is_error(ask(client, CHAT, messages=turns, **both)[1], "add_generation_prompt")
-    assert ids(truncate_prompt_tokens=2) == ids()[-2:]
 
 
 def test_a_template_reads_the_variables_that_are_sent(chat_folder):

@@ -5,23 +5,23 @@ import shutil
 
 import gguf
 import pytest
+from conftest import application, asked, load
 from gguf_files import add_keys, finish
-from started import module_server, serving
 from transformers import AutoTokenizer
 
 from runtime.models.fim import fim_of, infill_prompt
 from runtime.models.gguf_file import GgufFile
 from runtime.models.gguf_tokenizer import tokenizer_of
 from runtime.models.prompts import tokenize_plain
+from server.options import Options
 
-server = module_server("--fixed-k")
 WORDS = [f"<|{w}|>" for w in "fim_prefix fim_suffix fim_middle repo_name file_sep fim_pad".split()]
 PREFIX, SUFFIX = "def area(r):\n    return ", "\n\nprint(area(2))\n"
 GAP = {"prompt": PREFIX, "suffix": SUFFIX}
 
 
-def filled(server, **fields):
-    status, body = server.post("/v1/completions", **fields)
+def filled(client, **fields):
+    status, body = asked(client, "/v1/completions", **fields)
     assert status == 200, body
     (choice,) = body["choices"]
     return choice
@@ -49,9 +49,8 @@ def filling_folder(chat_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def filling(filling_folder):
-    with serving("--model", str(filling_folder), "--drafter", "ngram") as server:
-        yield server
-        server.end_well()
+    with application(load(filling_folder), Options()) as client:
+        yield client
 
 
 def test_a_suffix_makes_the_prompt_of_a_gap(filling, filling_folder):
@@ -60,7 +59,7 @@ def test_a_suffix_makes_the_prompt_of_a_gap(filling, filling_folder):
     begin, behind, middle = (tokenizer.convert_tokens_to_ids(word) for word in WORDS[:3])
     assert [gap[0], gap[-1]] == [begin, middle] and gap.count(behind) == 1
     assert tokenizer.decode(gap) == WORDS[0] + PREFIX + WORDS[1] + SUFFIX + WORDS[2]
-    _, expected = filling.generate(prompt=gap, max_tokens=6)
+    _, expected = asked(filling, "/generate", gap, max_tokens=6)
     assert filled(filling, **GAP, max_tokens=6)["text"] == expected["text"]
 
 
@@ -81,15 +80,6 @@ def test_tokens_in_the_text_around_a_gap_are_text(filling, filling_folder):
     ids = infill_prompt(sly, sly, tokenizer, "", 256)
     assert ids.count(tokenizer.convert_tokens_to_ids(WORDS[2])) == 1
     assert tokenizer.decode(tokenize_plain(sly, tokenizer, 256)) == sly
-    status, body = filling.post("/v1/completions", prompt=[5, 6], suffix="b")
-    assert status == 400 and "prompt must be a text" in body["error"]["message"]
-
-
-def test_a_model_without_such_tokens_is_named(server):
-    status, body = server.post("/v1/completions", prompt="a", suffix="b")
-    assert status == 400 and body["error"]["param"] == "suffix"
-    assert "embedded has no tokens for filling in" in body["error"]["message"]
-    assert filled(server, prompt="a", suffix="", max_tokens=2)["text"]  # nothing is behind
 
 
 FAMILIES = {

@@ -101,79 +101,12 @@ def test_an_answer_says_that_it_was_cut(client):
 DEEP = {"type": "integer"}
 for _ in range(60):
     DEEP = {"type": "array", "items": DEEP}
-WIDE = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
-WRONG = [  # fields, the one that the answer names, and what it says
-    ({"regex": "a", "choice": ["a"]}, "choice", "choice cannot go with regex"),
-    ({"regex": "a", "json_schema": {}}, "regex", "cannot go with json_schema"),
-    ({"response_format": wrapped({}), "grammar": LARK}, "grammar", "cannot go with"),
-    ({"response_format": "json_object"}, "response_format", "must be an object of type"),
-    ({"response_format": {"type": "xml"}}, "response_format", "must be an object of type"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
-    ({"response_format": wrapped([])}, "response_format", "must be a JSON schema"),
-    ({"response_format": {"type": "json_object", "schema": 1}}, "response_format", "JSON schema"),
-    ({"json_schema": "{"}, "json_schema", "must be a JSON schema"),
-    ({"json_schema": "[" * 9999}, "json_schema", "must be a JSON schema"),
-    ({"json_schema": 5}, "json_schema", "must be a JSON schema"),
-    ({"json_schema": {"type": "thing"}}, "json_schema", "cannot be used: "),
-    ({"json_schema": {"type": "object", "patternProperties": 1}}, "json_schema", "cannot be used"),
-    ({"json_schema": {"not": {"type": "null"}}}, "json_schema", "cannot be used"),
-    ({"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema", "cannot be used"),
-    ({"json_schema": {"$ref": "https://example.com/x"}}, "json_schema", "cannot be used"),
-    ({"json_schema": False}, "json_schema", "cannot be used"),
-    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "json_schema", "cannot be"),
-    ({"regex": ""}, "regex", "must be a regular expression"),
-    ({"regex": ["a"]}, "regex", "must be a regular expression"),
-    ({"regex": "(a"}, "regex", "cannot be used"),
-    ({"regex": "(?=a)b"}, "regex", "cannot be used"),
-    ({"regex": r"(a)\1"}, "regex", "cannot be used"),
-    ({"grammar": "start: thing"}, "grammar", "cannot be used"),
-    ({"grammar": 7}, "grammar", "must be a grammar"),
-    ({"grammar": "root ::= thing"}, "grammar", "cannot be used"),
-    *(({"grammar": rf'root ::= "\{code}"'}, "grammar", rf"\{code} is no character")
-      for code in ("U00110000", "ud800")),
-    ({"choice": []}, "choice", "must be a list of texts"),
-    ({"choice": ["a", 1]}, "choice", "must be a list of texts"),
-    ({"choice": "a"}, "choice", "must be a list of texts"),
-    ({"regex": "a\\"}, "regex", "escapes nothing"),
-    ({"choice": ["", "a"]}, "choice", "none of them empty"),
-    ({"grammar": 'start: "a"' + " " * 70_000}, "grammar", "at most 65536 are read"),
-    ({"json_schema": {"properties": {}, "minProperties": 1}}, "json_schema", "minProperties"),
-    ({"grammar": 'start: a "b"\na[stop="x"]: /[a-z]*/'}, "grammar", "a rule with stop"),
-    ({"grammar": 'start: a "b"\na[max_tokens=9]: /[a-z]*/'}, "grammar", "a rule with max_tokens"),
-    ({"grammar": 'start: a "b"\na[suffix="]", stop="x"]: /[a-z]*/'}, "grammar", "a rule with stop"),
-    ({"grammar": 'start: "a" %json {"minProperties": 1}'}, "grammar", "minProperties"),
-    ({"json_schema": closed(enum={"minProperties": 1})}, "json_schema", "minProperties"),
-    ({"json_schema": WIDE}, "json_schema", "1500 properties of one object that may be left out"),
-    ({"json_schema": {"type": "integer", "multipleOf": "1e999999999"}}, "json_schema", "used:"),
-    ({"json_schema": {"type": "integer", "multipleOf": 7**200}}, "json_schema", "has 1.05e+169"),
-    ({"grammar": 'root ::= "a'}, "grammar", "is no GBNF: Unexpected end of input"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("route", [GENERATE, CHAT])
-@pytest.mark.parametrize("case", range(len(WRONG)))
-def test_what_cannot_be_a_format_is_a_400_that_names_the_field(client, case, route):
-    fields, name, what = WRONG[case]
-    status, body = asked(client, route, **fields)
-    assert status == 400 and is_error(body, name), body
-    assert what in body["error"]["message"] and "<state>" not in body["error"]["message"]
-
-
-def test_the_text_of_a_special_token_is_no_format(client, demo_engine):
-    """llguidance would force the token, and then refuse it."""
-    token = demo_engine.target.tokenizer.all_special_tokens[0]
-    schema = closed(a={"const": f"a {token}"})
-    code, text = f"\\u{ord(token[0]):04x}{token[1:]}", json.dumps(schema, indent=1)
-    rules = f'root ::= "{token}"', f'root ::= "{code}"', f"start: %json {{}} %json {text}"
-    titled = {"json_schema": {"enum": [{"title": token}]}}
-    wrong = {"choice": [token]}, {"json_schema": schema}, {"regex": token}, titled
-    for fields in (*wrong, *({"grammar": text} for text in rules)):
-        status, body = asked(client, GENERATE, **fields)
-        assert status == 400 and is_error(body, *fields) and token in body["error"]["message"]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    status, body = asked(client, CHAT, tools=tools)
-    assert status == 400 and is_error(body, "tools") and token in body["error"]["message"]
-    said = closed(a={"const": "a", "description": f"never {token}", "default": token})
+def test_a_special_token_may_stand_where_people_alone_read_it(client):
+    said = closed(
+        a={"const": "a", "description": "never <|endoftext|>", "default": "<|endoftext|>"}
+    )
     assert asked(client, GENERATE, json_schema=said)[1]["text"] == '{"a":"a"}'
 
 
@@ -184,66 +117,16 @@ def test_what_only_looks_like_what_is_not_supported_is_a_format(client):
     texts = [rules, 'root ::= "a[stop=1]b" ["]', 'start: %json {"const": "a[stop=1]"}']
     for fields in ({"json_schema": {"enum": [value]}}, {"json_schema": {"const": value}}):
         assert json.loads(asked(client, GENERATE, **fields)[1]["text"]) == value
+    assert asked(client, GENERATE, json_schema=True, max_tokens=4)[1]["token_ids"]
     for text in texts:
         status, body = asked(client, GENERATE, grammar=text)
         assert status == 200 and re.fullmatch(r'"?a\[stop=1\](b?[/"])?', body["text"]), body
-
-
-def test_no_format_and_any_text_are_free_text_and_a_schema_that_allows_all_is_any_json(client):
-    free = asked(client, GENERATE)[1]["token_ids"]
-    status, body = asked(client, GENERATE, json_schema=True, max_tokens=4)
-    assert status == 200 and body["token_ids"]
-    text = {"response_format": {"type": "text"}}
-    for fields in (text, {"regex": None}):
-        assert asked(client, GENERATE, **fields)[1]["token_ids"] == free
 
 
 def choices_of(count, **more):
     """A schema of so many alternatives, each of which may hold any of them again."""
     return {"anyOf": [{"type": "array", "items": {"$ref": "#"}, "maxItems": i}
                       for i in range(count)]} | more  # fmt: skip
-
-
-LARGE = {  # what llguidance needs seconds or hours for, and the size by which it is refused
-    "a large multiple": ({"json_schema": {"type": "integer", "multipleOf": 1_000_003}}, "multiple"),
-    "some multiples": ({"json_schema": {
-        "allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]}}, "multiple"),
-    "many multiples": ({"json_schema": {
-        "prefixItems": [{"type": "integer", "multipleOf": 9000 + i} for i in range(100)]}},
-        "multiple"),
-    "a multiple in rules": (
-        {"grammar": 'start: "a" %json {"type": "integer", "multipleOf": 1000003}'}, "multiple"),
-    "a class": ({"regex": f"[{''.join(chr(256 + 2 * i) for i in range(26_000))}"
-                          f"{''.join(chr(65536 + 2 * i) for i in range(20_000))}]x"}, "classes"),
-    "classes of patterns": ({"json_schema": {"prefixItems": [
-        {"type": "string", "pattern": f"[{''.join(chr(256 + 2 * i) for i in range(9000))}]"}
-        for _ in range(5)]}}, "classes"),
-    "5,000 properties": ({"json_schema": {
-        "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}}, "properties"),
-    "properties of a part": ({"json_schema": {"$defs": {"a": {
-        "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}}}}, "properties"),
-    "schemas": ({"json_schema": {"prefixItems": [{"type": "null"}] * 11_000}}, "schemas"),
-    "alternatives": ({"json_schema": choices_of(1001)}, "alternatives"),
-    "alternatives of rules": (
-        {"grammar": f"start: r\nr: {' | '.join(['r'] * 1002)}"}, "alternatives"),
-    "alternatives of GBNF": (
-        {"grammar": f"root ::= r\nr ::= {' | '.join(['r'] * 1002)}"}, "alternatives"),
-    "a long expression": ({"regex": "a" * 70_000}, "characters of a regular expression"),
-    "a long schema": ({"json_schema": {"enum": [f"value {i} of many" for i in range(20_000)]}},
-                      "characters"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_what_takes_long_to_build_is_refused_for_its_size(demo_engine, monkeypatch, name):
-    """No clock decides it: it is not even tried. Translating GBNF is not building."""
-    target = demo_engine.target
-    vocabulary = vocabulary_of(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
-    monkeypatch.setattr(vocabulary._probe, "check", None)
-    (body, size), (field,) = LARGE[name], LARGE[name][0]
-    with pytest.raises(RequestError, match=f"{field} cannot be used: has .*{size}.* at most") as it:
-        grammar_of(body, demo_engine, [])
-    assert it.value.status == 400 and it.value.param == field
 
 
 def test_what_people_write_is_within_the_limits(demo_engine):

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
 
 import pytest
 from started import ENDLESS, GOOD, REQUESTS, is_error, module_server, request, serving, until
@@ -15,7 +16,7 @@ from started import ENDLESS, GOOD, REQUESTS, is_error, module_server, request, s
 JSON = "Content-Type: application/json"
 MANY_FILES = 4096
 server = module_server(
-    *("--max-running", "4", "--max-queued", "80"),
+    *("--max-running", "4", "--max-queued", "80", "--drafter", "none"),
     *("--allowed-host", "Mine.example", "--allow-origin", "*"),
     ignored=(signal.SIGHUP,),  # as nohup starts one
 )
@@ -50,11 +51,11 @@ def test_who_comes_gets_in_when_1100_connections_idle(server):
 
 
 def test_a_burst_of_512_streams_waits_for_places_and_the_next_is_told_which_option_says_so():
-    """With default options. All of them may have long bodies, but not 64 MiB together."""
+    """With the default queue. All of them may have long bodies, but not 64 MiB together."""
     body = json.dumps(ENDLESS | {"stream": True}).encode()
     fill = [request("/generate", body + b" " * n, f"Content-Length: {len(body) + n}")
             for n in (0, 1_000_000)]  # fmt: skip
-    with serving("--model", "embedded") as server:
+    with serving("--drafter", "none") as server:
 
         def are_told(number):
             return sum(map(server.health().get, REQUESTS)) == number
@@ -104,7 +105,8 @@ def is_closed(client):
 
 UNWANTED = [  # status, path, header
     (413, "/generate", JSON), (413, "/nowhere", JSON), (403, "/generate", "Host: evil.example"),
-    (415, "/generate", "Content-Type: text/plain"), (415, "/v1/chat/completions", "X: a"),
+    (413, "/v1/messages", JSON), (415, "/generate", "Content-Type: text/plain"),
+    (415, "/v1/chat/completions", "X: a"),
 ]  # fmt: skip
 
 
@@ -113,7 +115,11 @@ def test_a_body_that_is_not_wanted_is_refused_before_it_is_sent(server, status, 
     host = "Host: localhost" if status != 403 else JSON
     lines = [f"POST {path} HTTP/1.1", host, header, "Content-Length: 10000000000", "", ""]
     answer = server.raw("\r\n".join(lines).encode() + b"x" * 100)
-    assert answer[0] == status and is_error(answer[2])
+    assert answer[0] == status
+    if path == "/v1/messages":  # Anthropic's errors have another form
+        assert answer[2]["error"]["type"] == "request_too_large"
+    else:
+        assert is_error(answer[2])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -126,6 +132,18 @@ def test_pipelined_requests_do_not_hide_that_a_client_has_left(server, stream):
     assert is_served(server)
 
 
+def test_choices_and_texts_of_a_list_wait_as_one_and_end_when_their_client_leaves(server):
+    listed = {"prompt": [ENDLESS["prompt"]] * 6}
+    before = server.log().count('"status": 499')
+    asked = ("/generate", {"n": 6, "temperature": 1}), ("/v1/completions", listed)
+    for (path, fields), is_streamed in product(asked, (False, True)):
+        with server.connect(path, ENDLESS | fields | {"stream": is_streamed}):
+            server.wait_until_running(4)
+            assert server.health()["num_requests_waiting"] == 1
+        server.wait_until_idle()
+    until(lambda: server.log().count('"status": 499') == before + 2)  # of those without a stream
+
+
 def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
     def complaints():
         """The times in seconds of the log's lines about files."""
@@ -133,7 +151,7 @@ def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
         told = [json.loads(line) for line in lines if line.startswith("{")]
         return [line["time"][:19] for line in told if "open files" in line.get("message", "")]
 
-    with serving() as server:
+    with serving("--drafter", "none") as server:
         open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
         soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files + 5, hard))

@@ -14,7 +14,18 @@ import pytest
 import torch
 from conftest import TARGET
 from prometheus_client.parser import text_string_to_metric_families
-from started import AT_WORK, COLOURS, is_error, module_server, request, until
+from started import (
+    AT_WORK,
+    BODIES,
+    CHAT,
+    COLOURS,
+    MESSAGES,
+    RESPONSES,
+    is_error,
+    module_server,
+    request,
+    until,
+)  # fmt: skip
 from transformers import AutoTokenizer
 
 from runtime.models.reference import contents_of, system_fingerprint
@@ -37,11 +48,19 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
-def chat(chatting):
-    """Asks for an answer to TURNS."""
+def creates(chatting):
+    """What asks for an answer to TURNS: as a chat, and as a completion of the text they make."""
     with chatting.openai() as client:
         (model,) = client.models.list().data
-        yield partial(client.chat.completions.create, model=model.id, messages=TURNS)
+        yield {
+            "chat": partial(client.chat.completions.create, model=model.id, messages=TURNS),
+            "completion": partial(client.completions.create, model=model.id, prompt=AS_TEXT),
+        }
+
+
+@pytest.fixture
+def chat(creates):
+    return creates["chat"]
 
 
 def generate(server, **fields):
@@ -51,19 +70,10 @@ def generate(server, **fields):
     return body
 
 
-@pytest.mark.parametrize("given", [COLOURS, [COLOURS], [[4, 8, 15]]], ids=str)
-def test_a_completion_is_what_generate_answers(client, server, given):
-    result = client.completions.create(model="embedded", prompt=given, max_tokens=20, seed=1)
-    prompt = given if given == COLOURS else given[0]  # a list may have one
-    expected = generate(server, prompt=prompt, max_tokens=20)
-    (choice,) = result.choices
-    assert choice.text == expected["text"] and choice.finish_reason == expected["finish_reason"]
-    assert result.object == "text_completion" and result.id.startswith("cmpl-")
-    assert result.usage.model_dump(exclude_none=True) == expected["usage"]
-    figures = result.metrics["speculative_decoding"]
-    assert set(figures) == set(expected["metrics"]["speculative_decoding"])
-    assert result.timings["predicted_n"] == 20 and result.seed == 1
-    timings, again = result.timings, generate(server, prompt=prompt, max_tokens=1)
+def test_an_answer_tells_its_times_and_what_they_come_to(client, server):
+    result = client.completions.create(model="embedded", prompt=COLOURS, max_tokens=20, seed=1)
+    timings, again = result.timings, generate(server, prompt=COLOURS, max_tokens=1)
+    assert timings["predicted_n"] == 20 and result.seed == 1
     assert timings["prompt_n"] + timings["cache_n"] == result.usage.prompt_tokens
     for part, count in (("prompt", timings["prompt_n"]), ("predicted", 19)):  # one comes with it
         ms = timings[f"{part}_per_token_ms"] * count
@@ -85,9 +95,6 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
         assert answer["token_ids"] == text["token_ids"] and answer["usage"] == text["usage"]
         first, second, *_ = answer["trace"]
         assert first["prompt_text"] == read and "prompt_text" not in second
-    for prompt in ([1, 2], [], [{"role": "user"}], "a" * 200_000, "a"):
-        status, body = chatting.generate(prompt=prompt, chat=1 if prompt == "a" else True)
-        assert status == 400 and is_error(body, "chat" if prompt == "a" else "prompt"), body
     for path, fields, said in (
         ("/generate", {"prompt": "a", "chat": True}, "this model has no chat template"),
         ("/v1/chat/completions", {"messages": TURNS}, "no chat template: use /v1/completions"),
@@ -120,18 +127,38 @@ def test_models_are_listed_under_the_name_that_requests_may_use(client):
         client.models.retrieve("gpt-9")
 
 
-def test_a_completion_streams_its_text_and_its_figures(client):
-    ask = partial(client.completions.create, model="embedded", prompt=COLOURS, max_tokens=20)
-    whole, (*chunks, last) = ask(), ask(stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * len(chunks)
-    assert last.choices[0].finish_reason == "length" and last.choices[0].text == ""
-    assert last.metrics["speculative_decoding"]["num_draft_tokens"] > 0
-    assert last.timings["predicted_n"] == 20 and last.usage is None
-    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_an_answer_whole_or_streamed_has_the_choices_and_figures_of_generate(
+    creates, chatting, kind, n
+):
+    fields = {"temperature": 1.0, "seed": 5, "max_tokens": 16, "n": n}
+    expected, whole = chatting.generate(prompt=AS_TEXT, **fields)[1], creates[kind](**fields)
+    said = [(c.text if kind == "completion" else c.message.content) for c in whole.choices]
+    texts = [body["text"] for body in expected.get("choices", [expected])]
+    assert said == texts and [choice.index for choice in whole.choices] == [*range(n)]
+    assert whole.usage.model_dump(exclude_none=True) == expected["usage"]
+    figures = whole.metrics["speculative_decoding"].keys()
+    assert figures == expected["metrics"]["speculative_decoding"].keys()
+    names = {"chat": ("chatcmpl-", "chat.completion"), "completion": ("cmpl-", "text_completion")}
+    assert (whole.id[: whole.id.index("-") + 1], whole.object) == names[kind]
+    chunks = [*creates[kind](**fields, stream=True)]
+    for i, choice in enumerate(whole.choices):
+        first, *_, last = mine = [c for chunk in chunks for c in chunk.choices if c.index == i]
+        if kind == "completion":
+            assert "".join(part.text for part in mine) == texts[i] and last.text == ""
+        else:
+            assert "".join(part.delta.content or "" for part in mine) == texts[i]
+            assert (first.delta.role, first.delta.content) == ("assistant", "")
+            assert last.delta.content is None
+        reasons = [part.finish_reason for part in mine]
+        assert reasons == [None] * (len(mine) - 1) + [choice.finish_reason]
+    *_, last = chunks
+    assert last.metrics["speculative_decoding"] and last.timings["predicted_n"] > 0
+    assert last.usage is None and len({chunk.id for chunk in chunks}) == 1
     assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
-    *others, usage = ask(stream=True, stream_options={"include_usage": True})
-    assert others[-1].choices[0].finish_reason == "length"
+    *others, usage = creates[kind](**fields, stream=True, stream_options={"include_usage": True})
+    assert {chunk.object for chunk in (*others, usage)} == {chunks[0].object}
     assert usage.choices == [] and usage.usage == whole.usage and usage.metrics and usage.timings
     for chunk in others:  # as OpenAI and vLLM have it: a null, and figures at the end alone
         assert chunk.usage is None and "usage" in chunk.model_fields_set
@@ -160,19 +187,6 @@ def test_a_fingerprint_changes_with_weights_dtype_and_kernels(tiny_folder):
     assert len({*seen}) == 4
 
 
-def test_our_own_fields_go_along(client):
-    ask = partial(client.completions.create, model="embedded", prompt=COLOURS, max_tokens=12)
-    extra = {"drafter": "ngram", "num_speculative_tokens": 3, "trace": True, "top_k": 1}
-    result = ask(temperature=1, extra_body=extra)
-    figures = result.metrics["speculative_decoding"]
-    assert figures["drafter"] == "ngram" and figures["num_spec_tokens"] == 3
-    assert len(result.trace) == figures["target_passes"] + 1
-    with pytest.raises(openai.BadRequestError, match="no field 'draftr' here.* is drafter"):
-        ask(user="me", extra_body={"draftr": "ngram"})
-    same = {"n": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1}
-    assert ask(**same).warnings == []
-
-
 def test_log_probabilities_have_the_shape_of_completions(client, server):
     ask, fields = client.completions.create, {"prompt": COLOURS, "max_tokens": 6}
     answers = (generate(server, **fields, logprobs=wanted) for wanted in (False, True, 0, 2))
@@ -185,38 +199,20 @@ def test_log_probabilities_have_the_shape_of_completions(client, server):
     assert listed.token_logprobs == [entry["logprob"] for entry in expected]
     assert all(len(top) == 2 for top in listed.top_logprobs)
     assert listed.text_offset[:2] == [0, len(listed.tokens[0])]
-    chunks = [c.choices[0].logprobs for c in ask(**fields, stream=True) if c.choices[0].logprobs]
-    assert sum([chunk.tokens for chunk in chunks], []) == listed.tokens
-    assert sum([chunk.text_offset for chunk in chunks], []) == listed.text_offset
+    two = fields | {"n": 2, "temperature": 3, "seed": 5}
+    (whole, other), chunks = (choices := ask(**two).choices), ask(**two, stream=True)
+    told = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert whole.logprobs.tokens != other.logprobs.tokens
+    for i, choice in enumerate(choices):
+        parts = [part.logprobs for part in told if part.index == i]
+        assert sum([part.tokens for part in parts], []) == choice.logprobs.tokens
+        assert sum([part.text_offset for part in parts], []) == choice.logprobs.text_offset
+        assert choice.logprobs.text_offset[0] == 0
     fields |= {"max_tokens": 30, "extra_body": {"choice": ["🙃🙃"]}}  # each is several tokens
     listed = ask(**fields).choices[0].logprobs
     assert {*listed.text_offset} == {0, 1} and listed.text_offset.count(1) > 1
     echoed = ask(**fields, echo=True).choices[0].logprobs.text_offset
     assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
-
-
-def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
-    expected = chatting.generate(prompt=AS_TEXT, max_tokens=8)[1]
-    result = chat(max_completion_tokens=8)
-    (choice,) = result.choices
-    assert choice.message.role == "assistant" and choice.message.content == expected["text"]
-    assert result.object == "chat.completion" and result.id.startswith("chatcmpl-")
-    assert result.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
-    assert result.metrics["speculative_decoding"]["drafter"] == "ngram"
-    parts = [{"type": "text", "text": "red, "}, {"type": "text", "text": "green,"}]
-    turns = [TURNS[0], {"role": "user", "content": parts}]
-    assert chat(messages=turns, max_tokens=8).choices == result.choices
-
-
-def test_a_conversation_streams_in_the_usual_order(chat):
-    whole, with_usage = chat(max_tokens=8).choices[0], {"include_usage": True}
-    first, *chunks, last, usage = chat(max_tokens=8, stream=True, stream_options=with_usage)
-    assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
-    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.message.content
-    assert last.choices[0].finish_reason == whole.finish_reason
-    assert last.choices[0].delta.content is None
-    assert usage.usage.completion_tokens == usage.timings["predicted_n"] == 8
-    assert {chunk.object for chunk in (first, last, usage)} == {"chat.completion.chunk"}
 
 
 def test_a_conversation_ends_before_a_stop_string_in_the_client_s_own_helper(chat, chatting):
@@ -248,6 +244,14 @@ def test_log_probabilities_have_the_shape_of_chat(chat):
     assert b"".join(bytes(e.bytes) for e in entries) == "🙃".encode() and len(entries) > 1
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     assert bytes_of(len(tokenizer), tokenizer) == b""  # a model may have more rows
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_a_client_that_leaves_leaves_nothing_behind(chatting, path):
+    fields = BODIES[path] | {"max_tokens": 200, "stream": True}
+    with chatting.connect(path, fields) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+    chatting.wait_until_idle()
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, server):

@@ -15,8 +15,9 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from subprocess import PIPE, Popen, run
@@ -34,7 +35,6 @@ from started import (
     end_of,
     free_port,
     module_server,
-    process,
     serving,
     until,
 )  # fmt: skip
@@ -50,7 +50,21 @@ FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
 LONG = {"prompt": list(range(100, 1100)), "max_tokens": 4}
 
 
-def test_every_queue_in_its_range_starts_where_so_many_files_may_be_open(monkeypatch):
+@contextmanager
+def process(*arguments, **options):
+    """A client, and the server in a Python of its own, as a user starts it, once it answers."""
+    client = Client(free_port())
+    command = [sys.executable, SCRIPT, *arguments, "--port", str(client.port)]
+    process = Popen(command, cwd=ROOT, **options)
+    try:
+        until(lambda: client.is_ready() or process.poll() is not None)
+        yield client, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_every_queue_in_its_range_starts_where_so_many_files_may_be_open(monkeypatch, gate):
     """The default one starts with 1,024 files, as many systems have them."""
     resource = pytest.importorskip("resource")
     most = Options(max_queued=MAX_QUEUED, max_running=256)
@@ -65,7 +79,8 @@ def test_every_queue_in_its_range_starts_where_so_many_files_may_be_open(monkeyp
             room = room_for_connections(num_threads(options))
             assert num_threads(options) < room < asked[0][0] <= allowed
     monkeypatch.undo()
-    with serving("--max-queued", str(MAX_QUEUED), "--max-running", "256") as server:
+    queue = ("--max-queued", str(MAX_QUEUED), "--max-running", "256")
+    with serving(*gate.arguments, *queue) as server:
         assert server.generate(**GOOD)[0] == 200
 
 
@@ -98,8 +113,11 @@ def test_a_start_that_fails_says_so_in_one_line_while_clients_ask(tmp_path):
 
         def ask(_):
             while started.poll() is None:
-                with suppress(OSError, HTTPException):
-                    client.call("GET", "/health")
+                with suppress(HTTPException):
+                    try:
+                        client.call("GET", "/health")
+                    except OSError:  # it does not listen yet, and needs the processor
+                        time.sleep(0.05)
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(ask, range(4)))
@@ -175,7 +193,7 @@ def test_a_signal_while_the_server_imports_exits_0(tmp_path, number):
 
 
 _CLOSES = """import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from drafters import Draft, Drafter
 class Closes(Drafter):
     name = "closes"
@@ -187,10 +205,11 @@ class Closes(Drafter):
 """
 
 
-def test_a_drafter_that_closes_the_standard_descriptors_costs_no_answer(tmp_path):
+def test_a_drafter_that_closes_the_standard_descriptors_costs_no_answer(tiny_folder, tmp_path):
     """A connection would get their numbers: the log would go there, and the next call close it."""
     (tmp_path / "closes.py").write_text(_CLOSES)
-    with serving("--drafter", f"{tmp_path / 'closes.py'}:Closes", "--fixed-k") as server:
+    closes = ("--drafter", f"{tmp_path / 'closes.py'}:Closes", "--fixed-k")
+    with serving("--model", str(tiny_folder("llama")), *closes) as server:
         fields = {"prompt": COLOURS, "max_tokens": 8}
         expected = server.generate(**fields, speculative=False)[1]["token_ids"]
         for _ in range(4):
@@ -315,7 +334,7 @@ def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
     assert line["acceptance"] == round(kept / drafted, 4) and line["tokens"] == 60
 
 
-def test_the_log_on_a_terminal_is_for_people():
+def test_the_log_on_a_terminal_is_for_people(gate):
     reader, end = pty.openpty()
     os.set_blocking(reader, False)
     said = bytearray()
@@ -325,7 +344,7 @@ def test_the_log_on_a_terminal_is_for_people():
             said.extend(os.read(reader, 1 << 16))
         return said.decode().splitlines()
 
-    with serving(stderr=os.ttyname(end)) as server:
+    with serving(*gate.arguments, stderr=os.ttyname(end)) as server:
         plain = {"max_tokens": 3, "speculative": False}
         assert server.generate(prompt=f"{SECRET} \u202e", **plain)[0] == 200
         assert server.call("GET", "/%1b[31m")[0] == 404
@@ -341,10 +360,10 @@ def test_the_log_on_a_terminal_is_for_people():
     assert re.fullmatch(words, refused) and f"WARNING {refused}" in said.decode()
 
 
-def test_the_log_in_a_pipe_is_json(tmp_path):
+def test_the_log_in_a_pipe_is_json(tmp_path, gate):
     os.mkfifo(tmp_path / "log")
     reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
-    with serving(stderr=tmp_path / "log") as server:
+    with serving(*gate.arguments, stderr=tmp_path / "log") as server:
         assert server.generate(**GOOD)[0] == 200
         server.send(signal.SIGTERM)
         assert server.exit_code() == 0
