@@ -46,6 +46,15 @@ def measured(engine, fingerprint="a target"):
     return whole
 
 
+@pytest.fixture(scope="module")
+def whole(demo_engine):
+    """The curve of the embedded models, measured once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(measurement, "_LONGEST_MS", inf)
+        patched.setattr(measurement, "_LONGEST_PASS_MS", inf)
+        return measured(demo_engine, None).curve
+
+
 def rows_of(engine):
     """The rows that are open in the caches of an engine's models."""
     caches = [engine.target.cache, engine.draft_model.cache, *engine.pool.drafters["mtp"]._caches]
@@ -126,14 +135,13 @@ def test_the_curve_of_the_same_models_and_machine_is_found_again(demo_engine, fo
 
 
 @pytest.mark.parametrize("times", [1e-3, 1e3])
-def test_it_is_measured_anew_and_the_shorter_times_count(demo_engine, times):
+def test_it_is_measured_anew_and_the_shorter_times_count(demo_engine, whole, times):
     """Where the machine was busy at one of two starts."""
-    whole = measured(demo_engine)
-    passes = {rows: ms * times for rows, ms in whole.curve.pass_ms.items()}
-    known = whole.curve.drafters.items()
+    passes = {rows: ms * times for rows, ms in whole.pass_ms.items()}
+    known = whole.drafters.items()
     drafters = {name: {part: ms * times for part, ms in parts.items()} for name, parts in known}
-    stored = replace(whole.curve, pass_ms=passes, drafters=drafters, measured_at="2020-01-01")
-    whole._store.write(stored)
+    stored = replace(whole, pass_ms=passes, drafters=drafters, measured_at="2020-01-01")
+    Measurement(demo_engine, "a target")._store.write(stored)
     curve = measured(demo_engine).curve
     is_stored = curve.pass_ms == passes, curve.drafters == drafters
     assert is_stored == ((True, True) if times < 1 else (False, False))
@@ -177,16 +185,18 @@ def test_a_stored_curve_that_cannot_be_used_is_ignored_with_one_line(
     assert "cannot be read" in record.getMessage()
 
 
-def test_what_is_known_of_a_drafter_stays_where_a_server_is_without_it(demo_engine, monkeypatch):
+def test_what_is_known_of_a_drafter_stays_where_a_server_is_without_it(
+    demo_engine, whole, monkeypatch
+):
     """And its target's passes are known there, too; of another draft model nothing is."""
-    whole = measured(demo_engine)
-    assert "draft_model" in whole.curve.drafters
+    Measurement(demo_engine, "a target")._store.write(whole)
+    assert "draft_model" in whole.drafters
     with monkeypatch.context() as patch:
         patch.delitem(demo_engine.pool.drafters, "draft_model")
         less = Measurement(demo_engine, "a target")
-        assert less.curve.pass_ms == whole.curve.pass_ms and [*less.curve.drafters] == ["mtp"]
+        assert less.curve.pass_ms == whole.pass_ms and [*less.curve.drafters] == ["mtp"]
         less._store.write(less.curve)
-    assert Measurement(demo_engine, "a target").curve == whole.curve
+    assert Measurement(demo_engine, "a target").curve == whole
     monkeypatch.setattr(demo_engine.draft_model, "fingerprint", "of another file")
     assert "draft_model" not in Measurement(demo_engine, "a target").curve.drafters
 
