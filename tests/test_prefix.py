@@ -4,11 +4,9 @@ Its drafters draft as if they had read it. What is remembered stays within its m
 cannot be trusted is not remembered.
 """
 
-from itertools import product
-
 import pytest
 import torch
-from conftest import WAYS, finish, finished, load, run, together
+from conftest import WAYS, finish, finished, load, run
 
 from runtime.cache.prefix import PrefixCache
 from runtime.values import Output, Request
@@ -20,12 +18,6 @@ SHARED = torch.randint(4096, (560,), generator=torch.Generator().manual_seed(0))
 FIRST, SECOND = [*SHARED, 5, 6, 7], [*SHARED, 8, 9, 8, 9, 8]
 MTP, SIZE = "mtp", 64
 MOST = len(SHARED) // SIZE * SIZE  # of its tokens lie in whole blocks
-
-
-@pytest.fixture
-def name():
-    """The drafter's name in the test that is shared by all heads."""
-    return MTP
 
 
 @pytest.fixture
@@ -110,24 +102,6 @@ def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
     expected = (None, 0), ("ngram", MOST), (MTP, 0), (MTP, MOST), ("ngram", MOST)
     for name, count in expected:
         assert num_cached(engine, FIRST, max_tokens=4, drafter=name) == count
-
-
-@pytest.mark.parametrize("tail", [3, SIZE + 6], ids=["short", "long"])
-def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
-    """A head drafts as without a memory, whichever drafter read the prompt, and beside what."""
-    target, drafters = demo_engine.target, {name: demo_engine.pool.drafters[name]}
-    random = torch.Generator().manual_seed(tail)
-    prompt, other = torch.randint(4096, (2, 2 * SIZE + tail), generator=random).tolist()
-    apart, expected = run(core.Engine(target, drafters), prompt, max_tokens=12, drafter=name)
-    for first, second, beside in product((None, name), repeat=3):
-        engine = core.Engine(target, drafters, prefixes=PrefixCache.of(target, 64))
-        run(engine, prompt[: 2 * SIZE + 1], max_tokens=1, drafter=first)
-        asked = ((other, beside), (prompt, second), (prompt[::-1], beside))
-        batch = together(engine, [Request(text, 4, drafter) for text, drafter in asked])
-        assert not any(s.failure for s in batch)
-        s, events = run(engine, prompt, max_tokens=12, drafter=name)
-        assert s.output == apart.output and not s.warnings, (first, second, beside)
-        assert [e["proposals"] for e in events] == [e["proposals"] for e in expected]
 
 
 def test_the_draft_model_remembers_its_own_keys(demo_engine):
