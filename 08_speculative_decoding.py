@@ -279,7 +279,7 @@ class Engine:
         self, target: CachedModel, loaded: dict[str, drafters.Drafter], default: str | None = None,
         prefill_chunk: int = 256, controller: Any = None,
         draft_model: CachedModel | None = None, is_strict: bool = False,
-        prefixes: cache.PrefixCache | None = None,
+        prefixes: Any = None,
     ) -> None:  # fmt: skip
         """Without a controller every draft has the length that its request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
@@ -436,11 +436,9 @@ def load_engine(options: Any) -> Engine:
 # --------------------------------------------------------------------------------- Flask app
 def create_app(service: Any) -> Flask:
     """The web application; `service` is an engine and its worker (server/service.py)."""
-    from server import dialects
     from server.service import read_body
 
-    app = service.new_app()  # the page, GET /metrics and /curve
-    dialects.register_routes(app, service)
+    app = service.new_app()  # the page, GET /metrics and /curve, and other engines' protocols
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from runtime import kernels
-from runtime.cache.prefix import PrefixCache
+from runtime import kernels, plug
 from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 
@@ -69,7 +68,8 @@ class DraftModelDrafter(ModelDrafter):
         """`draft` is a cached model with the target's tokens."""
         self._draft = draft
         self.num_step_weights = draft.num_weights
-        self._prefixes = PrefixCache.of(draft, context.prefix_cache_mb)
+        prefix = plug("runtime.cache.prefix")
+        self._prefixes = prefix and prefix.PrefixCache.of(draft, context.prefix_cache_mb)
         # Embeddings may be padded. Ids that only one of the two models has are never drafted.
         self._vocab_size = context.target.vocab_size
         self._shared = min(draft.vocab_size, self._vocab_size)

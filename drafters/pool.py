@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from runtime.cache.prefix import PrefixCache
 from runtime.values import Draft, Request, RequestError, TextSequence, Verdict, in_short
 
 from .base import Drafter, first_choice
@@ -36,11 +36,12 @@ class DrafterPool:
 
     def __init__(
         self, drafters: dict[str, Drafter], vocab_size: int, default: str | None = None,
-        is_strict: bool = False, prefixes: PrefixCache | None = None, can_branch: bool = False,
+        is_strict: bool = False, prefixes: Any = None, can_branch: bool = False,
     ) -> None:  # fmt: skip
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
 
-        `prefixes` are the target's: what it knows of a prompt, the drafters read along.
+        `prefixes` are the target's (a PrefixCache): what it knows of a prompt, the drafters read
+        along.
         `can_branch` says that the target can verify a tree. Raises ValueError if the default needs
         that.
         """

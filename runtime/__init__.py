@@ -1,1 +1,14 @@
 """What computes: values, how tokens are chosen, KV caches, models, grammars and kernels."""
+
+import logging
+from importlib import import_module
+from typing import Any
+
+
+def plug(name: str) -> Any:
+    """The module `name`, which may be deleted: None without it, or without a package it needs."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        logging.getLogger("plugs").warning("going on without %s: %s", name, error)
+        return None

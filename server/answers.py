@@ -8,10 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from statistics import fmean
+from typing import Any
 
 import torch
 
-from drafters.auto import Costs
+from runtime import plug
 from runtime.grammars import OPEN
 from runtime.models.catalogue import entry_of
 from runtime.statistics import FORMULAS, Statistics, ratio
@@ -27,12 +28,12 @@ from runtime.values import (
 )
 
 from . import trace
-from .comparison import comparison
 from .formats import reasoning_of
 from .options import Options
 from .parsing import model_id
 from .worker import LOG, Job, Run, Worker
 
+comparison = plug("server.comparison")
 PING = ": ping\n\n"  # a proxy might take silence for an end
 _MIN_DRAFTS_TO_JUDGE = 100
 _FEW = 5  # drafted tokens, whose mean time is told
@@ -59,7 +60,7 @@ def answer(runs: list[Run], notes: list[str], dtype: torch.dtype) -> Json:
     elif len(runs) > 1:
         sequences = [run.sequence for run in runs]
         pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
-        body["compare"] = comparison(pairs, runs[1].events, dtype)
+        body["compare"] = comparison.comparison(pairs, runs[1].events, dtype)
     return body
 
 
@@ -360,7 +361,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
     }
 
 
-def _costs_by_batch(costs: Costs) -> Json:
+def _costs_by_batch(costs: Any) -> Json:
     """What passes and drafts take, by class of batches, as of the smallest batch of each."""
     classes = {}
     measured = sorted({name for name, _ in list(costs.drafts)})

@@ -6,9 +6,7 @@ from contextlib import suppress
 from copy import copy
 
 import drafters
-from drafters.auto import Controller
-from runtime import kernels
-from runtime.cache import PrefixCache
+from runtime import kernels, plug
 from runtime.models import StartError, ahead, loading
 from runtime.models.loading import PROGRESS
 from runtime.models.reference import check, refusal
@@ -49,11 +47,12 @@ def assemble_engine(options: Options) -> Engine:
         quantize = "int4" if is_rounded else options.quantize
         with refusal(model, is_fast=True):
             kernels.speed_up(model, quantize, check, keeps_embedding=is_rounded)
+    auto, prefix = plug("drafters.auto"), plug("runtime.cache.prefix")
     return core.Engine(
         target, loaded, default, prefill_chunk=options.prefill_chunk,
-        controller=None if options.fixed_k else Controller.of(target, loaded),
+        controller=auto.Controller.of(target, loaded) if auto and not options.fixed_k else None,
         draft_model=draft, is_strict=options.strict,
-        prefixes=PrefixCache.of(target, options.prefix_cache_mb),
+        prefixes=prefix and prefix.PrefixCache.of(target, options.prefix_cache_mb),
     )  # fmt: skip
 
 

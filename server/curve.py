@@ -161,12 +161,12 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def register_curve(app: Flask, worker: Any) -> None:
+def register(app: Flask, service: Any) -> None:
     """GET /curve: a 404 where nothing is measured, as with another engine."""
 
     @app.get("/curve")
     def get_curve() -> Json:
         """The curve, and from where on drafts pay."""
-        if worker.measurement is None:
+        if service.worker.measurement is None:
             raise RequestError("no cost curve is measured here", status=404)
-        return worker.measurement.as_dict()
+        return service.worker.measurement.as_dict()

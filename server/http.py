@@ -22,9 +22,9 @@ from werkzeug import Request
 from werkzeug.datastructures import EnvironHeaders
 from werkzeug.exceptions import HTTPException
 
+from runtime import plug
 from runtime.models.catalogue import abandon
 from runtime.values import TOO_SLOW, Json, RequestError, engine_failure, in_short
-from server.page import register_page
 
 from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
 from .log import Progress, log_to_stderr, name_requests
@@ -168,7 +168,8 @@ def loading_app(options: Options, error_forms: Json) -> Flask:
     """Answers 503 to all but the page, which asks /health for the progress, and reloads itself."""
     app = base_app(options)
     app.extensions["error_forms"] |= error_forms
-    register_page(app, {})
+    if page := plug("server.page"):
+        page.register_page(app, {})
     progress = Progress()
     body = {"status": "loading", "model": model_id(options.title)}
     app.add_url_rule("/health", view_func=lambda: (body | progress.as_dict(), 503))

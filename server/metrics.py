@@ -6,6 +6,7 @@ format. Everything comes twice, plain and with the prefix of vLLM.
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from flask import Flask, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -105,9 +106,9 @@ def _counters(engine: Engine, total: Statistics) -> dict[str, tuple[int, str]]:
     }
 
 
-def register_metrics(app: Flask, engine: Engine, worker: Worker) -> None:
+def register(app: Flask, service: Any) -> None:
     """GET /metrics: what the engine counts, and what the worker knows of its requests."""
-    meter = Meter(engine, worker)
+    meter = Meter(service.engine, service.worker)
 
     @app.get("/metrics")
     def get_metrics() -> Response:

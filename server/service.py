@@ -9,6 +9,7 @@ from typing import Any
 
 from flask import Flask, Response, current_app, g, request
 
+from runtime import plug
 from runtime.grammars import OPEN
 from runtime.models.calls import Form
 from runtime.models.fim import infill_prompt
@@ -17,24 +18,22 @@ from runtime.models.prompts import (
     call_form,
     chat_prompt,
     list_ids,
-    read_prompts,
 )
 from runtime.models.reference import system_fingerprint
 from runtime.models.tools import Tools
-from runtime.values import Engine, Json
-from server.page import register_page
+from runtime.values import Engine, Json, RequestError
 
 from . import answers
 from .answers import Shape, stream
-from .comparison import runs_to_compare
 from .connection import WHEN_LEFT
-from .curve import register_curve
 from .formats import reasoning_of
 from .http import base_app
-from .metrics import register_metrics
 from .options import Options
 from .parsing import model_id, parse_json, parse_list, parse_request
 from .worker import Job, Run, Worker
+
+_ROUTES = "page", "metrics", "curve", "dialects"  # each may be deleted
+comparison = plug("server.comparison")
 
 
 def read_body(takes_place: bool = True) -> Json:
@@ -62,13 +61,13 @@ class Service:
         self.fingerprint = system_fingerprint(target, options.quantize)
 
     def new_app(self) -> Flask:
-        """An application with the page, GET /metrics and /curve, and what all routes share."""
+        """An application with all routes but /generate and /health, as far as they are there."""
         app = base_app(self.options)
-        register_page(app, read_prompts(self.is_chat))
-        register_metrics(app, self.engine, self.worker)
-        register_curve(app, self.worker)
         app.extensions |= {"worker": self.worker, "fingerprint": self.fingerprint}
         app.extensions["model"] = model_id(self.name)
+        for name in _ROUTES:
+            if module := plug(f"server.{name}"):
+                module.register(app, self)
         return app
 
     def respond(
@@ -109,7 +108,9 @@ class Service:
             requests = [choice for each in requests for choice in each.choices]
         else:
             first, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
-            requests = runs_to_compare(first) if compare else first.choices
+            if compare and not comparison:
+                raise RequestError("server/comparison.py is not there", param="compare")
+            requests = comparison.runs_to_compare(first) if compare else first.choices
         g.job = job = self.worker.submit(*requests)
         request.environ.get(WHEN_LEFT, lambda act: None)(job.cancel)
         return job, is_stream, notes

@@ -10,9 +10,10 @@ from functools import partial
 
 from flask import Flask
 
+from runtime import plug
+from runtime.models import StartError
 from runtime.models.catalogue import with_model
 from server import core, http
-from server.measurement import Measurement
 from server.options import Options
 from server.service import Service
 from server.worker import Worker
@@ -24,8 +25,8 @@ def load_app(options: Options) -> Flask:
     The worker's thread loads and runs the models; no other thread does. Raises what fails in it.
     """
     if options.engine:
-        from . import relay
-
+        if not (relay := plug("server.relay")):
+            raise StartError("--engine needs server/relay.py")
         return relay.create_app(options)
 
     results: queue.SimpleQueue[Flask | BaseException] = queue.SimpleQueue()
@@ -35,7 +36,8 @@ def load_app(options: Options) -> Flask:
             chosen = with_model(options)
             engine = core.load_engine(chosen)
             service = Service(engine, chosen, worker := Worker(engine, chosen))
-            worker.measurement = Measurement(engine, service.fingerprint)
+            if measurement := plug("server.measurement"):
+                worker.measurement = measurement.Measurement(engine, service.fingerprint)
             results.put(core.create_app(service))
         except BaseException as error:
             return results.put(error)
@@ -50,9 +52,9 @@ def load_app(options: Options) -> Flask:
 def serve(flags: Namespace, options: Options) -> int:
     """Serve the application, or write the page with answers of it; returns the exit status."""
     if flags.port:
-        from server.dialects import ERROR_FORMS
-
-        return http.serve(partial(load_app, options), flags.port, options, ERROR_FORMS)
-    from server.page import export
-
+        dialects = plug("server.dialects")
+        error_forms = dialects.ERROR_FORMS if dialects else {}
+        return http.serve(partial(load_app, options), flags.port, options, error_forms)
+    if not (export := plug("server.page.export")):
+        raise StartError("--export needs server/page/")
     return export.write(flags.export, load_app, options)

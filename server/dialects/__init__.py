@@ -14,17 +14,20 @@ import time
 from flask import Flask
 from werkzeug.exceptions import NotFound
 
+from runtime import plug
 from runtime.values import Json, RequestError
 from server.parsing import check_model, model_id
 from server.service import Service
 
-from . import anthropic, chat, completions, responses
-from .anthropic import ERROR_FORMS
+_NAMES = "completions", "chat", "responses", "anthropic"  # the last two need chat
+_DIALECTS = [dialect for name in _NAMES if (dialect := plug(f"{__name__}.{name}"))]
+# How errors are written, by path, where not as OpenAI does.
+ERROR_FORMS = {
+    path: form for each in _DIALECTS for path, form in getattr(each, "ERROR_FORMS", {}).items()
+}
 
-_DIALECTS = completions, chat, responses, anthropic
 
-
-def register_routes(app: Flask, service: Service) -> None:
+def register(app: Flask, service: Service) -> None:
     """Add the routes of all dialects, and of what they have in common: the list of models."""
     app.extensions["error_forms"] |= ERROR_FORMS
     for dialect in _DIALECTS:

@@ -12,6 +12,8 @@ from typing import Any
 
 from flask import Flask, Response, redirect, send_from_directory
 
+from runtime.models.prompts import read_prompts
+
 FOLDER = Path(__file__).parent
 INDEX = "index.html"
 FILES = (".html", ".css", ".js", ".svg", ".json", ".woff2", ".txt")
@@ -35,6 +37,11 @@ def index(mark: str, recording: str | None = None) -> str:
     if recording:
         text = re.sub('data-recording="[^"]*"', f'data-recording="{recording}"', text, count=1)
     return text
+
+
+def register(app: Flask, service: Any) -> None:
+    """Serve the page of this server's engine."""
+    register_page(app, read_prompts(service.is_chat))
 
 
 def register_page(app: Flask, prompts: dict[str, str], mark: str = "data-server") -> None:
