@@ -298,7 +298,7 @@ BROKEN_DFLASH = contract.BROKEN | {
     "reads layer 6, and can read 0 to 5": block_saying(target_layer_ids=[1, 6]),
     "mask_token_id is 4096, which is no token": block_saying(mask_token_id=4096),
     "a target of 36 layers": contract.saying(num_target_layers=36),
-    "num_hidden_layers is 900000": contract.saying(num_hidden_layers=900_000, layer_types=None),
+    "num_hidden_layers is 90000": contract.saying(num_hidden_layers=90_000, layer_types=None),
     "sliding_window is -5": contract.saying(**WINDOWS | {"sliding_window": -5}),
     "chunked_attention": contract.saying(layer_types=["chunked_attention"] * 2),
     "states of 64 numbers": contract.saying(hidden_size=64),

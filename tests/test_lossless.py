@@ -32,7 +32,7 @@ from server.options import Options
 from server.worker import Worker
 
 DRAFT = str(ROOT / "demo_models/draft")
-LENGTH, FEW = 20, (12, 1117, 1381, 1442)  # tokens of a text, and some that each drafter may guess
+LENGTH, FEW = 14, (12, 1117, 1381, 1442)  # tokens of a text, and some that each drafter may guess
 EXACT = "embedded", "int8", "hybrid", "windows"  # targets whose bits depend on no company
 CHOSEN = "ngram", "draft_model", "self_int8", "auto"  # whose drafts the controller decides on
 OPTIONS = {  # of the targets
