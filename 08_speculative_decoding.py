@@ -13,15 +13,18 @@ weights once, too. So guess tokens, then check them. A cycle is draft → verify
 
 The pending token is chosen, but not cached yet. This pass gave two tokens: d1, and "the", which is
 *recovered*, as it stands in the place of a rejected token. If all of a draft is accepted, the
-choice after it is a *bonus*. The text is the one that the target alone would have written. If
-tokens are sampled, the choice is a function of the logits and of noise, which depends only on the
-seed and the position. So the target chooses the same token with and without a draft. (`Engine`
-also knows rejection sampling, the classical rule. It keeps the distribution, but not the text.)
+choice after it is a *bonus*. The text is the one that the target alone would have written, also
+where tokens are sampled: `choices` says why. (`Engine` also knows rejection sampling, the classical
+rule. It keeps the distribution, but not the text.)
+
+*When does speculation lose?* A pass over four tokens is nearly as fast as one over one token only
+while reading weights is what takes the time. So speculation loses where drafts are mostly wrong,
+where the drafter is slow, and in large batches, whose passes compute long enough already.
 
 The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
-What they use follows: KV cache and truncation · cached model · probabilities · rejection · sequence
-· engine · loading · Flask app · command line. runtime/ computes, drafters/ guess (auto/ chooses the
-drafter and how much it drafts), and server/ puts engines together and speaks HTTP.
+What they use follows: KV cache and truncation · cached model · rejection · engine · loading · Flask
+app · command line. runtime/ computes, drafters/ guess (auto/ chooses the drafter and how much it
+drafts), and server/ puts engines together and speaks HTTP.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -39,7 +42,7 @@ from torch import Tensor
 import drafters
 from runtime import cache, kernels, statistics, values
 from runtime.sampling import Noise, choose, draw, penalise, sample, truncated_softmax
-from runtime.text import TextStream
+from runtime.sequence import Sequence
 from runtime.values import Draft, Judgement, Sampling
 
 sys.modules.setdefault("08_speculative_decoding", sys.modules[__name__])  # once, if it is a script
@@ -83,55 +86,67 @@ def choices(
 ) -> Callable[[int], int | None]:
     """What `verify` asks for: the target's choice after drafted token i, by row i + 1 of scores.
 
-    scores [n + 1, V] are `penalise`d logits. The choice will stand at the position num_tokens +
-    (tokens on the path to i). Noise depends on seed and position alone: no draft changes a choice.
+    scores [n + 1, V] are `penalise`d logits. A greedy choice is the token of the largest score. A
+    sampled choice is the winner of a race, in which token t takes the time e / w:
+
+        w = exp(score / temperature)   or 0, if top_k, top_p or min_p cuts the token off
+        e = −log(1 − v)                v in (0, 1) is a hash of the seed, the position and t
+
+    A token wins with probability w / Σ w. Seed and position fix the noise, so a draft changes no
+    choice. *This is how a draft can be right where tokens are sampled*: the drafter runs the same
+    race with its own w and the same e. The closer its w are to the target's, the more often the
+    same token wins. The choice will stand at position num_tokens + (tokens on the path to i).
     """
-    return lambda i: choose(scores, sampling, noise, num_tokens + draft.depth(i), i + 1, i >= 0)
+
+    def choice_after(i: int) -> int | None:
+        position = num_tokens + draft.depth(i)
+        return choose(scores, sampling, noise, position, row=i + 1, is_behind_draft=i >= 0)
+
+    return choice_after
 
 
 def speculate(
     target: "CachedModel", drafter: drafters.Drafter, prompt: list[int], max_tokens: int,
     eos_ids: set[int], sampling: Sampling = values.GREEDY, seed: int = 0, num_drafted: int = 5,
 ) -> list[int]:  # fmt: skip
-    """Decode with a drafter, by the coupled rule: the text of `plain_decode`, in fewer passes.
+    """Decode with a drafter, by chains of tokens: the text of `plain_decode`, in fewer passes.
 
-    This is the whole method for one request. `Engine` serves many at once, and knows rejection.
+    This is the whole method for one request. `Engine` serves many at once. It knows trees of drafts
+    (of those, this function verifies the first branch), and rejection.
     """
-    sampling = sampling.behind(prompt)  # penalties count what is generated
-    noise, tokens = Noise(seed), list(prompt)
-    layers = drafter.hidden_layers if drafter.needs_hidden else ()
-    end = min(len(prompt) + max_tokens, target.max_length)
+    sampling, noise = sampling.for_prompt(prompt), Noise(seed)  # some penalties ignore the prompt
+    tokens, end = list(prompt), min(len(prompt) + max_tokens, target.max_length)
     with ExitStack() as opened:
         row = target.cache.open_row(opened)
         state = drafter.open(list(prompt), sampling, noise)
         opened.callback(drafter.close, state)
-        drafter.attach(state, row)  # some read the target's row, and leave it as it was
+        # self_int8 drafts in the target's own row, and truncates it back.
+        drafter.attach(state, drafters.DraftedText(values.Request(prompt), noise, row))
         while len(tokens) < end:
             # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
             # need the target's hidden states of it.
             most = min(num_drafted, end - len(tokens) - 1)
-            draft = drafter.propose(state, most) if len(tokens) > len(prompt) else Draft()
-            # 2. Verify: one pass reads the tokens that are not cached yet, and the draft.
+            is_first = len(tokens) == len(prompt)
+            draft = Draft() if is_first else drafter.propose(state, most).as_chain()
+            # 2. Verify: one pass reads what is not cached yet (mostly the pending token), and the
+            # draft. It gives logits after the pending and after each drafted token.
             fed = tokens[target.cache.lengths[row] :] + draft.tokens
-            count = len(draft.tokens) + 1  # logits: after the pending and each drafted token
-            output = target.forward([row], [fed], [count], layers, [draft.parents])
+            output = target.forward([row], [fed], [len(draft.tokens) + 1], drafter.wanted_layers)
             # 3. Accept: the draft stays for as long as the target chooses the same tokens.
             scores = penalise(output.logits[0], sampling, tokens, draft)
-            judged, accepted = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
+            judged, _ = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
             emitted = [judgement.id for judgement in judged if judgement.kind != "rejected"]
-            accepted = accepted[: len(emitted) - 1]  # the last token is pending
-            # 4. Truncate: the cache forgets what was rejected.
-            target.cache.keep(row, len(draft.tokens), accepted)
+            # 4. Truncate: the cache keeps what was emitted but the last token, which is pending.
+            num_accepted = len(emitted) - 1
+            target.cache.truncate(row, len(tokens) + num_accepted)
             for token in emitted:
                 tokens.append(token)
                 if token in eos_ids or len(tokens) == end:
                     return tokens[len(prompt) :]
-            # The drafter learns what became of its draft, and the states of what is cached now.
-            first = len(fed) - len(draft.tokens)
-            read = [*range(first), *(first + i for i in accepted)]
-            states = [output.hidden[layer][0][read] for layer in layers]
-            hidden = torch.cat(states, -1) if states else None
-            drafter.observe(state, values.Verdict(count - 1, len(accepted), emitted, hidden))
+            # The drafter learns what became of its draft, and the states of what stays cached.
+            num_kept = len(fed) - len(draft.tokens) + num_accepted
+            hidden = drafter.wanted_states(output, num_kept)
+            drafter.observe(state, values.Verdict(len(draft.tokens), num_accepted, emitted, hidden))
         return tokens[len(prompt) :]
 
 
@@ -141,7 +156,7 @@ def plain_decode(
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    sampling, fed, tokens = sampling.behind(prompt), prompt, list[int]()
+    sampling, fed, tokens = sampling.for_prompt(prompt), prompt, list[int]()
     with ExitStack() as opened:
         row = target.cache.open_row(opened)
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
@@ -173,10 +188,7 @@ class SlotCache(cache.Slots):
         """
         begin, count = self.lengths[row] - num_drafted, len(accepted)
         if list(accepted) != list(range(count)):
-            slot, moved = self.slot(row), torch.tensor(accepted, device=self.device) + begin
-            with torch.inference_mode():
-                for buffer in self.buffers():
-                    buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]
+            self.move(row, [begin + i for i in accepted], begin)
         self.truncate(row, begin + count)
 
 
@@ -218,33 +230,13 @@ class CachedModel:
         assert not any(parents or []), "transformers' modules verify chains only"
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
-        logits, states = self.run(ids, place, max(num_logits), layers)
+        logits, states = cache.run_modules(self, ids, place, max(num_logits), layers)
         self.cache.advance(place)
         last = [text[-n:].float() for text, n in zip(logits, num_logits, strict=True)]
         return values.Output(last, {i: place.part(hidden) for i, hidden in states.items()})
 
-    @kernels.exclusive()
-    @torch.inference_mode()
-    def run(
-        self, ids: Tensor, place: cache.Place, logits_to_keep: Tensor | int, layers: tuple[int, ...]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run transformers' own modules. Logits and hidden states are arranged like `ids`."""
-        masks = {kind: place.mask(self.model.dtype, n) for kind, n in self.windows.items()}
-        result = self.model(
-            input_ids=ids,
-            # A model whose kinds of layers differ in window takes a mask for each kind.
-            attention_mask=masks if len(set(self.windows.values())) > 1 else [*masks.values()][0],
-            position_ids=place.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            output_hidden_states=[i if i < 0 else i + 1 for i in layers] or False,
-        )
-        # transformers lists the embeddings, then each block's output; the last one is normed.
-        return result.logits, {i: result.hidden_states[i if i < 0 else i + 1] for i in layers}
 
-
-# ----------------------------------------------------------------- probabilities · rejection
+# -------------------------------------------------------------------------------- rejection
 @torch.inference_mode()
 def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) -> list[Judgement]:
     """Rejection sampling, the classical rule: the output is distributed exactly as p.
@@ -279,51 +271,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return more if more.sum() > 0 else p  # p = q: then the rejection was mere rounding
 
 
-# ---------------------------------------------------------------------------------- sequence
-class Sequence:
-    """A request under way: its tokens, its row of the KV cache, its text, and its drafting."""
-
-    def __init__(self, request: values.Request, row: int, tokenizer: Any) -> None:
-        self.request, self.row, self.tokenizer = request, row, tokenizer
-        known = () if request.sampling.is_coupled else request.prediction  # see Noise
-        self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
-        self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
-        self.matcher = request.grammar and request.grammar.matcher()  # what may come next
-        self.drafting = drafters.DraftedText(request, self.noise, row, self.matcher)
-        self.warnings, self.opened = self.drafting.warnings, ExitStack()  # closes what it holds
-        self.statistics, self.reading = statistics.Statistics(), cache.Reading(request)
-        self.logprobs: list[dict[str, Any]] = []
-        self.finish_reason: str | None = None
-        self.failure: Exception | None = None  # with it the finish_reason is "error"
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
-
-    @property
-    def remaining(self) -> int:
-        return len(self.request.prompt) + self.request.max_tokens - len(self.tokens)
-
-    def fail(self, error: Exception) -> None:
-        """End this sequence with an error; the others of its batch go on."""
-        self.failure, self.finish_reason = error, "error"
-
-    def append(self, judged: list[Judgement], eos_ids: set[int]) -> int:
-        """Append what a cycle emits, up to the text's end. Returns how many tokens stay."""
-        for num_kept, token in enumerate((j for j in judged if j.kind != "rejected"), 1):
-            is_whole = self.matcher is not None and self.matcher.consume(token.id)
-            if self.text.push(token.id, token.kind) or token.id in eos_ids or is_whole:
-                self.finish_reason = "stop"
-            elif self.remaining == 1:
-                self.finish_reason = "length"
-            self.tokens.append(token.id)
-            if self.finish_reason:
-                if self.text.finish():  # the last bytes completed a stop string
-                    self.finish_reason = "stop"
-                return num_kept
-        return num_kept
-
-
 # ------------------------------------------------------------------------------------ engine
 class Engine:
     """Runs cycles over any number of sequences, each with its own K and drafters, or with none."""
@@ -347,9 +294,8 @@ class Engine:
         """Admit a request; caps max_tokens. ValueError: bad prompt or drafter, or no free row."""
         admitted, warnings = request.admitted(self.target, self.pool.choices)
         with ExitStack() as opened:  # if one of these raises, the others are closed
-            row = self.target.cache.open_row(opened)
-            s = Sequence(admitted, row, self.target.tokenizer)
-            s.warnings += warnings
+            s = Sequence(admitted, self.target.cache.open_row(opened), self.target.tokenizer)
+            s.drafting = drafters.DraftedText(admitted, s.noise, s.row, s.matcher, warnings)
             opened.callback(self.pool.close, s.drafting)
             self.pool.open(s.drafting)
             self.planner.open(s)

@@ -1,19 +1,20 @@
 """Drafters by name: `load("ngram", context)`; from a file: `load("mine.py:Mine", context)`."""
 
-import importlib.util
 import sys
 from dataclasses import replace
-from inspect import getfile, getsourcelines, isabstract, signature
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from inspect import getfile, getsourcelines, isabstract
 from pathlib import Path
 from pkgutil import resolve_name
 
 from runtime.sampling import Noise
 from runtime.values import PLAIN, Draft, Sampling, Verdict
 
-from .base import MANY_WEIGHTS, Context, Drafter, restoring_settings
+from .base import MANY_WEIGHTS, Context, Drafter, first_choice, restoring_settings
+from .checks import check_drafter
 from .draft_model import check_words
-from .plan import FixedK, Plan
-from .pool import AUTO, LOG, TREE, DraftedText, DrafterPool, Task, first_choice
+from .plan import DraftedText, FixedK, Plan, Task
+from .pool import AUTO, LOG, TREE, DrafterPool
 from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "class_from_file", "load", "load_all",
 ]  # fmt: skip
 
-# By name; a module is imported when its drafter is first asked for.
+# By name; a module is imported when its drafter is first asked for, and may be deleted.
 _REGISTRY = {
     "ngram": "drafters.ngram:NgramDrafter",
     "suffix": "drafters.suffix:SuffixDrafter",
@@ -34,17 +35,17 @@ _REGISTRY = {
     "self_int8": "drafters.self_int8:SelfInt8Drafter",
     "prediction": "drafters.prediction:PredictionDrafter",
 }
-NAMES = tuple(_REGISTRY)
-_COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it
+NAMES = tuple(name for name, place in _REGISTRY.items() if find_spec(place.partition(":")[0]))
+_OTHERS = AUTO, TREE, PLAIN  # what a request may ask for beside a drafter
 
 
-def check_name(name: str | None, others: tuple[str, ...] = (AUTO, TREE, PLAIN)) -> None:
+def check_name(name: str | None, others: tuple[str, ...] = _OTHERS) -> None:
     """Raises ValueError for a name that is no drafter's and none of `others`.
 
     A file and its class are not looked for.
     """
     if not (name is None or ":" in name or name in (*NAMES, *others)):
-        choices = ", ".join([*NAMES, AUTO, TREE, PLAIN])
+        choices = ", ".join([*NAMES, *_OTHERS])
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
 
 
@@ -61,8 +62,7 @@ def load(name: str, context: Context) -> Drafter:
     drafter_class = class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
     try:
         drafter = drafter_class.build(context)
-        _check(drafter, context)
-        drafter.is_trusted = ":" not in name
+        check_drafter(drafter, context)
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise
@@ -88,12 +88,12 @@ def load_all(
     ValueError if one asked for does not fit.
     """
     loaded: dict[str, Drafter] = {}
-    selected = wanted if wanted not in (AUTO, TREE, PLAIN) else None
+    selected = wanted if wanted not in _OTHERS else None
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=selected)
-    default, asked = wanted, {selected, "ngram", *context.named}
+    default, asked = wanted, {selected, *context.named}
     for name in dict.fromkeys([selected, *NAMES] if selected else NAMES):
-        if name == _COSTLY and name != selected and not chooses:
+        if name != selected and not chooses and resolve_name(_REGISTRY[name]).is_costly:
             continue
         try:
             drafter = load(name, context)
@@ -103,7 +103,7 @@ def load_all(
             if getattr(context, name.removesuffix("_model"), None):  # it came with the target
                 LOG.warning("going on without %s: %s", name, error)
             continue  # this target has no MTP head, say
-        if drafter.name in (*loaded, AUTO, TREE, PLAIN):
+        if drafter.name in (*loaded, *_OTHERS):
             raise ValueError(f"the name {drafter.name!r} of {selected} is taken: give it another")
         loaded[drafter.name] = drafter
         if name == selected:
@@ -113,44 +113,16 @@ def load_all(
     return loaded, default
 
 
-def _check(drafter: Drafter, context: Context) -> None:
-    """Raises ValueError if it says something of itself that cannot be."""
-    if not (isinstance(drafter.name, str) and drafter.name):
-        kind = type(drafter).__name__
-        raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
-    at_once = drafter.drafts_at_once
-    if not isinstance(at_once, int) or at_once < 0:
-        raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
-    for name in ("open", "propose", "propose_batch", "observe", "close"):
-        wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
-        try:
-            signature(method).bind(*wanted[1:])
-        except TypeError as error:
-            place = line_of(error, getfile(type(drafter)), method)
-            what = f"{name} of {drafter.name} is called with other arguments{place}"
-            raise ValueError(f"{what}: write def {name}({', '.join(wanted)})") from error
-    if not drafter.needs_hidden or context.target is None:
-        return
-    num_layers = context.target.model.config.get_text_config().num_hidden_layers
-    layers, able = drafter.hidden_layers, range(-1, num_layers - 1)
-    listed = layers if isinstance(layers, (tuple, list)) else ()
-    if not listed or not all(type(i) is int and i in able for i in listed):
-        raise ValueError(
-            f"hidden_layers of {drafter.name} are {layers!r:.100}: write a tuple of -1 (the final "
-            f"norm) and of numbers from 0 to {num_layers - 2}, such as (-1,)"
-        )
-
-
 def class_from_file(name: str) -> type[Drafter]:
     """The class that file.py:Class names. Its file runs. Raises ValueError, as `load` does."""
     path_text, _, attribute = name.rpartition(":")
     path = Path(path_text)
     if not path.is_file():
         raise ValueError(f"drafter file {path_text!r} not found (expected file.py:Class)")
-    spec = importlib.util.spec_from_file_location(f"own_drafter_{path.stem}", path)
+    spec = spec_from_file_location(f"own_drafter_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"drafter file {path_text!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)

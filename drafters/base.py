@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from runtime.sampling import Noise, NothingLeft, confidence, sample
-from runtime.values import Doubts, Draft, Model, Sampling, Verdict
+from runtime.values import Draft, Model, Output, Request, Sampling, StopRule, Verdict
+
+from .plan import DraftedText, UnseenCycle
 
 MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
@@ -85,7 +87,7 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    goes_on: Doubts | None = None  # when a draft stops early; None: never. Set by the pool
+    stop_rule: StopRule | None = None  # when a draft stops early; None: never. Set by the pool
     forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 
 
@@ -102,7 +104,7 @@ class Chain:
         forced = state.forced[:limit]
         self.text = [*state.text, *forced]  # with the draft so far
         self._probs: list[Tensor] = []
-        self._confidence = [1.0] * len(forced) if state.goes_on else []
+        self._confidence = [1.0] * len(forced) if state.stop_rule else []
 
     @property
     def tokens(self) -> list[int]:
@@ -111,10 +113,10 @@ class Chain:
     @property
     def is_open(self) -> bool:
         """Whether one more token is wanted."""
-        goes_on = self._state.goes_on
+        stop_rule = self._state.stop_rule
         if len(self.tokens) >= self._limit:
             return False
-        return not self._confidence or goes_on is None or goes_on(self._confidence)
+        return not self._confidence or stop_rule is None or stop_rule(self._confidence)
 
     def extend(self, logits: Tensor) -> int:
         """Choose the next token by the drafter's logits [V], as the target does.
@@ -128,7 +130,7 @@ class Chain:
             return 0  # for nobody
         if q is not None:
             self._probs.append(q)
-        if self._state.goes_on is not None:
+        if self._state.stop_rule is not None:
             self._confidence.append(confidence(logits, token))
         self.text.append(token)
         return token
@@ -150,15 +152,18 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
-    drafts_at_once: int = 0  # tokens of its longest draft, if a shorter one costs as much
+    block_size: int = 0  # tokens of its longest draft, if a shorter one costs as much
+    num_step_weights: int = 0  # that a step of its model reads; 0: it runs none
     # Built-in drafters only:
-    is_trusted: bool = False  # it leaves torch's settings alone; `load` sets this
+    rank: int = 9  # the one with the lowest begins, where none is named
+    leads: bool = False  # it drafts first where a request has what it `needs`
+    is_costly: bool = False  # in memory: loaded if it is named, or if the server may choose it
     stops_early: bool = False  # a state is a ModelState
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
     keeps_outputs: bool = False  # a state hears of the last tokens, too
     needs: str = ""  # a field of the request; without it there is nothing to draft from
-    goes_behind: bool = False  # a state gets `forced`: tokens with which its draft is to begin
+    accepts_forced_prefix: bool = False  # a state gets `forced`: its draft is to begin with them
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":
@@ -174,10 +179,8 @@ class Drafter(ABC):
         """
         return list(prompt)
 
-    def attach(  # noqa: B027  (most drafters need no more than their prompt)
-        self, state: Any, row: int, prediction: Sequence[int] = (), matcher: Any = None
-    ) -> None:
-        """Give a new state what its request has: the target's row, a prediction, a grammar.
+    def attach(self, state: Any, text: DraftedText) -> None:  # noqa: B027
+        """Take from a new text what its prompt does not tell: a row, a prediction, a grammar.
 
         Of a drafter from a file it is not called.
         """
@@ -185,6 +188,16 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, state: Any, max_tokens: int) -> Draft:
         """At most `max_tokens` tokens that may follow; an empty draft means "no idea"."""
+
+    @property
+    def wanted_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states its verdicts are to bring; mostly none."""
+        return tuple(self.hidden_layers) if self.needs_hidden else ()
+
+    def wanted_states(self, output: Output, count: int) -> Tensor | None:
+        """Its layers' states [count, D] of the first tokens of a pass over one text."""
+        states = [output.hidden[layer][0][:count] for layer in self.wanted_layers]
+        return torch.cat(states, -1) if states else None
 
     def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
         """`propose` for several requests, each with its limit; models share passes here."""
@@ -200,13 +213,63 @@ class Drafter(ABC):
     def close(self, state: Any) -> None:  # noqa: B027  (most drafters hold nothing to give back)
         """The request is over. Always called, also after an error."""
 
+    def is_for(self, request: Request) -> bool:
+        """Whether it may draft for a request."""
+        return not self.needs or bool(getattr(request, self.needs))
+
+    def guess(self, state: Any, max_tokens: int) -> list[int] | None:
+        """What it would propose, if that costs next to nothing and draws nothing; else None.
+
+        The controller asks, to know what a draft would be worth.
+        """
+        return None
+
+    def evidence(self, state: Any) -> int:
+        """How well founded the last guess is, up to 8: the length of the match, for example."""
+        return 0
+
+    @property
+    def can_guess(self) -> bool:
+        """Whether it has a `guess` of its own."""
+        return getattr(self.guess, "__func__", None) is not Drafter.guess
+
+    def hidden_of(self, cycles: list[UnseenCycle]) -> Tensor | None:
+        """The states [tokens, D] that it needs of these cycles, layers side by side, if any."""
+        if not self.needs_hidden:
+            return None
+        layers = self.hidden_layers
+        return torch.cat([torch.cat([cycle.hidden[i] for i in layers], -1) for cycle in cycles])
+
+    def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
+        """What `then`, if given, makes of a method's result. The pool calls all methods so."""
+        result = getattr(self, method)(*arguments)
+        return then(result) if then else result
+
+    def line_of(self, error: Exception, method: str) -> str:
+        """Where its file failed, in words that follow those of the error; "" if it has none."""
+        return ""
+
+
+class ModelDrafter(Drafter):
+    """One that runs a model, for all requests in the same forwards. A state is a ModelState."""
+
+    stops_early = True
+
+    def propose(self, state: ModelState, max_tokens: int) -> Draft:
+        return self.propose_batch([state], [max_tokens])[0]
+
 
 class GuessingDrafter(Drafter):
     """One that runs no model and draws nothing: what it would propose can be asked at any time."""
 
     @abstractmethod
     def guess(self, state: Any, max_tokens: int) -> list[int]:
-        """What it proposes: the controller asks, to know what a draft would be worth."""
+        """What it proposes."""
 
     def propose(self, state: Any, max_tokens: int) -> Draft:
         return Draft(self.guess(state, max_tokens))
+
+
+def first_choice(drafters: dict[str, Drafter], wanted: str | None = None) -> str:
+    """The drafter to begin with: the wanted one, if it is one of these; "" if there is none."""
+    return min(drafters, key=lambda n: (n != wanted, drafters[n].rank), default="")

@@ -147,6 +147,7 @@ class DFlashDrafter(HeadDrafter):
     """Drafts with a DFlash head, batched over requests."""
 
     name: ClassVar[str] = "dflash"
+    rank = 2
     title = "DFlash"
 
     @staticmethod
@@ -168,7 +169,7 @@ class DFlashDrafter(HeadDrafter):
         model, self._config = context.target.model, head.config
         ids, last = head.config.target_layer_ids, model.config.get_text_config().num_hidden_layers
         self.hidden_layers = tuple(i if i < last - 1 else -1 for i in ids)
-        self.drafts_at_once = head.config.block_size - 1
+        self.block_size = head.config.block_size - 1
         super().__init__(context, len(head.layers), spare=head.config.block_size)
         self._embed, self._output = model.get_input_embeddings(), model.get_output_embeddings()
         self._count_weights(head, self._output)
@@ -178,7 +179,7 @@ class DFlashDrafter(HeadDrafter):
             self._decoder = speed_up_blocks(head, length, context.quantize, self._sees)
 
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
-        counts = [min(limit, self.drafts_at_once) for limit in max_tokens]
+        counts = [min(limit, self.block_size) for limit in max_tokens]
         blocks, drafts = self._run(states), []
         places = torch.cat([block[1 : n + 1] for block, n in zip(blocks, counts, strict=True)])
         every = self._output(self._head.norm(places)).float().split(counts)

@@ -27,19 +27,18 @@ from runtime.cache.prefix import PrefixCache
 from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 
-from .base import Chain, Context, Drafter, ModelState
+from .base import Chain, Context, ModelDrafter, ModelState
 
 _FEWEST, _MOST = 16_384, 65_536  # frequent words
 _NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
 _LOOKED_AT = 1024  # latest tokens of a text, whose rare words may come again
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(ModelDrafter):
     """Runs `--draft-model`, one batched forward per draft step for all requests that use it."""
 
     name: ClassVar[str] = "draft_model"
-    stops_early = True
-    goes_behind = True
+    accepts_forced_prefix = True
 
     @classmethod
     def build(cls, context: Context) -> "DraftModelDrafter":
@@ -81,17 +80,11 @@ class DraftModelDrafter(Drafter):
         row = self._draft.cache.open_row()
         return ModelState(row=row, text=list(prompt), sampling=sampling, noise=noise)
 
-    def propose(self, state: ModelState, max_tokens: int) -> Draft:
-        return self.propose_batch([state], [max_tokens])[0]
-
     def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
         """A draft for each state; the first forward also feeds what is not cached yet."""
         for state in states:
             self._rewind(state)
         model, cache = self._draft, self._draft.cache
-        for state in states:
-            held, count = cache.lengths[state.row], len(state.text)
-            assert held < count, f"its cache holds {held} tokens of a text of {count}: truncate it"
         fed = [[*state.text[cache.lengths[state.row] :], *state.forced] for state in states]
         # A target of more (padded) rows may read an id that the draft model cannot read.
         limits = [
@@ -125,7 +118,7 @@ class DraftModelDrafter(Drafter):
         """
         cache, row = self._draft.cache, state.row
         # Under the rule of rejection drafts decide the text, and so would roundings of keys.
-        may_restore = state.sampling.is_coupled and not state.sampling.is_alone
+        may_restore = state.sampling.is_coupled and not state.sampling.isolated
         if self._prefixes and may_restore and not cache.lengths[row]:
             self._prefixes.restore(row, state.text)
         cache.truncate(row, min(cache.lengths[row], len(state.text) - 1))
@@ -151,7 +144,7 @@ class DraftModelDrafter(Drafter):
 
     def close(self, state: ModelState) -> None:
         try:
-            if self._prefixes and not state.sampling.is_alone:
+            if self._prefixes and not state.sampling.isolated:
                 self._prefixes.remember(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from runtime.cache import Place
+from runtime.cache import Placement
 from runtime.kernels import eagle_layer
 from runtime.models.files import check_config, check_sizes, fill
 from runtime.values import Model
@@ -205,6 +205,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
     """Drafts with an EAGLE-3 head, batched over requests."""
 
     name: ClassVar[str] = "eagle3"
+    rank = 1
     title, output, kernel_of = "EAGLE-3", "lm_head", staticmethod(eagle_layer)
 
     @staticmethod
@@ -241,7 +242,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
         self.hidden_layers = tuple(i - 1 for i in head.config.layer_ids)
         super().__init__(head, context, head.target_ids)
 
-    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Placement, layer: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""
         mask = place.mask(embeds.dtype)
         return self._head(embeds, hidden, place.positions, mask, self._caches[layer])

@@ -16,6 +16,7 @@ from runtime.sampling import Noise
 from runtime.values import Sampling, Verdict
 
 from .base import GuessingDrafter
+from .plan import DraftedText
 
 
 @dataclass(slots=True)
@@ -34,10 +35,8 @@ class GrammarDrafter(GuessingDrafter):
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> GrammarState:
         return GrammarState()
 
-    def attach(
-        self, state: GrammarState, row: int, prediction: Sequence[int] = (), matcher: Any = None
-    ) -> None:
-        state.matcher = matcher
+    def attach(self, state: GrammarState, text: DraftedText) -> None:
+        state.matcher = text.matcher
 
     def guess(self, state: GrammarState, max_tokens: int) -> list[int]:
         """What the grammar forces next."""

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from runtime import kernels
-from runtime.cache import Place
+from runtime.cache import Placement
 from runtime.kernels import KernelHead, speed_up_head
 from runtime.models.files import check_numbers, read_folder, reading, unmap_weights
 from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 
-from .base import Chain, Context, Drafter, ModelState
+from .base import Chain, Context, ModelDrafter, ModelState
 from .tree import TreeBuilder
 
 _SHARPER = 1.2  # SmolLM2's heads accept 3 % more tokens so; 1.35 is alike
@@ -78,11 +78,10 @@ class HeadState(ModelState):
     can_branch: bool = False  # the pool sets it
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(ModelDrafter):
     """Drafts from the target's hidden states, with separate KV caches, batched over requests."""
 
     needs_hidden = True
-    stops_early = True
     title: ClassVar[str]  # of its heads in files, for messages
 
     @classmethod
@@ -138,9 +137,6 @@ class HeadDrafter(Drafter):
             row=rows[0], text=list(prompt), sampling=sharpened_sampling(sampling), noise=noise,
             hidden=[[] for _ in rows],
         )  # fmt: skip
-
-    def propose(self, state: HeadState, max_tokens: int) -> Draft:
-        return self.propose_batch([state], [max_tokens])[0]
 
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
@@ -206,7 +202,7 @@ class AutoregressiveDrafter(HeadDrafter):
         return hidden
 
     @abstractmethod
-    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Placement, layer: int) -> Tensor:
         """A layer over pairs that the place has arranged, both [B, T, D] -> [B, T, D].
 
         Hidden states are what `_enter` makes of the target's at step 0, and later on what the step

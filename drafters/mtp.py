@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from runtime.cache import Place
+from runtime.cache import Placement
 from runtime.kernels import mtp_layer, run_mtp_layer
 from runtime.models import files
 from runtime.values import Model
@@ -41,6 +41,7 @@ class MtpDrafter(AutoregressiveDrafter):
     """Drafts with the target's MTP head, batched over requests."""
 
     name: ClassVar[str] = "mtp"
+    rank = 0
     output, kernel_of = "shared_head", staticmethod(mtp_layer)
 
     @classmethod
@@ -75,7 +76,7 @@ class MtpDrafter(AutoregressiveDrafter):
     def _scores(self, outputs: Tensor) -> Tensor:
         return self._head._project_to_logits(outputs[None])[0]
 
-    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Placement, layer: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
         at, mask = place.positions + layer + 1, place.mask(embeds.dtype)
         return run_mtp_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])

@@ -28,18 +28,14 @@ class NgramDrafter(GuessingDrafter):
     """Proposes from the text of its request alone."""
 
     name: ClassVar[str] = "ngram"
-    goes_behind = True
+    rank = 4
+    accepts_forced_prefix = True
 
     @classmethod
     def build(cls, context: Context) -> "NgramDrafter":
         return cls(context.prompt_lookup_max, context.prompt_lookup_min)
 
     def __init__(self, prompt_lookup_max: int, prompt_lookup_min: int) -> None:
-        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({prompt_lookup_min}) must be at least 1 and at most "
-                f"prompt_lookup_max ({prompt_lookup_max})"
-            )
         self._sizes = prompt_lookup_min, prompt_lookup_max
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> "NgramIndex":

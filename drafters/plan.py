@@ -1,4 +1,4 @@
-"""What each request of a batch is to have drafted in a cycle: by its own wish, or the controller's.
+"""Texts, and what each of a batch is to have drafted in a cycle: by its wish, or the controller's.
 
     plan → (the engine drafts and verifies) → learn, for each request → record_cycle
 
@@ -9,12 +9,145 @@ those who let the controller choose.
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from runtime.values import Cycle, Draft, TextSequence
+import torch
+from torch import Tensor
 
-from .pool import TREE, Task
+from runtime.sampling import Noise
+from runtime.values import (
+    MAX_SPECULATIVE_TOKENS,
+    Cycle,
+    Draft,
+    Json,
+    Request,
+    StopRule,
+    TextSequence,
+)
 
 IDLE = "idle"  # no request may draft
+
+
+class Decision(NamedTuple):
+    """What was chosen, and the numbers behind it; costs in passes of plain decoding."""
+
+    drafter: str
+    num_tokens: int
+    alpha: float = 0.0  # of the first position
+    c: float = 0.0
+    break_even: float = 1.0  # the chance of being accepted at which a draft of a token pays
+    least_chance: float = 0.0  # the least acceptance at which one more drafted token pays
+    expected_speedup: float = 1.0  # of the whole batch
+    is_probe: bool = False
+    is_timing: bool = False  # nothing was chosen: the clock measures plain cycles
+
+    def as_dict(self) -> Json:
+        """A dict for JSON, with the sentence."""
+        values = {n: round(v, 4) if isinstance(v, float) else v for n, v in self._asdict().items()}
+        return values | {"says": str(self)}
+
+    def __str__(self) -> str:
+        if self.is_timing:
+            return "K=0 for now: a few plain cycles are timed, to compare with"
+        alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
+        if self.is_probe:
+            return f"a probe, one token of {self.drafter}: α {alpha}, break-even {even} (c {c})"
+        if self.num_tokens:
+            expected = f"expected {self.expected_speedup:.2f}×"
+            return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
+        if self.break_even > 1:
+            work = f"to draft with {self.drafter} and verify"  # c is the first part of it
+            return f"K=0 is faster here: {work} costs more than it can save (c {c})"
+        if self.alpha >= self.break_even:  # it has text to read first, say
+            return f"K=0 is faster now: starting {self.drafter} would not pay yet (α {alpha})"
+        return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
+
+
+def _short(value: float) -> str:
+    """Example: 0.714 -> ".71"."""
+    return f"{value:.2f}".removeprefix("0")
+
+
+class Task(NamedTuple):
+    """What a text is to have drafted in a cycle."""
+
+    drafter: str = ""  # a name, or that of several whose drafts are merged; empty for none
+    limit: int = 0  # tokens, at most
+    stop_rule: StopRule | None = None  # when a draft stops early; None: never
+    decision: Any = None  # of the controller, with its reasons: to be shown
+
+
+class Guess(NamedTuple):
+    """What a drafter would have proposed, if it had been asked."""
+
+    tokens: list[int]
+    evidence: int = 0  # proposals of one number share a record
+
+
+class UnseenCycle(NamedTuple):
+    """What came in a cycle. A drafter without a part in it observes it before it is asked next."""
+
+    tokens: list[int]
+    hidden: dict[int, Tensor]  # [tokens, D] by layer
+
+
+@dataclass(eq=False)
+class DraftedText:
+    """The text of one request: its drafters' states, and what they drafted. The pool fills it."""
+
+    request: Request
+    noise: Noise
+    row: int = -1  # in the target's KV cache
+    matcher: Any = None  # where the text stands in its grammar; None: it has none
+    forced: list[int] | None = None  # tokens that the grammar forces here; None: not asked yet
+    states: dict[str, Any] = field(default_factory=dict)  # by drafter, without those that failed
+    merge: str | None = None  # the name of all its drafters together, where the request wants that
+    task: Task = Task()  # of this cycle
+    drafts: dict[str, Draft] = field(default_factory=dict)  # of this cycle, by drafter
+    draft: Draft | None = None  # what was proposed and is not judged yet
+    unseen: dict[str, list[UnseenCycle]] = field(default_factory=dict)  # by drafter not asked
+    warnings: list[str] = field(default_factory=list)
+    failure: Exception | None = None  # a drafter's fault that is to end the request
+    num_cached: int = 0  # tokens of the prompt that came from the prefix cache
+    accepted: Counter[str] = field(default_factory=Counter)  # tokens, by drafter that `needs` a
+    rejected: Counter[str] = field(default_factory=Counter)  # field, and those verified in vain
+    # Of chunks of a prompt that are read, by the position of their first token.
+    hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    # Of the text since its beginning, one after the other: states [tokens, D] by layer.
+    states_read: list[dict[int, Tensor]] = field(default_factory=list)
+
+    def forced_tokens(self, most: int) -> list[int]:
+        """What the grammar forces next, where several drafters draft, and none draws."""
+        if not self.matcher or len(self.states) < 2 or self.request.drafting.needs_q:
+            return []
+        if self.forced is None:
+            self.forced = self.matcher.forced(MAX_SPECULATIVE_TOKENS)
+        return self.forced[:most]
+
+    def obeying(self, draft: Draft) -> Draft:
+        """A draft in which stands first what is forced. (A tree has branches beside that.)"""
+        forced = self.forced_tokens(self.task.limit)
+        is_obeying = draft.parents is not None or draft.tokens[: len(forced)] == forced
+        return draft if is_obeying else Draft(forced)
+
+    def settle(self, began: float) -> bool:
+        """Cut the draft to what the grammar allows. Returns whether it has said that by now."""
+        is_settled = self.matcher.settle(began)
+        if is_settled and self.draft is not None:
+            is_drawn = self.draft.probs is not None and not self.request.sampling.is_coupled
+            self.draft = self.matcher.cut(self.draft, is_drawn)
+        return is_settled
+
+    def read(self) -> dict[int, Tensor]:
+        """The states of the text so far, [tokens, D] by layer, of layers that all parts have."""
+        first, *others = self.states_read
+        layers = [layer for layer in first if all(layer in part for part in others)]
+        return {layer: torch.cat([part[layer] for part in self.states_read]) for layer in layers}
+
+    @property
+    def first(self) -> str:
+        """Who drafts where nothing is chosen: the first drafter, or all together; "" for none."""
+        return self.merge or next(iter(self.states), "")
 
 
 @dataclass
@@ -39,10 +172,9 @@ def limit_of(s: TextSequence) -> int:
 
 
 def fixed(s: TextSequence) -> Task:
-    """The first drafter, or all for a tree, and as much as is allowed."""
-    if not (limit := limit_of(s)):
-        return nothing(s)
-    return Task(TREE if s.request.drafter == TREE else next(iter(s.drafting.states)), limit)
+    """The first drafter, or all together, and as much as is allowed."""
+    limit = limit_of(s)
+    return Task(s.drafting.first, limit) if limit else nothing(s)
 
 
 def nothing(s: TextSequence) -> Task:

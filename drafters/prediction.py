@@ -20,12 +20,13 @@ how it is used there.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from runtime.sampling import Noise
 from runtime.values import Sampling, Verdict
 
 from .base import GuessingDrafter
+from .plan import DraftedText
 
 _SIZES = 4, 2, 1  # of the n-grams that are looked up
 _CERTAIN = 4  # equal tokens in a row, after which a place is believed
@@ -84,15 +85,14 @@ class PredictionDrafter(GuessingDrafter):
 
     name: ClassVar[str] = "prediction"
     needs = "prediction"
-    goes_behind = True
+    leads = True
+    accepts_forced_prefix = True
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> Expected:
         return Expected()
 
-    def attach(
-        self, state: Expected, row: int, prediction: Sequence[int] = (), matcher: Any = None
-    ) -> None:
-        state.take(prediction)
+    def attach(self, state: Expected, text: DraftedText) -> None:
+        state.take(text.request.prediction)
 
     def guess(self, state: Expected, max_tokens: int) -> list[int]:
         """What follows in the prediction. Nothing, where a grammar forces other tokens."""

@@ -13,9 +13,8 @@ else is shared with the target: embedding, norms and KV cache. So the copy reads
 Not covered: mixtures of experts, whose experts would stay floats.
 """
 
-from collections.abc import Sequence
 from copy import copy, deepcopy
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -25,12 +24,15 @@ from runtime.values import Draft, Model, Sampling, Verdict
 
 from .base import MANY_WEIGHTS, Context, ModelState
 from .draft_model import DraftModelDrafter
+from .plan import DraftedText
 
 
 class SelfInt8Drafter(DraftModelDrafter):
     """Runs a smaller copy of the target on the KV cache of the target."""
 
     name: ClassVar[str] = "self_int8"
+    rank = 3
+    is_costly = True
     is_copy = True
 
     @classmethod
@@ -66,10 +68,8 @@ class SelfInt8Drafter(DraftModelDrafter):
             ours.decoder.share_embedding(theirs.decoder)
         return ModelState(text=list(prompt), sampling=sampling, noise=noise)
 
-    def attach(
-        self, state: ModelState, row: int, prediction: Sequence[int] = (), matcher: Any = None
-    ) -> None:
-        state.row = row
+    def attach(self, state: ModelState, text: DraftedText) -> None:
+        state.row = text.row
 
     def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
         """A draft for each state; afterwards the rows of the target's cache are as before."""

@@ -144,7 +144,7 @@ class SuffixState:
 
     num_prompt_tokens: int
     reads_past: bool  # if its rule of acceptance allows for that
-    is_alone: bool = False  # neither reads past outputs nor adds to them
+    isolated: bool = False  # neither reads past outputs nor adds to them
     evidence: int = 0  # tokens of the text that the last guess rests on
     forced: Sequence[int] = ()  # tokens with which a guess begins; the pool sets it
     index: SuffixIndex = field(default_factory=SuffixIndex)  # of the text
@@ -154,7 +154,7 @@ class SuffixDrafter(GuessingDrafter):
     """Proposes from the text of its request and from past outputs of the server."""
 
     name: ClassVar[str] = "suffix"
-    goes_behind = True
+    accepts_forced_prefix = True
     keeps_outputs = True
 
     @classmethod
@@ -166,7 +166,7 @@ class SuffixDrafter(GuessingDrafter):
         self.past = PastOutputs(capacity)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> SuffixState:
-        state = SuffixState(len(prompt), sampling.is_coupled, sampling.is_alone)
+        state = SuffixState(len(prompt), sampling.is_coupled, sampling.isolated)
         state.index.extend(prompt)
         return state
 
@@ -175,7 +175,7 @@ class SuffixDrafter(GuessingDrafter):
         indexes, text = [state.index], state.index.tokens
         if state.forced:
             text, max_tokens = [*text[-DEPTH:], *state.forced], max_tokens - len(state.forced)
-        if state.reads_past and not state.is_alone:
+        if state.reads_past and not state.isolated:
             indexes += self.past.halves
         matches = [index.match(text) for index in indexes]
         state.evidence = max(match.length for match in matches)
@@ -195,5 +195,5 @@ class SuffixDrafter(GuessingDrafter):
         state.index.extend(verdict.tokens)
 
     def close(self, state: SuffixState) -> None:
-        if not state.is_alone:
+        if not state.isolated:
             self.past.add(state.index.tokens[state.num_prompt_tokens :])

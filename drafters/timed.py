@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from inspect import getfile, unwrap
 from types import FrameType
 from typing import Any
 
 import torch
 
-from runtime.values import Draft, Verdict, in_short
+from runtime.values import in_short
 
 from .base import Drafter, restoring_settings
 
@@ -77,11 +77,8 @@ class TimedDrafter(Drafter):
         self.is_trusted = True  # `_serve` restores what the inner one changes
         self.needs_hidden = bool(inner.needs_hidden)
         self.hidden_layers = tuple(map(int, inner.hidden_layers)) if self.needs_hidden else ()
-        self.drafts_at_once = int(inner.drafts_at_once)
-        self.num_step_weights = int(getattr(inner, "num_step_weights", 0))
-        for name in ("open", "guess", "evidence"):
-            if hasattr(inner, name):
-                setattr(self, name, partial(self.call, name))
+        self.block_size = int(inner.block_size)
+        self.num_step_weights, self._can_guess = int(inner.num_step_weights), inner.can_guess
         self._file, self._begins = getfile(kind), dict[str, str]()  # where a method does
         for name in ("open", "propose_batch", "observe", "guess", "close"):
             names = name, "open" if name == "observe" else "propose"
@@ -98,27 +95,24 @@ class TimedDrafter(Drafter):
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
-    def line_of(self, error: Exception, name: str) -> str:
-        """Where the drafter failed in its method `name`, or in one that the base class calls."""
-        return line_of(error, self._file) or self._begins[name]
+    def line_of(self, error: Exception, method: str) -> str:
+        """Where the drafter failed in this method, or in one that the base class calls."""
+        return line_of(error, self._file) or self._begins[method]
 
-    def propose(self, state: Any, max_tokens: int) -> Draft:
-        return self.call("propose", state, max_tokens)
-
-    def observe(self, state: Any, verdict: Verdict) -> None:
-        """Hand over a copy: other drafters and the prefix cache have the same lists and states."""
-        hidden = None if verdict.hidden is None else verdict.hidden.clone()
-        verdict = replace(verdict, tokens=[*verdict.tokens], hidden=hidden)
-        self.call("observe", state, verdict, then=id)  # what it returns ends there
-
-    def close(self, state: Any) -> None:
-        if self._is_hanging:
-            self._unclosed.append(state)
-        else:
-            self.call("close", state, then=id)
+    @property
+    def can_guess(self) -> bool:
+        return self._can_guess
 
     def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
         """What `then` makes of what the drafter's method returns: its thread does both."""
+        if method == "close" and self._is_hanging:
+            self._unclosed += arguments
+            return None
+        if method == "observe":  # a copy, as other drafters have the same list
+            state, verdict = arguments
+            arguments = state, replace(verdict, tokens=[*verdict.tokens])
+        if method in ("observe", "close"):
+            then = id  # what it returns ends there
         if self._is_hanging:
             if self._thread.is_alive():
                 raise self._late("still busy with an earlier call")
@@ -137,6 +131,13 @@ class TimedDrafter(Drafter):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupt))
             self._calls.put(None)  # its thread ends when it can
             raise late from None
+
+    open = partialmethod(call, "open")
+    propose = partialmethod(call, "propose")
+    observe = partialmethod(call, "observe")
+    close = partialmethod(call, "close")
+    guess = partialmethod(call, "guess")
+    evidence = partialmethod(call, "evidence")
 
     def _late(self, message: str) -> Fault:
         """A fault with the place where the drafter's thread is now."""

@@ -132,7 +132,7 @@ def longest(draft: Draft) -> Draft:
     return draft if draft.parents is None else draft.chain(max(draft.paths(), key=len, default=[]))
 
 
-def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
+def split_verdict(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
     """The verdicts for a drafter whose `draft` was merged into a tree; None: it was not.
 
     The first one says how far its draft was accepted. The other accepted tokens came from another
@@ -151,3 +151,20 @@ def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
         states = hidden.tensor_split([len(hidden) - len(rest)])
     first = Verdict(len(draft.tokens), count, tokens, states[0])
     return [first, Verdict(0, len(rest) - 1, rest, states[1])] if rest else [first]
+
+
+def count_verified(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
+    """How many tokens of a drafter's chain were verified, and how many of them the text got.
+
+    Those behind an end of text count as not verified. `came` are the tokens that the text got.
+
+    Example: 5 6 7 in a tree that has 5 6 and 5 8; the text got 5 8 9 -> 2, 1.
+    """
+    at, num_verified, num_kept = -1, 0, 0
+    for token in chain:
+        below = [i for i in verified.children(at) if verified.tokens[i] == token]
+        if not below or num_kept == len(came):
+            break
+        at, num_verified = below[0], num_verified + 1
+        num_kept += came[num_kept] == token and num_kept == num_verified - 1
+    return num_verified, num_kept

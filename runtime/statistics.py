@@ -47,7 +47,6 @@ class Statistics:
     # Drafted tokens with everything before them accepted.
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    acceptance_histogram: list[int] = field(default_factory=list)  # cycles by tokens accepted
     prompt_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
@@ -69,9 +68,6 @@ class Statistics:
             count_first(self.drafted_at, drafted)
             count_first(self.reached_at, min(drafted, accepted + 1))
             count_first(self.accepted_at, accepted)
-            histogram = self.acceptance_histogram
-            histogram += [0] * (accepted + 1 - len(histogram))
-            histogram[accepted] += 1
 
     def record_times(self, times: list[float], is_prefill: bool) -> None:
         """Count one cycle's seconds: began, drafted, verified, done."""
@@ -101,6 +97,11 @@ class Statistics:
         return self.num_accepted_draft_tokens + self.num_recovered_tokens + self.num_bonus_tokens
 
     @property
+    def acceptance_histogram(self) -> list[int]:
+        """Cycles with a draft, by tokens accepted: those that reached a position, less the next."""
+        return [at - more for at, more in pairwise([self.num_spec_steps, *self.accepted_at, 0])]
+
+    @property
     def passes(self) -> int:
         """All forwards of the target."""
         return self.target_passes + self.prefills
@@ -119,10 +120,14 @@ class Statistics:
         return ratio(self.completion_tokens - self.prefills, self.target_passes)
 
     @property
+    def decode_ms(self) -> float:
+        """All time after prefill."""
+        return self.draft_ms + self.verify_ms + self.other_ms
+
+    @property
     def ms_per_token(self) -> float | None:
         """Mean ms per token after the prefill's token."""
-        decode_ms = self.draft_ms + self.verify_ms + self.other_ms
-        return ratio(decode_ms, self.completion_tokens - self.prefills)
+        return ratio(self.decode_ms, self.completion_tokens - self.prefills)
 
     def costs(self, plain: "Statistics") -> dict[str, float | None]:
         """What the formulas of speculative decoding are made of, as measured.
@@ -145,19 +150,17 @@ class Statistics:
         time of the engine itself is left out, and so are differences between positions: measured
         against predicted shows what those cost.
         """
-        alpha = ratio(self.num_accepted_draft_tokens, sum(self.reached_at)) or 0.0
+        alpha, c, t_verify = (cost or 0.0 for cost in self.costs(plain).values())
         drafted = sum(count * alpha**i for i, count in enumerate(self.drafted_at, 1))
-        plain_pass_ms = plain.verify_ms / max(1, plain.target_passes)
-        plain_ms = (self.target_passes + drafted) * plain_pass_ms
-        draft_ms = self.draft_ms if self.num_draft_tokens else 0.0  # else it went into choosing
-        return ratio(plain_ms, draft_ms + self.verify_ms)
+        spent = self.num_draft_tokens * c + self.target_passes * t_verify  # in plain passes
+        return ratio(self.target_passes + drafted, spent)
 
     def counters(self, num_spec_tokens: int) -> dict[str, Any]:
         """The `speculative_decoding` block; the histogram has K + 1 buckets, K the largest seen."""
-        num_spec_tokens = max(num_spec_tokens, len(self.acceptance_histogram) - 1)
-        missing = num_spec_tokens + 1 - len(self.acceptance_histogram)
-        counts = {"num_spec_tokens": num_spec_tokens} | {n: getattr(self, n) for n in _COUNTERS}
-        return counts | {"acceptance_histogram": self.acceptance_histogram + [0] * missing}
+        histogram = self.acceptance_histogram
+        histogram += [0] * (num_spec_tokens + 1 - len(histogram))
+        counts = {"num_spec_tokens": len(histogram) - 1} | {n: getattr(self, n) for n in _COUNTERS}
+        return counts | {"acceptance_histogram": histogram}
 
     def per_position(self) -> dict[str, list[float | None]]:
         """Acceptance by position in the draft: of all drafted, and of those that were reached."""
@@ -173,7 +176,7 @@ class Statistics:
         """The `timings` block; predicted_ms = draft + verify + other, all after prefill."""
         return {
             "prompt_ms": round(self.prompt_ms, 3),
-            "predicted_ms": round(self.draft_ms + self.verify_ms + self.other_ms, 3),
+            "predicted_ms": round(self.decode_ms, 3),
             "predicted_n": self.completion_tokens,
             "draft_n": self.num_draft_tokens,
             "draft_n_accepted": self.num_accepted_draft_tokens,

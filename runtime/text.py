@@ -26,15 +26,15 @@ class TextStream:
 
     def __init__(
         self, tokenizer: Any, stop: Sequence[str] = (), stop_ids: Collection[int] = (),
-        has_stop: bool = False, min_tokens: int = 0,
+        include_stop: bool = False, min_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """With `has_stop` the text ends behind a stop string, and has the text of a stop id.
+        """With `include_stop` the text ends behind a stop string, and has the text of a stop id.
 
         A stop string counts if it is complete behind the first `min_tokens` tokens.
         """
         self._tokenizer = tokenizer
         self._stop, self._stop_ids = sorted(stop), stop_ids
-        self._has_stop, self._min_tokens = has_stop, min_tokens
+        self._include_stop, self._min_tokens = include_stop, min_tokens
         firsts = re.escape("".join({s[0] for s in stop}))
         self._first = re.compile(f"[{firsts}]" if stop else "(?!)")
         self._begun = deque[int]()  # places of the text where one may have begun
@@ -63,7 +63,7 @@ class TextStream:
     def push(self, token: int, kind: str) -> bool:
         """Append a token. True if that ends the text: a stop id, or the end of a stop string."""
         is_end = token in self._stop_ids
-        if self._has_stop or not is_end:
+        if self._include_stop or not is_end:
             self._waiting.append((token, kind))
         return (bool(self._stop) and self._catch_up()) or is_end
 
@@ -100,7 +100,7 @@ class TextStream:
         found = ((tail.find(s, max(0, searched - len(s) + 1)), len(s)) for s in stop)
         matches = [match for match in found if match[0] >= 0]
         begin, length = min(matches, default=(len(tail), 0))
-        cut = begin + (length if self._has_stop else 0)
+        cut = begin + (length if self._include_stop else 0)
         self._begun += (self._length + match.start() for match in self._first.finditer(new))
         self._pieces.append((new, kind))
         self._begins.append(self._length)

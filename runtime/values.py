@@ -37,12 +37,12 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that are not generated in this order
     min_tokens: int = 0  # so many tokens are generated before one of `end_ids` may be
     end_ids: tuple[int, ...] = ()
-    typical_p: float = 1.0  # the tokens of this weight stay that surprise most nearly as expected
+    typical_p: float = 1.0  # keep the most typical tokens until their probability reaches this
     # For drafters:
     is_traced: bool = False  # a trace also shows a coupled draft's q
-    is_alone: bool = False  # of a measurement: no text that was read or written before helps
+    isolated: bool = False  # of a measurement: no text that was read or written before helps
 
-    def behind(self, prompt: list[int]) -> "Sampling":
+    def for_prompt(self, prompt: list[int]) -> "Sampling":
         """This sampling for a text that begins with the prompt."""
         return replace(self, prompt_length=len(prompt))
 
@@ -113,7 +113,7 @@ class Request:
     logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
     trace: bool = False  # whether events also show the target's choices and their probabilities
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
-    is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
+    isolated: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of runtime/grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the expected text; by rejection the noise depends on it
     returns: frozenset[str] = frozenset()  # what else events and answers have: see server/trace.py
@@ -157,13 +157,13 @@ class Request:
             what = f"max_tokens was lowered from {self.max_tokens} to {room}"
             warnings = [f"{what}: the context holds {context} tokens"]
         drafter = self.drafter if self.num_speculative_tokens else None
-        sampling, max_tokens = self.sampling.behind(self.prompt), min(self.max_tokens, room)
+        sampling, max_tokens = self.sampling.for_prompt(self.prompt), min(self.max_tokens, room)
         return replace(self, max_tokens=max_tokens, drafter=drafter, sampling=sampling), warnings
 
     @property
     def drafting(self) -> Sampling:
         """The sampling as its drafters see it."""
-        return replace(self.sampling, is_traced=self.trace, is_alone=self.is_alone)
+        return replace(self.sampling, is_traced=self.trace, isolated=self.isolated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +220,12 @@ class Draft:
     def chain(self, path: Sequence[int]) -> "Draft":
         """The tokens of a path, as a chain."""
         probs = self.probs if self.probs is None else self.probs[list(path)]
-        sure = [self.confidence[i] for i in path] if self.confidence else []
-        return Draft([self.tokens[i] for i in path], probs, confidence=sure)
+        confidence = [self.confidence[i] for i in path] if self.confidence else []
+        return Draft([self.tokens[i] for i in path], probs, confidence=confidence)
+
+    def as_chain(self) -> "Draft":
+        """The tokens of its first branch; of a chain, the draft itself."""
+        return self if self.parents is None else self.chain(self.continued([]))
 
     def q(self, i: int, like: "Tensor") -> "Tensor":
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""
@@ -264,47 +268,7 @@ class Verdict:
         )
 
 
-class Decision(NamedTuple):
-    """What was chosen, and the numbers behind it; costs in passes of plain decoding."""
-
-    drafter: str
-    num_tokens: int
-    alpha: float = 0.0  # of the first position
-    c: float = 0.0
-    break_even: float = 1.0  # the chance of being accepted at which a draft of a token pays
-    least_chance: float = 0.0  # that at which one more token of a draft pays: its call is made
-    expected_speedup: float = 1.0  # of the whole batch
-    is_probe: bool = False
-    is_timing: bool = False  # nothing was chosen: the clock measures plain cycles
-
-    def as_dict(self) -> "Json":
-        """A dict for JSON, with the sentence."""
-        values = {n: round(v, 4) if isinstance(v, float) else v for n, v in self._asdict().items()}
-        return values | {"says": str(self)}
-
-    def __str__(self) -> str:
-        if self.is_timing:
-            return "K=0 for now: a few plain cycles are timed, to compare with"
-        alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
-        if self.is_probe:
-            return f"a probe, one token of {self.drafter}: α {alpha}, break-even {even} (c {c})"
-        if self.num_tokens:
-            expected = f"expected {self.expected_speedup:.2f}×"
-            return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
-        if self.break_even > 1:
-            work = f"to draft with {self.drafter} and verify"  # c is the first part of it
-            return f"K=0 is faster here: {work} costs more than it can save (c {c})"
-        if self.alpha >= self.break_even:  # it has text to read first, say
-            return f"K=0 is faster now: starting {self.drafter} would not pay yet (α {alpha})"
-        return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
-
-
-def _short(value: float) -> str:
-    """Example: 0.714 -> ".71"."""
-    return f"{value:.2f}".removeprefix("0")
-
-
-class Doubts(NamedTuple):
+class StopRule(NamedTuple):
     """When a draft in the making ends: where one more token is too unlikely to be worth its step.
 
     `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;

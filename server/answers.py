@@ -4,10 +4,10 @@ They read the core's sequences and engine, handed in; docs/api.md says what thei
 """
 
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from .comparison import comparison
 from .formats import reasoning_of
 from .options import Options
 from .parsing import model_id
-from .worker import LOG, Job, Worker, cancel, read
+from .worker import LOG, Job, Run, Worker
 
 PING = ": ping\n\n"  # a proxy might take silence for an end
 _MIN_DRAFTS_TO_JUDGE = 100
@@ -39,57 +39,83 @@ _FEW = 5  # drafted tokens, whose mean time is told
 _POOR_FIRST_ACCEPTANCE = 0.2
 
 
-def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
-    """What /generate returns for a finished job of a target in `dtype`.
+def answer(runs: list[Run], notes: list[str], dtype: torch.dtype) -> Json:
+    """What /generate returns for the runs of a finished job of a target in `dtype`.
 
-    Several jobs are choices, for each of the prompts. Where a comparison was asked for, every
-    second one decodes the request plainly, with a trace.
+    Several are choices, for each of the prompts: the body is the first one's, with all of them in
+    `choices`. Where a comparison was asked for, every second run decodes the request plainly, with
+    a trace. `notes` are warnings; there may be more.
     """
-    job, *others = jobs
-    request = job.sequence.request
-    if request.texts > 1:
-        return of_choices([_answer(job, notes) for job in jobs], request.n)
-    body = _answer(job, notes)
-    if others:
-        sequences = [job.sequence for job in jobs]
-        runs = list(zip(sequences[::2], sequences[1::2], strict=True))
-        body["compare"] = comparison(runs, others[0].events, dtype)
+    request = runs[0].sequence.request  # as it was admitted
+    texts = runs[: request.texts]
+    bodies = [_of_text(run) for run in texts]
+    warnings = [note for run in texts for note in _warnings_of(run.sequence)]
+    body = bodies[0] | {
+        "warnings": list(dict.fromkeys(notes + warnings)),
+        "usage": _usage([run.sequence for run in texts], request.n),
+    }
+    if len(texts) > 1:
+        body["choices"] = [{"index": i} | each for i, each in enumerate(bodies)]
+    elif len(runs) > 1:
+        sequences = [run.sequence for run in runs]
+        pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
+        body["compare"] = comparison(pairs, runs[1].events, dtype)
     return body
 
 
-def _answer(job: Job, notes: list[str]) -> Json:
-    """What /generate returns for one finished job."""
-    sequence = job.sequence
-    request, statistics = sequence.request, sequence.statistics
-    prompt, completion = len(request.prompt), len(sequence.output)
+def _of_text(run: Run) -> Json:
+    """What an answer says of one text."""
+    s, request, statistics = run.sequence, run.sequence.request, run.sequence.statistics
+    counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
+    decision = s.drafting.task.decision
+    body = {
+        "text": s.text.text,
+        "token_ids": s.output,
+        "finish_reason": s.finish_reason,
+        "stop_reason": s.text.stopped_by,
+        "seed": request.seed,
+        "metrics": _times(run)
+        | {"speculative_decoding": {"drafter": request.drafter or PLAIN} | counters}
+        | {"controller": decision and decision.as_dict()},
+        "timings": _timings(s),
+    }
+    if request.logprobs is not None:
+        body["logprobs"] = s.logprobs
+    if trace.IDS in request.returns:
+        body["prompt_token_ids"] = list(request.prompt)
+    if request.prompt_logprobs is not None:
+        body["prompt_logprobs"] = trace.prompt_logprobs(s)
+    if request.trace:
+        body["trace"] = list(map(public, run.events))
+    return body
+
+
+def _warnings_of(s: TextSequence) -> list[str]:
+    """What went wrong with a text."""
+    if s.matcher is None or s.matcher.may_end:
+        return s.warnings
+    limit = "max_tokens" if s.finish_reason == "length" else "a stop string"
+    return [*s.warnings, f"{limit} cut the text, so it is not a whole one of its grammar"]
+
+
+def _usage(sequences: list[TextSequence], n: int) -> Json:
+    """How many tokens a request's texts have; a prompt, which has `n` of them, is counted once."""
+    prompt = sum(len(s.request.prompt) for s in sequences[::n])
+    cached = sum(s.drafting.num_cached for s in sequences[::n])
+    completion = sum(len(s.output) for s in sequences)
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sequence.drafting.num_cached},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
-    details = _reasoning_tokens(sequence)
-    if request.prediction:
-        details["accepted_prediction_tokens"] = sequence.drafting.accepted["prediction"]
-        details["rejected_prediction_tokens"] = sequence.drafting.rejected["prediction"]
-    if details:
-        usage["completion_tokens_details"] = details
-    counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
-    notes = notes + sequence.warnings
-    if sequence.matcher and not sequence.matcher.may_end:
-        limit = "max_tokens" if sequence.finish_reason == "length" else "a stop string"
-        notes.append(f"{limit} cut the text, so it is not a whole one of its grammar")
-    read = {"cache_n": job.num_cached, "prompt_n": prompt - job.num_cached}
-    body = body_of(job, sequence.output, notes, usage, counters, read | statistics.timings())
-    decision = sequence.drafting.task.decision
-    body["metrics"]["controller"] = decision and decision.as_dict()
-    if trace.IDS in request.returns:
-        body["prompt_token_ids"] = list(request.prompt)
-    if request.prompt_logprobs is not None:
-        body["prompt_logprobs"] = trace.prompt_logprobs(sequence)
-    if request.trace:
-        body["trace"] = list(map(public, job.events))
-    return body
+    details: Counter[str] = Counter()
+    for s in sequences:
+        details.update(_reasoning_tokens(s))
+        if s.request.prediction:
+            for fate in ("accepted", "rejected"):
+                details[f"{fate}_prediction_tokens"] += getattr(s.drafting, fate)["prediction"]
+    return usage | ({"completion_tokens_details": dict(details)} if details else {})
 
 
 def _reasoning_tokens(sequence: TextSequence) -> Json:
@@ -104,64 +130,40 @@ def _reasoning_tokens(sequence: TextSequence) -> Json:
     return {"reasoning_tokens": count if has_begun else 0}
 
 
-def of_choices(bodies: list[Json], n: int | None = None) -> Json:
-    """One answer from those of a request's choices: the first, and all of them in `choices`.
+def _times(run: Run) -> Json:
+    """Its times in ms as vLLM names them; where there is nothing to divide by, one is left out.
 
-    They are `n` for each prompt, or all are for one. In `usage` each prompt is counted once, and
-    `warnings` has those of all.
+    A mean is over the tokens after the first; tokens a second are from the place on.
     """
-    usage, of_all = dict(bodies[0]["usage"]), ("usage", "warnings")
-    if len(firsts := [body["usage"] for body in bodies[:: n or len(bodies)]]) > 1:
-        usage["prompt_tokens"] = sum(first["prompt_tokens"] for first in firsts)
-        cached = (first["prompt_tokens_details"]["cached_tokens"] for first in firsts)
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
-    usage["completion_tokens"] = sum(body["usage"]["completion_tokens"] for body in bodies)
-    if "completion_tokens_details" in usage:
-        every = [body["usage"]["completion_tokens_details"] for body in bodies]
-        usage["completion_tokens_details"] = {n: sum(one[n] for one in every) for n in every[0]}
-    if usage["prompt_tokens"] is not None:
-        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    choices = [
-        {"index": i} | {name: body[name] for name in body if name not in of_all}
-        for i, body in enumerate(bodies)
-    ]
-    warnings = list(dict.fromkeys(note for body in bodies for note in body["warnings"]))
-    return bodies[0] | {"usage": usage, "warnings": warnings, "choices": choices}
-
-
-def body_of(
-    job: Any, token_ids: list[int] | None, notes: list[str],
-    usage: Json, counters: Json, timings: Json,
-) -> Json:  # fmt: skip
-    """The parts of an answer that it has whichever engine ran the finished job."""
-    sequence, request = job.sequence, job.sequence.request  # as it was admitted
-    drafting = {"drafter": request.drafter or PLAIN} | counters
-    body = {
-        "text": sequence.text.text,
-        "token_ids": token_ids,
-        "finish_reason": sequence.finish_reason,
-        "stop_reason": sequence.text.stopped_by,
-        "seed": request.seed,
-        "warnings": notes,
-        "usage": usage,
-        "metrics": job.times(timings["predicted_n"])
-        | {"speculative_decoding": drafting, "controller": None},
-        "timings": timings | _rates(timings),
+    if run.first_token is None or run.ended is None:
+        return {}
+    num_tokens = len(run.sequence.output)
+    decoding, computing = run.ended - run.first_token, run.ended - run.began
+    spans = {
+        "time_to_first_token_ms": run.first_token - run.submitted,
+        "generation_time_ms": decoding,
+        "queue_time_ms": run.began - run.submitted,
     }
-    return body if request.logprobs is None else body | {"logprobs": sequence.logprobs}
+    if num_tokens > 1:
+        spans["mean_itl_ms"] = decoding / (num_tokens - 1)
+    times = {name: round(span * 1e3, 3) for name, span in spans.items()}
+    return times | {"tokens_per_second": round(num_tokens / computing, 3) if computing else 0}
 
 
-def _rates(timings: Json) -> Json:
-    """llama.cpp's rates of both parts; the first token comes with the prompt's. None: unknown."""
+def _timings(s: TextSequence) -> Json:
+    """The block `timings` of llama.cpp: of both parts tokens, times and rates.
+
+    The first token comes with the prompt.
+    """
+    num_cached, timings = s.drafting.num_cached, s.statistics.timings()
+    counts = {"cache_n": num_cached, "prompt_n": len(s.request.prompt) - num_cached}
     rates: Json = {}
-    for part, free in (("prompt", 0), ("predicted", 1)):
-        ms, count = timings[f"{part}_ms"], timings[f"{part}_n"]
-        is_known, count = None not in (ms, count), (count or 0) - free
-        can_divide = is_known and count > 0 and ms > 0
-        unknown = 0.0 if is_known else None
-        rates[f"{part}_per_token_ms"] = ms / count if can_divide else unknown
-        rates[f"{part}_per_second"] = 1e3 / ms * count if can_divide else unknown
-    return rates
+    parts = {"prompt": counts["prompt_n"], "predicted": timings["predicted_n"] - 1}
+    for part, count in parts.items():
+        ms = timings[f"{part}_ms"] if count > 0 else 0.0
+        rates[f"{part}_per_token_ms"] = ms / count if ms else 0.0
+        rates[f"{part}_per_second"] = 1e3 / ms * count if ms else 0.0
+    return counts | timings | rates
 
 
 def public(event: Json) -> Json:
@@ -178,8 +180,9 @@ def brief(event: Json) -> Json:
 class Shape:
     """How /generate writes an answer: whole, or as a stream of an event for each cycle.
 
-    Of several choices an event has the `index`. The events of a comparison's plain decoding stand
-    under "plain". It is measured several times, and the first time is shown.
+    Numbers are those of the job's runs. Of several choices an event has the `index`. The events of
+    a comparison's plain decoding stand under "plain". It is measured several times, and the first
+    time is shown.
     """
 
     opening, closing = "", "data: [DONE]\n\n"  # what a stream begins and ends with
@@ -188,7 +191,7 @@ class Shape:
     def __init__(self, fields: Json) -> None:
         """`fields` are the request's, which may be wrong until a job has begun."""
         self._fields = fields
-        self.requests: list[Request] = []  # of the jobs, once they have begun
+        self.requests: list[Request] = []  # of the runs, once the job has begun
 
     @property
     def per_prompt(self) -> int:
@@ -205,10 +208,10 @@ class Shape:
         return body
 
     def note(self, event: Json, number: int) -> None:
-        """See an event of the request's job of this number, before it is shown."""
+        """See an event of the run of this number, before it is shown."""
 
     def shown(self, event: Json, number: int) -> str:
-        """What a stream shows of an event of the request's job of this number; "" is nothing."""
+        """What a stream shows of an event of the run of this number; "" is nothing."""
         has_choices = self.num_choices > 1
         if number > 1 and not has_choices:
             return ""
@@ -221,7 +224,7 @@ class Shape:
         return sse(({"index": number} if has_choices else {}) | shown | text)
 
     def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
-        """What a stream shows of a job before its first event; `scores` gives the prompt's."""
+        """What a stream shows of a run before its first event; `scores` gives the prompt's."""
         return ""
 
     def last(self, body: Json) -> Iterable[str]:
@@ -233,28 +236,31 @@ class Shape:
         return sse(error.body())
 
 
-def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterator[str]:
-    """Jobs as server-sent events in this shape, then the `answer` or an error, and its closing.
+def stream(job: Job, shape: Shape, answer: Callable[[], Json]) -> Iterator[str]:
+    """A job as server-sent events in this shape, then the `answer` or an error, and its closing.
 
-    A stream that merely ended would look like a success. The jobs do not outlive it.
+    A stream that merely ended would look like a success. The job does not outlive it.
     """
-    silent = set(range(len(jobs)))  # jobs without an event so far
+    silent = set(range(len(job.runs)))  # runs without an event so far
 
     def head(number: int) -> str:
         silent.remove(number)
-        return shape.head(number, partial(_scores_before, jobs, number))
+        # Scores of the prompt, which the first of its choices has.
+        scored = job.runs[number - number % job.runs[number].request.n]
+        return shape.head(number, lambda: trace.prompt_logprobs(scored.sequence))
 
     try:
         if opening := shape.opening:
             yield opening
-        for number, events in read(jobs):
-            text = head(number) if events and number in silent else ""
-            for event in events:
+        for news in job.read():
+            text = ""
+            for number, event in news:
+                text += head(number) if number in silent else ""
                 shape.note(event, number)
                 text += shape.shown(event, number)
-            if text or not events:
+            if text or not news:
                 yield text or PING
-        if not any(job.cancelled for job in jobs):
+        if not job.cancelled:
             yield from filter(None, map(head, sorted(silent)))
             yield from shape.last(answer())
     except RequestError as error:
@@ -263,14 +269,9 @@ def stream(jobs: list[Job], shape: Shape, answer: Callable[[], Json]) -> Iterato
         LOG.exception("the engine failed")
         yield shape.failed(engine_failure(error))
     finally:
-        cancel(jobs)  # the client may have left
+        job.cancel()  # the client may have left
     if shape.closing:
         yield shape.closing
-
-
-def _scores_before(jobs: list[Job], number: int) -> list[Json | None]:
-    """The scores of the prompt of the job with this number, which the first of its choices has."""
-    return trace.prompt_logprobs(jobs[number - number % jobs[number].request.n].sequence)
 
 
 def sse(data: Json) -> str:
@@ -332,7 +333,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "drafter": engine.default_drafter,
         "drafters": list(engine.pool.choices),
         "num_speculative_tokens": k,
-        "uptime_s": round(worker.uptime_s, 3),
+        "uptime_s": round(time.monotonic() - worker.began, 3),
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
         "bitwise_lossless": bool(report and report.is_exact),

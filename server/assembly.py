@@ -1,17 +1,24 @@
 """Puts an engine together: a target, a draft model, drafters, a controller and a prefix cache."""
 
+import logging
+from collections import Counter
+from contextlib import suppress
+from copy import copy
+
 import drafters
 from drafters.auto import Controller
 from runtime import kernels
 from runtime.cache import PrefixCache
 from runtime.models import StartError, ahead, loading
+from runtime.models.loading import PROGRESS
 from runtime.models.reference import check, refusal
-from runtime.values import Engine, Model
+from runtime.statistics import Totals
+from runtime.values import Engine, Model, Request
 from server import core
 
 from . import answers
 from .options import Options
-from .worker import LOG, warm_up
+from .worker import LOG
 
 
 def load_draft(options: Options) -> Model | None:
@@ -29,7 +36,8 @@ def load_draft(options: Options) -> Model | None:
 def assemble_engine(options: Options) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
     drafters.check_name(options.drafter)  # before anything is loaded
-    loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
+    if options.draft_model:
+        loading.check_early(options.draft_model, options)
     target = core.load_model(options.model, options)
     draft = load_draft(options)
     ahead.end()
@@ -59,3 +67,32 @@ def load_engine(options: Options) -> Engine:
     LOG.info(answers.setting(engine, options))
     warm_up(engine)
     return engine
+
+
+def uncounted(engine: Engine) -> Engine:
+    """A copy of the engine whose runs no statistics count and no controller learns from.
+
+    It logs none of its drafters' failures.
+    """
+    twin = copy(engine)
+    twin.pool, twin.planner = copy(engine.pool), drafters.FixedK()
+    twin.totals, twin.pool.failures = Totals(engine.pool.choices), Counter()
+    twin.pool.log = logging.Logger("nobody's", logging.CRITICAL + 1)
+    return twin
+
+
+def warm_up(engine: Engine) -> None:
+    """Let the target and each model that drafts run once, before a measurement counts.
+
+    First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
+    at K + 1 rows. Statistics are dropped. A fault is ignored: it comes again at run time.
+    """
+    PROGRESS.info("warming up: each model runs once, as its first pass is slow")
+    prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
+    models = [name for name, model in engine.pool.drafters.items() if not model.can_guess]
+    for name in models or [None]:
+        with suppress(Exception):
+            request = Request(prompt, 16, name, isolated=True)
+            for _, cycle in uncounted(engine).generate(request):
+                if cycle.number:
+                    break

@@ -23,15 +23,15 @@ _NOISE = 1.05  # by which factor two measurements of one task differ on a quiet 
 NUM_RUNS = 3  # of what is compared; figures are medians
 
 
-def runs_to_compare(wanted: Request) -> list[Request]:
+def runs_to_compare(request: Request) -> list[Request]:
     """A request and its plain decoding, in turn: a busy machine then slows both.
 
-    Each run is_alone, or the second would draft from the first one's text among past outputs.
+    Each run is isolated, or the second would draft from the first one's text among past outputs.
     """
-    wanted = replace(wanted, is_alone=True)
-    plain = replace(wanted, drafter=None)
-    again = [replace(wanted, trace=False), replace(plain, trace=False)]
-    return [wanted, replace(plain, trace=True)] + again * (NUM_RUNS - 1)
+    request = replace(request, isolated=True)
+    plain = replace(request, drafter=None)
+    again = [replace(request, trace=False), replace(plain, trace=False)]
+    return [request, replace(plain, trace=True)] + again * (NUM_RUNS - 1)
 
 
 def comparison(

@@ -27,8 +27,7 @@ from runtime.values import Engine, Json, RequestError, in_short
 # Kernels work in blocks, often of 8: a row more may cost as much as the next seven together.
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64)
 PARTS = ("call_ms", "step_ms", "read_ms")
-_MOST_FILES = 100
-_POSSIBLE = 1e-5, 1e6  # ms of a pass, at least and at most
+_LEAST_MS, _MOST_MS = 1e-5, 1e6  # that are possible: of a pass, and of anything
 _MOST_CONTEXT = 1 << 30
 LOG = logging.getLogger("engine")
 
@@ -53,14 +52,14 @@ class Curve:
         passes = {int(rows): float(ms) for rows, ms in stored["pass_ms"].items()}
         known = stored["drafters"].items()
         drafters = {name: {part: float(parts[part]) for part in PARTS} for name, parts in known}
-        if tuple(stored["rows"]) != ROWS or not passes or not passes.keys() <= {*ROWS}:
-            raise ValueError("its rows are others")
-        times, (least, most) = [ms for each in drafters.values() for ms in each.values()], _POSSIBLE
-        are_possible = all(least <= ms <= most for ms in passes.values())
-        if not (are_possible and all(0 <= ms <= most for ms in times)):
-            raise ValueError("it has impossible times")
-        if not 0 <= (context := int(stored["context"])) <= _MOST_CONTEXT:
-            raise ValueError("it has an impossible context")
+        of_drafts = [ms for parts in drafters.values() for ms in parts.values()]
+        context = int(stored["context"])
+        if not (
+            tuple(stored["rows"]) == ROWS and passes and passes.keys() <= {*ROWS}
+            and all(_LEAST_MS <= ms <= _MOST_MS for ms in passes.values())
+            and all(0 <= ms <= _MOST_MS for ms in of_drafts) and 0 <= context <= _MOST_CONTEXT
+        ):  # fmt: skip
+            raise ValueError("it has impossible numbers")
         measured_at = datetime.fromisoformat(stored["measured_at"]).isoformat()
         return cls(passes, drafters, measured_at, context)
 
@@ -110,48 +109,42 @@ class Store:
         target, draft, self._file = engine.target, engine.draft_model, None
         other = draft and (draft.fingerprint or draft.model.dtype)
         self._keys = {name: f"{name} {_hash(size, other)}" for name, size in sizes.items()}
+        self._stored: dict[str, dict[str, float]] = {}  # all drafters in the file, by key
         self._of = _hash(fingerprint, target.model.dtype, torch.get_num_threads(), cpu_name())
-        with self._telling("stored"):
+        with _telling("stored"):
             self._file = kernels.own_folder() / f"curve-{self._of}.json" if fingerprint else None
 
-    @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # anything may stand there
-            LOG.warning("the cost curve cannot be %s: %s", what, in_short(error))
-
-    def _stored(self) -> Curve:
-        """What stands in the file, with drafters by their keys. Raises for anything else."""
-        stored = json.loads(self._file.read_text("utf-8"))
-        if stored.get("of") != self._of:
-            raise ValueError("it is of another machine, model or version")
-        return Curve.of(stored)
-
-    def read(self) -> Curve | None:
-        """The curve of an earlier start, if there is one that can be used."""
-        with self._telling(f"read from {self._file}"):
+    def read(self) -> Curve:
+        """The curve of an earlier start; one without times if there is none that can be used."""
+        with _telling(f"read from {self._file}"):
             if self._file and self._file.exists():
-                curve, keys = self._stored(), self._keys.items()
-                known = {name: curve.drafters[key] for name, key in keys if key in curve.drafters}
+                stored = json.loads(self._file.read_text("utf-8"))
+                if stored.get("of") != self._of:
+                    raise ValueError("it is of another machine, model or version")
+                curve, keys = Curve.of(stored), self._keys.items()
+                self._stored = curve.drafters
+                known = {name: self._stored[key] for name, key in keys if key in self._stored}
                 return replace(curve, drafters=known)
-        return None
+        return Curve()
 
     def write(self, curve: Curve) -> None:
-        """Write it in one piece. What is known of other drafters stays; the oldest curves go."""
-        with self._telling("stored"):
+        """Write it in one piece. What is known of other drafters stays."""
+        with _telling("stored"):
             if self._file and curve.pass_ms:
-                others = dict[str, dict[str, float]]()
-                with suppress(Exception):  # what cannot be read has been told, and goes
-                    others = self._stored().drafters
-                own = {self._keys[name]: parts for name, parts in curve.drafters.items()}
-                whole = replace(curve, drafters=others | own)
+                self._stored |= {self._keys[name]: each for name, each in curve.drafters.items()}
+                whole = asdict(replace(curve, drafters=self._stored)) | {"of": self._of}
                 part = self._file.with_suffix(f".{os.getpid()}")
-                part.write_text(json.dumps(asdict(whole) | {"of": self._of}), "utf-8")
+                part.write_text(json.dumps(whole), "utf-8")
                 part.replace(self._file)
-                files = sorted(part.parent.glob("curve-*"), key=lambda file: file.stat().st_mtime)
-                for oldest in files[:-_MOST_FILES]:
-                    oldest.unlink(missing_ok=True)
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Whatever fails meanwhile is one line: anything may stand in a file."""
+    try:
+        yield
+    except Exception as error:
+        LOG.warning("the cost curve cannot be %s: %s", what, in_short(error))
 
 
 def _hash(*parts: Any) -> str:
@@ -161,9 +154,11 @@ def _hash(*parts: Any) -> str:
 def cpu_name() -> str:
     """The name of this machine's CPU."""
     with suppress(OSError):
-        named = re.search("^model name.*: (.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
-        return named[1] if named else platform.machine()
-    return platform.processor()
+        if named := re.search(
+            "^model name.*: (.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M
+        ):
+            return named[1]
+    return platform.processor() or platform.machine()
 
 
 def register_curve(app: Flask, worker: Any) -> None:

@@ -32,64 +32,54 @@ from runtime.values import Engine, Json, one_line
 from .fields import wrong
 
 _TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
-_ANY_OBJECT = {"type": "object"}
-_KINDS = {"json_schema": JSON, "regex": REGEX, "grammar": LARK, "choice": CHOICE}
+# Of each field its kind, what tells whether its value is one, and what it must be.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "json_schema": (JSON, lambda value: isinstance(value, dict | bool), "a JSON schema"),
+    "regex": (REGEX, is_text, "a regular expression, not empty"),
+    "grammar": (LARK, is_text, "a grammar, in the form of Lark or GBNF"),
+    "choice": (
+        CHOICE,
+        lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
+        "a list of texts, none of them empty",
+    ),
+}
 FIELDS = ("response_format", *_KINDS)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(is_text, value))
-
-
-_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
-    JSON: (lambda value: isinstance(value, dict | bool), "a JSON schema"),
-    REGEX: (is_text, "a regular expression, not empty"),
-    LARK: (is_text, "a grammar, in the form of Lark or GBNF"),
-    CHOICE: (_are_texts, "a list of texts, none of them empty"),
-}
-
-
-def _checked(name: str, kind: str, value: Any) -> tuple[str, str, Any]:
-    """(name, kind, value) of a constraint; a schema may be sent as a text. Raises RequestError."""
-    if kind == JSON and isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
-    is_valid, what = _VALID[kind]
-    if not is_valid(value):
-        raise wrong(name, f"must be {what}")
-    return name, kind, value
-
-
-def _of_response_format(value: Any) -> Iterator[tuple[str, str, Any]]:
-    """The constraint of OpenAI's field, if it is one."""
-    name = "response_format"
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "json_object":
-        yield _checked(f"{name}.schema", JSON, value.get("schema", _ANY_OBJECT))
-    elif kind == "json_schema":
-        wrapped = value.get("json_schema", value)
-        schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-        yield _checked(f"{name}.json_schema.schema", JSON, schema)
-    elif kind != "text":
-        raise wrong(name, "must be an object of type text, json_object or json_schema")
-
-
 def constraint_of(body: Json) -> tuple[str, str, Any] | None:
-    """The constraint of a request, as (name of the field, kind, value). Raises RequestError."""
-    constraints = list[tuple[str, str, Any]]()
-    for name in FIELDS:
-        if (value := body.get(name)) is None:
-            continue
-        if name == "response_format":
-            constraints += _of_response_format(value)
-        else:
-            constraints.append(_checked(name, _KINDS[name], value))
-    if len(constraints) > 1:
-        first, second = (name for name, *_ in constraints[:2])
-        raise wrong(second, f"cannot go with {first}: a text obeys one")
-    return constraints[0] if constraints else None
+    """The constraint of a request, as (path of the field, kind, value). Raises RequestError.
+
+    A schema may be sent as a text.
+    """
+    asked = [(name, name, body[name]) for name in _KINDS if body.get(name) is not None]
+    if (form := body.get("response_format")) is not None:
+        asked = [*_of_response_format(form), *asked]
+    if len(asked) > 1:
+        raise wrong(asked[1][0], f"cannot go with {asked[0][0]}: a text obeys one")
+    if not asked:
+        return None
+    path, name, value = asked[0]
+    kind, is_valid, what = _KINDS[name]
+    if kind == JSON and isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not is_valid(value):
+        raise wrong(path, f"must be {what}")
+    return path, kind, value
+
+
+def _of_response_format(form: Any) -> list[tuple[str, str, Any]]:
+    """The schema that OpenAI's field asks for, if it does."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [("response_format.schema", "json_schema", form.get("schema", {"type": "object"}))]
+    if kind != "json_schema":
+        raise wrong("response_format", "must be an object of type text, json_object or json_schema")
+    held = form.get("json_schema", form)
+    schema = held.get("schema") if isinstance(held, dict) else None
+    return [("response_format.json_schema.schema", "json_schema", schema)]
 
 
 def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
@@ -134,18 +124,16 @@ def _limits_of(kind: str, value: Any, special: Collection[str]) -> Limits:
     `special` are the texts of tokens that no text has. Raises ValueError for what is too large, and
     for what llguidance takes, and does something else with.
     """
-    check_length(value, kind == LARK)
-    schemas = [] if isinstance(value, str) else [value]
-    parts = [value]  # in which a special token's text would be taken for the token
-    if kind == LARK and not is_gbnf(value):  # rules of Lark's may name a token, their schemas not
-        parts = schemas = [*_schemas(value)]
-    limits = limits_of(value, kind == LARK, schemas)
+    is_lark, is_rules = kind == LARK, kind == LARK and not is_gbnf(value)
+    check_length(value, is_lark)
+    schemas = [*_schemas(value)] if is_rules else [] if isinstance(value, str) else [value]
+    limits = limits_of(value, is_lark, schemas)
     if kind == REGEX and (len(value) - len(value.rstrip("\\"))) % 2:
         raise ValueError("ends with a backslash that escapes nothing")
-    if kind == LARK and is_gbnf(value):
-        parts = [in_characters(value)]
-    elif kind == LARK and (attribute := _ATTRIBUTES.search(HELD.sub(" ", value))):
+    if is_rules and (attribute := _ATTRIBUTES.search(HELD.sub(" ", value))):
         raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
+    # Where a special token's text would be taken for the token. Rules of Lark's may name one.
+    parts = schemas if is_rules else [in_characters(value) if is_lark else value]
     # As one text, with what no token has between its parts: there may be thousands of either.
     plain = "\0".join(text for part in parts for text in _texts(part)).replace("\\", "")
     for token in special:
@@ -153,8 +141,7 @@ def _limits_of(kind: str, value: Any, special: Collection[str]) -> Limits:
             raise ValueError(f"holds {token}, which is a token of its own")
     for schema in schemas_in(schemas):  # keys would have to be counted: a text may repeat one
         required, least = schema.get("required"), schema.get("minProperties")
-        known = len(required) if isinstance(required, list) else 0
-        if isinstance(least, int) and least > known:
+        if isinstance(least, int) and least > len(required if isinstance(required, list) else []):
             raise ValueError("minProperties beyond the required ones is not supported")
     return limits
 
@@ -168,18 +155,16 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     if (constraint := constraint_of(body)) is None:
         return None
     name, kind, value = constraint
-    target = engine.target
+    target, tokenizer = engine.target, engine.target.tokenizer
     try:
-        words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
-        vocabulary = vocabulary_of(*words)
+        vocabulary = vocabulary_of(tokenizer, target.vocab_size, frozenset(target.eos_ids))
         limits = _limits_of(kind, value, vocabulary.special)
-        reasoning = reasoning_of(target.tokenizer, prompt)
-        has_tokens = "</think>" in target.tokenizer.added_tokens_encoder
         if kind == LARK and is_gbnf(value):
             value = vocabulary.in_lark(value)
             check_length(value, True)
             limits = limits_of(value, True, [])
-        source = source_of(kind, value, reasoning, has_tokens)
+        has_tokens = "</think>" in tokenizer.added_tokens_encoder
+        source = source_of(kind, value, reasoning_of(tokenizer, prompt), has_tokens)
         return vocabulary.compiled(source, limits)
     except (ValueError, RecursionError) as error:
         raise wrong(name, f"cannot be used: {one_line(error, longest=200)}") from error

@@ -28,7 +28,7 @@ from .connection import CLIENT_BEHIND, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Se
 from .log import Progress, log_to_stderr, name_requests
 from .options import Options
 from .parsing import model_id
-from .worker import Worker, unavailable, wait_for
+from .worker import Worker, unavailable
 
 _OTHER_THREADS = 32  # beside those of requests that run or wait: they read, and refuse
 _OTHER_CONNECTIONS = 448  # beside those that have a thread
@@ -221,6 +221,17 @@ def room_for_connections(needed: int) -> int:
         why = f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)}"
         raise ValueError(f"{why} are possible here (ulimit -n sets how many files may be open)")
     return limit
+
+
+def wait_for(reports: "queue.SimpleQueue[Any]") -> Any:
+    """Wait in the main thread until the queue has an item, and return it.
+
+    A signal that comes just before the thread sleeps does not wake it, and its handler is called
+    when the thread is awake again. So the thread wakes every second.
+    """
+    while True:
+        with suppress(queue.Empty):
+            return reports.get(timeout=1)
 
 
 def serve(load: Callable[[], Flask], port: int, options: Options, error_forms: Json) -> NoReturn:

@@ -24,7 +24,7 @@ from flask import Flask, Response, g, request
 from runtime.statistics import Statistics
 from runtime.values import LONGEST_LINE, Json, one_line
 
-from .worker import PROGRESS, Job
+from .worker import Job
 
 LOG = logging.getLogger("server.requests")
 _MAX_LINES = 10_000  # that may wait for a slow reader of stderr
@@ -48,7 +48,7 @@ class Progress(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._began, self._stage = time.monotonic(), "importing"
-        PROGRESS.addHandler(self)
+        logging.getLogger("progress").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._stage = record.getMessage()
@@ -82,11 +82,11 @@ class _Words(_Format):
     """For a terminal: time, level, and what happened in words; a traceback stands below."""
 
     def format(self, record: logging.LogRecord) -> str:
-        level, said = record.levelname, record.getMessage()
+        level, text = record.levelname, record.getMessage()
         if isinstance(line := record.msg, dict):
-            said, is_ours = _in_words(line), line["status"] == 500
+            text, is_ours = _in_words(line), line["status"] == 500
             level = "ERROR" if is_ours else "WARNING" if "error" in line else "INFO"
-        lines = [one_line(said, LONGEST_LINE)]
+        lines = [one_line(text, LONGEST_LINE)]
         if record.exc_info:  # strangers' bytes may be in it, too
             for each in self.formatException(record.exc_info).splitlines():
                 lines.append(re.match(" *", each)[0] + one_line(each, LONGEST_LINE))
@@ -95,19 +95,19 @@ class _Words(_Format):
 
 def _in_words(line: Json) -> str:
     """Example: POST /generate: 30 tokens in 9 passes, drafter mtp, 80% accepted, 97 ms."""
-    said = []
+    parts = []
     if "tokens" in line:
         passes = f" in {line['passes']} passes" if line["passes"] else ""  # else it is not known
-        said.append(f"{line['tokens']} tokens{passes}")
-        said.append(f"drafter {line['drafter']}" if line["drafter"] else "no drafter")
+        parts.append(f"{line['tokens']} tokens{passes}")
+        parts.append(f"drafter {line['drafter']}" if line["drafter"] else "no drafter")
         if line["acceptance"] is not None:
-            said.append(f"{line['acceptance']:.0%} accepted")
+            parts.append(f"{line['acceptance']:.0%} accepted")
     if line["finish"] == "cancelled":
-        said.append("the client left")
+        parts.append("the client left")
     elif "error" in line:
-        said.append(f"answered with an error, status {line['status']} ({line['error']})")
-    said.append(f"{line['ms']:.0f} ms")
-    return f"{line['method']} {line['path']}: {', '.join(said)}"
+        parts.append(f"answered with an error, status {line['status']} ({line['error']})")
+    parts.append(f"{line['ms']:.0f} ms")
+    return f"{line['method']} {line['path']}: {', '.join(parts)}"
 
 
 def log_to_stderr() -> Callable[[], bool]:
@@ -146,36 +146,35 @@ def name_requests(app: Flask) -> None:
         client_id = request.headers.get("X-Request-Id", "")
         is_usable = re.fullmatch(r"[\w.:/+=-]{1,128}", client_id, re.ASCII)
         g.id, g.arrived = client_id if is_usable else secrets.token_hex(12), time.monotonic()
-        g.jobs, g.error = [], None
+        g.job, g.error = None, None
 
     @app.after_request
     def end(response: Response) -> Response:
         """Return the id, and see to it that the line is written."""
         response.headers["X-Request-Id"] = g.id
         is_watched = request.path not in ("/health", "/metrics")
-        if g.jobs or (response.status_code >= 400 and is_watched):
+        if g.job or (response.status_code >= 400 and is_watched):
             head = {"id": g.id, "method": request.method[:20], "path": request.path[:200]}
             head["status"] = response.status_code
             # Once all is sent, or nobody is there to read it.
-            response.call_on_close(partial(_write, head, g.error, g.jobs, g.arrived))
+            response.call_on_close(partial(_write, head, g.error, g.job, g.arrived))
         return response
 
 
-def _write(head: Json, error: str | None, jobs: list[Job], arrived: float) -> None:
+def _write(head: Json, error: str | None, job: Job | None, arrived: float) -> None:
     line = head | {"finish": None}
-    if jobs:
-        job, s = jobs[0], jobs[0].sequence
-        line |= {"finish": job.finish, "drafter": (s or job).request.drafter}
-        texts = jobs[: job.request.texts]  # without a comparison's other runs
-        counts = [each.num_prompt_tokens for each in texts[:: job.request.n]]
-        line["prompt_tokens"] = None if None in counts else sum(counts)
+    if job:
+        first, s = job.runs[0], job.runs[0].sequence
+        line |= {"finish": job.finish(first), "drafter": (s or first).request.drafter}
+        texts = job.runs[: first.request.texts]  # without a comparison's other runs
+        line["prompt_tokens"] = sum(len(run.request.prompt) for run in texts[:: first.request.n])
         if s:
-            begun = [each.sequence for each in texts if each.sequence]
+            begun = [run.sequence for run in texts if run.sequence]
             line["tokens"] = sum(len(each.output) for each in begun)
             total = sum((each.statistics for each in begun), Statistics())
             line["passes"] = total.passes or None
             line["acceptance"] = total.draft_acceptance_rate
-        for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
+        for name, moment in {"queue_ms": first.began, "first_token_ms": first.first_token}.items():
             line[name] = None if moment is None else _ms(moment - arrived)
         if failure := job.failure:
             error = error or getattr(failure, "code", None) or type(failure).__name__

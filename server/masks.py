@@ -8,8 +8,6 @@
 Masks are transforms of logits, so no draft changes the text.
 """
 
-from dataclasses import replace
-
 from runtime.values import Json, Model
 
 from .fields import wrong
@@ -35,25 +33,22 @@ def _bad_words(words: list[str], target: Model) -> list[tuple[int, ...]]:
     return ids
 
 
-def take_masks(fields: Json, target: Model) -> None:
-    """Put `masks`, the checked fields as they were sent, into those of messages.Request, in place.
+def masks_of(sent: Json, max_tokens: int, target: Model) -> Json:
+    """The fields of Sampling that these checked fields of a request ask for.
 
     Raises RequestError, naming the field.
     """
-    sent = fields.pop("masks")
     for name in ("stop_token_ids", "allowed_token_ids"):
         if (largest := max(sent.get(name, []), default=0)) >= target.vocab_size:
             raise wrong(name, f"has token id {largest}: the largest one is {target.vocab_size - 1}")
-    if (least := sent.get("min_tokens", 0)) > fields["max_tokens"]:
-        raise wrong("min_tokens", f"must be at most max_tokens, which is {fields['max_tokens']}")
+    if (least := sent.get("min_tokens", 0)) > max_tokens:
+        raise wrong("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
     words, ends = _bad_words(sent.get("bad_words", []), target), sorted(target.eos_ids)
     words += [(token,) for token in ends if sent.get("ignore_eos")]
-    fields["stop_token_ids"] = stops = frozenset(sent.get("stop_token_ids", []))
-    fields["include_stop"] = sent.get("include_stop_str_in_output", False)
-    fields["sampling"] = replace(
-        fields["sampling"],
-        allowed_token_ids=tuple(dict.fromkeys(sent.get("allowed_token_ids", []))),
-        bad_words=tuple(dict.fromkeys(words)),
-        min_tokens=least,
-        end_ids=(*ends, *sorted(stops)) if least else (),
-    )
+    stops = sorted({*sent.get("stop_token_ids", [])})
+    return {
+        "allowed_token_ids": tuple(dict.fromkeys(sent.get("allowed_token_ids", []))),
+        "bad_words": tuple(dict.fromkeys(words)),
+        "min_tokens": least,
+        "end_ids": (*ends, *stops) if least else (),
+    }

@@ -6,19 +6,17 @@
     the end          the curve is stored, with what was faster at the earlier start, and told to
                      the controller
 
-No statistics count these cycles, and nothing is remembered of their text. What costs little is
-measured most often. All is measured at least once, in later idle times if need be, but for passes
-so large that a request would wait long for their end. What else the machine does only adds to a
-time, so the shortest counts. Not measured: drafters from files, and those that run no model.
+Every number of rows and every drafter has three turns, of which the first one warms up. What else
+the machine does only adds to a time, so the shortest one counts. Not measured: passes so large that
+a request would wait long for their end, drafters from files, and those that run no model. No
+statistics count these cycles, and nothing is remembered of their text.
 """
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from math import inf
 
 from drafters.pool import AUTO, Task
 from drafters.timed import TimedDrafter
@@ -26,12 +24,11 @@ from runtime import kernels
 from runtime.cache.states import MOST_RECORDED
 from runtime.values import Draft, Engine, Json, Request, TextSequence, in_short
 
+from .assembly import uncounted
 from .curve import LOG, PARTS, ROWS, Curve, Store
-from .worker import uncounted
 
-_LONGEST_MS = 1500.0  # of measuring more than once, in all, without waiting for a core
 _LONGEST_PASS_MS = 750.0  # a request may come meanwhile
-_TIMES = 4  # each; the first time warms up
+_TURNS = 3
 _SHORT, _LONG = 1, 5  # tokens of drafts
 _UNREAD = 4  # tokens: a draft behind so many more is one that reads
 _PROMPT, _IDS = 16, range(300, 900)  # tokens; ids, which are mostly of frequent words
@@ -43,24 +40,26 @@ class Measurement:
 
     def __init__(self, engine: Engine, fingerprint: str | None) -> None:
         """`fingerprint` is the target's; without one nothing is stored."""
-        self._engine, self.left_ms, self.is_done = engine, _LONGEST_MS, False
+        self._engine, self.is_done = engine, False
         models = {n: d for n, d in engine.pool.drafters.items() if not isinstance(d, TimedDrafter)}
-        sizes = {name: getattr(drafter, "num_step_weights", 0) for name, drafter in models.items()}
+        sizes = {name: drafter.num_step_weights for name, drafter in models.items()}
         self._names = [name for name, size in sizes.items() if size]
         self._ids = [i % engine.target.vocab_size for i in _IDS]
         self._prompt = self._ids[: min(_PROMPT, max(1, engine.target.max_length // 4))]
         self._text: TextSequence | None = None
         self._read: dict[str, int] = {}  # tokens of the text, by drafter
-        # Drafters, or "", and how much they draft: cycles to come.
-        self._planned: deque[tuple[str, int]] = deque()
+        # Cycles to come: a drafter, or "" for any tokens, and how many of them are verified.
+        cycles = [("", rows - 1) for rows in ROWS]
+        cycles += [(name, count) for name in self._names for count in (_SHORT, _LONG)]
+        self._left = deque(cycles * _TURNS)
         self._passes: dict[int, list[float]] = defaultdict(list)
         # By drafter and tokens asked for, (ms, steps); by drafter, (ms, tokens that it first read).
         self._drafts: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
         self._reads: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        self._contexts: list[int] = []
+        self._began, self._context = datetime.now(UTC).isoformat(timespec="seconds"), 0
         self._store = Store(engine, fingerprint, sizes)
         self.curve, self.status = Curve(), "measuring"
-        self._stored = self._store.read() or Curve()
+        self._stored = self._store.read()
         if self._stored.pass_ms:
             self._tell(self._stored, "stored")
 
@@ -71,30 +70,24 @@ class Measurement:
 
     def measure(self) -> None:
         """Run a cycle, until all is measured."""
-        began, is_whole = time.thread_time(), False
+        status = self.status
         try:
             with self._uncounted() as twin:
-                is_whole = not self._cycle(twin)
-            self.left_ms -= (time.thread_time() - began) * 1e3
+                if not self._cycle(twin):
+                    self.is_done, status = True, "measured"
         except Exception as error:
             LOG.warning("the cost curve is not measured any further: %s", in_short(error))
             self.is_done = True
-        if is_whole or self.is_done:  # who hears of it finds nothing held any more
-            self.pause()
-        if is_whole:
-            self._store.write(curve := self._known().least(self._stored))
-            self._tell(curve, "measured")
-        elif self.status == "measuring":
-            self._tell(self._known(), "measuring")
-        self.is_done |= is_whole
+        if self.is_done:
+            self.pause()  # who hears of it finds nothing held any more
+        if status != "stored":
+            self._tell(self._known(), status)
 
     def pause(self) -> None:
-        """Give back what the text holds: a request comes."""
+        """Give back what the text holds, and store what is known: a request comes."""
         if self._text is not None:
             text, self._text = self._text, None
-            if not self.is_done:  # a later start goes on from it
-                self._store.write(self._known().least(self._stored))
-            self._planned.clear()
+            self._store.write(self._known())
             try:
                 with self._uncounted() as twin:
                     twin.close(text)
@@ -109,7 +102,8 @@ class Measurement:
     @contextmanager
     def _uncounted(self) -> Iterator[Engine]:
         """The engine for texts that never end, with which the drafters named here read along."""
-        with uncounted(self._engine) as twin, kernels.exclusive():
+        twin = uncounted(self._engine)
+        with kernels.exclusive():
             twin.eos_ids, choices = frozenset(), twin.pool.choices
             twin.pool.choices = choices | {AUTO: tuple(self._names)}
             yield twin
@@ -118,48 +112,34 @@ class Measurement:
         """Open the text, let it be read, or measure once. Returns whether there was anything."""
         length, s = twin.target.max_length, self._text
         if s is None:
-            request = Request(self._prompt, length - len(self._prompt), AUTO, is_alone=True)
+            request = Request(self._prompt, length - len(self._prompt), AUTO, isolated=True)
             self._text, self._read = (s := twin.open(request)), {}
         if not s.num_steps:
             twin.step([s])
-        elif not (self._planned or self._plan()):
-            return False
-        elif s.finish_reason or len(s.tokens) + self._planned[0][1] + 2 > length:
-            self.pause()
         else:
-            self._take(twin, s, *self._planned.popleft())
+            while self._left and not self._is_possible(*self._left[0]):
+                self._left.popleft()
+            if not self._left:
+                return False
+            if s.finish_reason or len(s.tokens) + self._left[0][1] + 2 > length:
+                self.pause()
+            else:
+                self._take(twin, s, *self._left.popleft())
         if s.failure:
             raise s.failure
         return True
 
-    def _plan(self) -> bool:
-        """Plan what took the least time so far, of what there is time for; False if nothing is."""
+    def _is_possible(self, name: str, count: int) -> bool:
+        """Whether a cycle fits into the context, and ends soon enough if a request comes."""
         target = self._engine.target
-        length = target.max_length - len(self._prompt) - 2
+        room = target.max_length - len(self._prompt) - 2
         if target.cache.recurrent:  # nothing is accepted, and states do not go back further
-            length = min(length, MOST_RECORDED)
-        taken = {n: len(self._passes[n]) for n in ROWS if n <= length}
-        if _ROOM <= length:
-            taken |= {name: len(self._drafts[name, _LONG]) for name in self._names}
-        costs = {n: self._expected_ms(n) for n, count in taken.items() if count < _TIMES}
-        costs = {
-            n: ms for n, ms in costs.items()
-            if ms <= max(0.0, self.left_ms)
-            or not taken[n] and (isinstance(n, str) or ms <= _LONGEST_PASS_MS)
-        }  # fmt: skip
-        if costs:  # so far, and for one cycle more
-            chosen = min(costs, key=lambda n: costs[n] * (taken[n] + 1 / len(_cycles(n))))
-            self._planned += _cycles(chosen)
-        return bool(costs)
-
-    def _expected_ms(self, what: int | str) -> float:
-        """How long it takes, or at most takes: a pass over so many rows, or a drafter's cycles."""
-        if isinstance(what, int):
-            known = [(n, times[-1]) for n, times in self._passes.items() if times and n <= what]
-            rows, ms = max(known, default=(1, 0.0))
-            return ms * what / rows
-        drafts = [taken[-1][0] for each in _cycles(what) if (taken := self._drafts[each])]
-        return sum(drafts) + sum(self._expected_ms(count + 1) for _, count in _cycles(what))
+            room = min(room, MOST_RECORDED)
+        if name:
+            return name in self._names and room >= _ROOM
+        smaller = [(rows, times[-1]) for rows, times in self._passes.items() if rows <= count + 1]
+        rows, ms = max(smaller, default=(1, 0.0))
+        return count < room and ms * (count + 1) / rows <= _LONGEST_PASS_MS
 
     def _take(self, twin: Engine, s: TextSequence, name: str, count: int) -> None:
         """Measure a cycle with a draft of `count` tokens: a drafter's, or "" for any tokens."""
@@ -168,28 +148,30 @@ class Measurement:
         ids = [self._ids[(begin + i) % len(self._ids)] for i in range(count)]
         text.draft, text.drafts, text.task = Draft(ids), {}, Task()
         if name:
+            unread = begin - self._read.get(name, 0)
+            if is_reader := unread > _UNREAD:  # which is measured first
+                self._left.appendleft((name, count))
+                count = _SHORT
             text.draft, began = None, twin.now()
             (draft,) = twin.pool.propose([text], [Task(name, count)])
-            ms, unread = (twin.now() - began) * 1e3, begin - self._read.get(name, 0)
-            if not draft.tokens:  # it failed
-                self._names.remove(name)
-                self._planned.clear()
-            elif unread > _UNREAD:
+            ms = (twin.now() - began) * 1e3
+            if not draft.tokens:
+                self._names.remove(name)  # it failed
+            elif is_reader:
                 self._reads[name].append((ms, unread))
             else:
                 self._drafts[name, count].append((ms, draft.num_forwards or len(draft.tokens)))
         if cycle := twin.step([s]).get(s):
             self._read[name] = len(s.tokens)
-            self._contexts.append(begin)
+            self._context = max(self._context, begin)
             pass_ms = (cycle.times[-1] - cycle.times[1]) * 1e3
             self._passes[len(cycle.draft.tokens) + 1].append(pass_ms)
 
     def _known(self) -> Curve:
-        """The curve as far as it is known."""
-        passes, least, drafters = dict[int, float](), inf, dict[str, dict[str, float]]()
-        for rows in reversed(ROWS):  # what took longer than a larger pass met with an accident
-            if times := self._passes[rows]:
-                passes[rows] = least = min(least, round(_shortest(times), 4))
+        """The curve as far as it is known, with what was faster at an earlier start."""
+        taken = ((rows, self._passes[rows]) for rows in ROWS if rows in self._passes)
+        passes = {rows: round(_shortest(times), 4) for rows, times in taken}
+        drafters = dict[str, dict[str, float]]()
         for name in self._names:
             short, long = self._drafts[name, _SHORT], self._drafts[name, _LONG]
             if short and long:
@@ -202,16 +184,8 @@ class Measurement:
                 reads = [(ms - first_ms) / unread for ms, unread in many]
                 parts = first_ms - step_ms, step_ms, max(0.0, _shortest(reads or [0.0]))
                 drafters[name] = {part: round(ms, 4) for part, ms in zip(PARTS, parts, strict=True)}
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        context = max(self._contexts, default=0) // 2  # on average
-        return Curve(dict(sorted(passes.items())), drafters, now, context)
-
-
-def _cycles(what: int | str) -> list[tuple[str, int]]:
-    """What measures it. A drafter reads first what has come since its last draft."""
-    if isinstance(what, int):
-        return [("", what - 1)]
-    return [(what, _SHORT), (what, _SHORT), (what, _LONG)]
+        # The context had half of its greatest length on average.
+        return Curve(passes, drafters, self._began, self._context // 2).least(self._stored)
 
 
 def _shortest(values: list[float]) -> float:

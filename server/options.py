@@ -1,14 +1,14 @@
 """What the command line sets, with its defaults, and how it is read.
 
-A field of Options is an option of the command line. Its metadata say in which group the help shows
-it, what it does, and how argparse reads it. What nobody needs to change is a constant of the class.
+A field of Options is an option of the command line. HELP says in which group the help shows it, and
+what it does. What nobody needs to change is a constant of the class.
 """
 
 import argparse
-import dataclasses
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,103 +24,15 @@ from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, Request
 from .parsing import SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
-RUNNING_ELSEWHERE = 64  # requests at once in an engine outside this server
 MAX_QUEUED = 4096  # a thread waits for each request
 MOST_K = 15  # where the controller chooses K for each draft; else the request sets it
-_DEPENDING = "max_running", "num_speculative_tokens"  # options whose default others decide
 REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
 ROOT = Path(__file__).resolve().parent.parent
-
-_ABOUT = """\
-Speculative decoding: a cheap drafter guesses tokens, the model checks them all in one pass. The
-text stays the model's own; only the time changes."""
-_BEGIN = """\
-Begin:  python 08_speculative_decoding.py --demo
-        python 08_speculative_decoding.py --port 5000     then open http://127.0.0.1:5000"""
-_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --export DIR) [options]"
-# The groups of the help, in order.
-_GROUPS = DO, CHANGE, MORE, MODELS, DRAFTING, SAMPLING, SERVING, CALLERS, SPEED, ENGINES = (
-    "Do one of these", "Change what runs", "More for --demo and --prompt", "Models",
-    "Drafting", "Sampling, where a request does not say", "Serving", "Who may call", "Speed",
-    "Other engines",
-)  # fmt: skip
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2, without the usage."""
-        if message.startswith("one of the arguments"):
-            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or "
-            message += "--export DIR"
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def between(low: int, high: int, hint: str = "") -> Callable[[str], int]:
-    """An argparse type: an integer from low to high; the hint says what else to write."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}{hint}")
-        return value
-
-    parse.__name__ = "integer"  # argparse names the type in its error
-    return parse
-
-
-def seconds(text: str) -> float:
-    """An argparse type: a time of more than 0 s and at most a day."""
-    value = float(text)
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 86400, not {text}")
-    return value
-
-
-def address(text: str) -> str:
-    """An argparse type: a URL at which an engine listens."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no address such as http://host:8000")
-    return text
-
-
-_COUNTED: Json = {"type": between(1, 1_000_000), "metavar": "N"}
-_SWITCH = {"action": "store_true"}
-_NAME = {"metavar": "NAME"}
-
-
-def _option(group: str, default: Any, text: str, shown: str | None = None, **details: Any) -> Any:
-    """A field of Options; `details` are what argparse's add_argument takes.
-
-    `shown` is the default as the help names it; "": it names none. Where `details` do not say how
-    the option is read, the default's type does: False makes a switch.
-    """
-    if default is False:
-        details["action"] = "store_true"
-    elif type(default) in (int, float):
-        details = {"type": type(default)} | details
-    if shown is None:
-        shown = "" if default is None or default is False else str(default)
-    text = (text + (f" (default: {shown})" if shown else "")).replace("%", "%%")
-    return dataclasses.field(default=default, metadata={"group": group, "text": text} | details)
-
-
-def _flag(name: str) -> str:
-    """A field as the command line spells it. Example: max_tokens -> --max-tokens."""
-    return "--no-kernels" if name == "kernels" else f"--{name.replace('_', '-')}"
-
-
-def _head(kind: str, shown: str) -> Any:
-    text = f"{kind} head for the model: a folder or a Hugging Face name"
-    return _option(MODELS, None, text, shown, **_NAME)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line sets, and its defaults."""
+    """What the command line sets, and its defaults. None: something else decides; see HELP."""
 
     # The longest text that fits the default context takes a model of 1.5B four minutes.
     request_timeout: ClassVar[float] = 600.0  # seconds until a request ends with status 504
@@ -132,127 +44,41 @@ class Options:
     # Tokens of a long prompt that are read between two cycles, for which the other texts wait.
     prefill_chunk: ClassVar[int] = 256
 
-    model: str | None = _option(
-        CHANGE, None,
-        f"the model: {', '.join([*CATALOGUE, *PAIRS, *EMBEDDED])}, a folder, a .gguf file or a "
-        "Hugging Face name", f"{DEFAULT}, which is downloaded once; {FALLBACK} where that fails",
-        **_NAME,
-    )  # fmt: skip
-    draft_model: str | None = _option(
-        MODELS, None, "the small model that the drafter draft_model asks; named like --model",
-        "none; smollm2 and embedded have one", **_NAME,
-    )  # fmt: skip
-    mtp: str | None = _head("an MTP", f"the model's own; {DEFAULT} has one")
-    eagle3: str | None = _head("an EAGLE-3", f"none; {DEFAULT} has one")
-    dflash: str | None = _head("a DFlash", "none; the embedded model has one")
-    drafter: str | None = _option(
-        CHANGE, None,
-        "who guesses: auto picks one in every cycle; none is plain decoding; "
-        f"{', '.join(NAMES)}, tree, or yours as file.py:Class", "auto", **_NAME,
-    )  # fmt: skip
-    num_speculative_tokens: int = _option(
-        CHANGE, MOST_K, f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
-        f"{MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine",
-        type=between(1, MAX_SPECULATIVE_TOKENS, " (--drafter none guesses none)"), metavar="K",
-    )  # fmt: skip
-    fixed_k: bool = _option(DRAFTING, False, "always guess K tokens, whether it pays or not")
-    strict: bool = _option(
-        DRAFTING, False, "an error in a drafter fails its request, for those who write one"
-    )
-    prompt_lookup_max: int = _option(
-        DRAFTING, 4, "the longest run of tokens that ngram looks up", **_COUNTED
-    )
-    prompt_lookup_min: int = _option(
-        DRAFTING, 1, "the shortest run of tokens that ngram looks up", **_COUNTED
-    )
-    suffix_cache: int | None = _option(
-        DRAFTING, None, "tokens of past outputs in which suffix looks; 0 is none",
-        f"{REMEMBERED}, or 0 where others may call", type=between(0, 10_000_000), metavar="N",
-    )  # fmt: skip
-    raw: bool = _option(
-        MORE, False, "do not put prompts into the model's chat template; for the page, too"
-    )
-    max_tokens: int | None = _option(
-        CHANGE, None, "tokens to write",
-        f"{Request.max_tokens}; in a chat, until the context is full", **_COUNTED,
-    )  # fmt: skip
-    temperature: float = _option(
-        CHANGE, Sampling.temperature, "0 takes the likeliest token, more draws more freely",
-        metavar="T",
-    )  # fmt: skip
-    top_k: int = _option(
-        SAMPLING, Sampling.top_k, "draw among the K likeliest tokens; 0 is off", metavar="K"
-    )
-    top_p: float = _option(
-        SAMPLING, Sampling.top_p,
-        "draw among the fewest tokens whose probabilities sum to P; 1 is off", metavar="P",
-    )  # fmt: skip
-    min_p: float = _option(
-        SAMPLING, Sampling.min_p, "leave out what is less likely than P times the likeliest",
-        metavar="P",
-    )  # fmt: skip
-    verification: str = _option(
-        SAMPLING, Sampling.verification,
-        "the rule that accepts drafts of sampled text: both keep its distribution, and coupled "
-        "the text of a seed, too", choices=["coupled", "rejection"],
-    )  # fmt: skip
-    seed: int | None = _option(
-        SAMPLING, None, "the same seed gives the same text", "drawn anew for each request",
-        type=int, metavar="SEED",
-    )  # fmt: skip
-    max_running: int = _option(
-        SERVING, 8, "requests that run at once; each holds a row of the KV cache",
-        f"8, or {RUNNING_ELSEWHERE} with --engine", type=between(1, 256), metavar="N",
-    )  # fmt: skip
-    max_queued: int = _option(
-        SERVING, 512, "requests that may wait; more are refused with status 429",
-        type=between(1, MAX_QUEUED), metavar="N",
-    )  # fmt: skip
-    prefix_cache_mb: int = _option(
-        SERVING, 512, "megabytes for prompts already read, which are not read again; 0 is off",
-        type=between(0, 1 << 20), metavar="MB",
-    )  # fmt: skip
-    max_model_len: int | None = _option(
-        MODELS, None, "tokens that a prompt and its answer may have together",
-        "what the model says, at most 8192", **_COUNTED,
-    )  # fmt: skip
-    host: str = _option(CALLERS, "127.0.0.1", "the address to serve on", metavar="ADDRESS")
-    allowed_host: tuple[str, ...] = _option(
-        CALLERS, (), "a name by which the server may be called; may be repeated; * is any",
-        "", action="append", **_NAME,
-    )  # fmt: skip
-    allow_origin: str | None = _option(
-        CALLERS, None, "the site whose pages may call, as https://example.org; * is any",
-        "", metavar="ORIGIN",
-    )  # fmt: skip
-    api_key: str | None = _option(
-        CALLERS, None, "require KEY; other users of this machine can see it in ps",
-        f"none; ${KEY_VARIABLE} is read", metavar="KEY",
-    )  # fmt: skip
-    trust_remote_code: bool = _option(MODELS, False, "run code that comes with the model")
-    allow_pickle: bool = _option(
-        MODELS, False, "load weights that are not safetensors; such files can run code"
-    )
-    kernels: bool = _option(
-        SPEED, True, "run transformers' own modules, and not the C that has equal bits", "",
-        action="store_false", dest="kernels",
-    )  # fmt: skip
-    dtype: str = _option(
-        SPEED, "auto",
-        "the type of the weights; auto is packed for a .gguf file, float32 for others on a CPU", "",
-        choices=["auto", "packed", "float32", "bfloat16"],
-    )  # fmt: skip
-    device: str = _option(SPEED, "auto", "where to compute: auto, cpu, cuda, …", metavar="NAME")
-    quantize: str | None = _option(
-        SPEED, None,
-        "round weights to 8 bits: another model than the one in the file, smaller and faster",
-        "", choices=["int8"],
-    )  # fmt: skip
-    engine: str | None = _option(
-        ENGINES, None,
-        "let the vLLM, SGLang or llama-server that runs at URL compute", "",
-        type=address, metavar="URL",
-    )  # fmt: skip
+    model: str | None = None
+    drafter: str | None = None
+    num_speculative_tokens: int = MOST_K
+    max_tokens: int | None = None
+    raw: bool = False
+    draft_model: str | None = None
+    mtp: str | None = None
+    eagle3: str | None = None
+    dflash: str | None = None
+    max_model_len: int | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    fixed_k: bool = False
+    strict: bool = False
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    suffix_cache: int | None = None
+    temperature: float = Sampling.temperature
+    top_k: int = Sampling.top_k
+    top_p: float = Sampling.top_p
+    min_p: float = Sampling.min_p
+    verification: str = Sampling.verification
+    seed: int | None = None
+    max_running: int = 8
+    max_queued: int = 512
+    prefix_cache_mb: int = 512
+    host: str = "127.0.0.1"
+    allowed_host: tuple[str, ...] = ()
+    allow_origin: str | None = None
+    api_key: str | None = None
+    kernels: bool = True
+    dtype: str = "auto"
+    device: str = "auto"
+    quantize: str | None = None
+    engine: str | None = None
 
     @property
     def title(self) -> str:
@@ -314,21 +140,16 @@ class Options:
     def for_drafters(self) -> Json:
         """The options that a drafters.Context gets, by its field names."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
-        alike = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "prefix_cache_mb")
-        return {name: getattr(self, name) for name in (*alike, "allow_pickle")} | {
+        lookup = "prompt_lookup_max", "prompt_lookup_min"
+        alike = "quantize", "prefix_cache_mb", "allow_pickle", *lookup
+        remembered = 0 if self.is_exposed else REMEMBERED  # timing reveals other users' answers
+        return {name: getattr(self, name) for name in alike} | {
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
             "named": tuple(name for name in models if getattr(self, name)),
             **{name: self.model_of(name) for name in models[1:]},
-            "suffix_cache": self.num_remembered,
+            "suffix_cache": remembered if self.suffix_cache is None else self.suffix_cache,
         }
-
-    @property
-    def num_remembered(self) -> int:
-        """Tokens of past outputs that help to draft: timing reveals other users' answers."""
-        if self.suffix_cache is None:
-            return 0 if self.is_exposed else REMEMBERED
-        return self.suffix_cache
 
     @property
     def is_embedded(self) -> bool:
@@ -339,37 +160,177 @@ class Options:
 
 # ------------------------------------------------------------------------------- command line
 
+ABOUT = """\
+Speculative decoding: a cheap drafter guesses tokens, the model checks them all in one pass. The
+text stays the model's own; only the time changes."""
+BEGIN = """\
+Begin:  python 08_speculative_decoding.py --demo
+        python 08_speculative_decoding.py --port 5000     then open http://127.0.0.1:5000"""
+USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --export DIR) [options]"
+_MOST, _MOST_K = 1_000_000, MAX_SPECULATIVE_TOKENS
+# The help's groups with their options: how one is written, its range | what it does.
+HELP = f"""
+Do one of these
+--demo | race every drafter against plain decoding on the demo prompts
+--prompt TEXT | continue TEXT here, and mark where each token came from
+--port PORT 1…65535 | serve the page and the HTTP interface at http://127.0.0.1:PORT
+--export DIR | write the page into DIR, with recorded answers
+
+Change what runs
+--model NAME | the model: {", ".join([*CATALOGUE, *PAIRS, *EMBEDDED])}, a folder, a .gguf file or a
+  Hugging Face name (default: {DEFAULT}, which is downloaded once; {FALLBACK} where that fails)
+--drafter NAME | who guesses: auto picks one in every cycle; none is plain decoding;
+  {", ".join(NAMES)}, tree, or yours as file.py:Class (default: auto)
+--num-speculative-tokens K | the most tokens to guess at once, 1 to {_MOST_K}
+  (default: {MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine)
+--max-tokens N 1…{_MOST} | tokens to write
+  (default: {Request.max_tokens}; in a chat, until the context is full)
+--temperature T | 0 takes the likeliest token, more draws more freely
+--explain [N] 1…1000 | with --prompt: show the first N cycles (4) step by step
+
+More for --demo and --prompt
+--raw | do not put prompts into the model's chat template; for the page, too
+--prompts NAME… | with --demo: run these of demo_prompts/, by name or kind (chat, code, …)
+--repeats N 1…100 | with --demo: times are medians of N runs (default: 1)
+--json | with --demo: print one JSON document
+--stop TEXT | with --prompt: end before this text; may be repeated
+--help | show this page and exit
+
+Models
+--draft-model NAME | the small model that guesses (default: none; {DEFAULT} and {FALLBACK} have one)
+--mtp NAME | the model's MTP head, a folder or a Hugging Face name (default: what the model has)
+--eagle3 NAME | an EAGLE-3 head for it, named like --mtp (default: none; {DEFAULT} has one)
+--dflash NAME | a DFlash head for it, named like --mtp (default: none; {FALLBACK} has one)
+--max-model-len N 1…{_MOST} | tokens that a prompt and its answer may have together
+  (default: what the model says, at most 8192)
+--trust-remote-code | run code that comes with the model
+--allow-pickle | load weights that are not safetensors; such files can run code
+
+Drafting
+--fixed-k | always guess K tokens, whether it pays or not
+--strict | an error in a drafter fails its request, for those who write one
+--prompt-lookup-max N 1…{_MOST} | the longest run of tokens that ngram looks up
+--prompt-lookup-min N 1…{_MOST} | the shortest run of tokens that ngram looks up
+--suffix-cache N 0…10000000 | tokens of past outputs in which suffix looks; 0 is none
+  (default: {REMEMBERED}, or 0 where others may call)
+
+Sampling, where a request does not say
+--top-k K | draw among the K likeliest tokens; 0 is off
+--top-p P | draw among the fewest tokens whose probabilities sum to P; 1 is off
+--min-p P | leave out what is less likely than P times the likeliest
+--verification {{coupled,rejection}} | the rule that accepts drafts of sampled text: both keep its
+  distribution, and coupled the text of a seed, too
+--seed SEED | the same seed gives the same text (default: drawn anew for each request)
+
+Serving
+--max-running N 1…256 | requests that run at once; each holds a row of the KV cache
+--max-queued N 1…{MAX_QUEUED} | requests that may wait; more are refused with status 429
+--prefix-cache-mb MB 0…1048576 | megabytes for prompts already read, which are not read again;
+  0 is off
+
+Who may call
+--host ADDRESS | the address to serve on
+--allowed-host NAME | a name by which the server may be called; may be repeated; * is any
+--allow-origin ORIGIN | the site whose pages may call, as https://example.org; * is any
+--api-key KEY | require KEY; other users of this machine can see it in ps
+  (default: none; ${KEY_VARIABLE} is read)
+
+Speed
+--no-kernels | run transformers' own modules, and not the C that has equal bits
+--dtype {{auto,packed,float32,bfloat16}} | the type of the weights; auto is packed for a .gguf file,
+  float32 for others on a CPU
+--device NAME | where to compute: auto, cpu, cuda, …
+--quantize {{int8}} | round weights to 8 bits: another model than the one in the file, smaller and
+  faster
+
+Other engines
+--engine URL | let the vLLM, SGLang or llama-server that runs at URL compute
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2, without the usage."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def between(low: int, high: int, hint: str = "") -> Callable[[str], int]:
+    """An argparse type: an integer from low to high; the hint says what else to write."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}{hint}")
+        return value
+
+    parse.__name__ = "integer"  # argparse names the type in its error
+    return parse
+
+
+def address(text: str) -> str:
+    """An argparse type: a URL at which an engine listens."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no address such as http://host:8000")
+    return text
+
+
+# How argparse reads an option, beyond what HELP and the type of its default say.
+_READ: dict[str, Json] = {
+    "help": {"action": "help"},
+    "explain": {"nargs": "?", "const": 4, "default": 0},
+    "prompts": {"nargs": "+"},
+    "stop": {"action": "append"},
+    "allowed_host": {"action": "append", "default": []},
+    "no_kernels": {"action": "store_false", "dest": "kernels", "default": True},
+    "num_speculative_tokens": {  # its default depends on other options
+        "default": None,
+        "type": between(1, _MOST_K, " (--drafter none guesses none)"),
+    },
+    "seed": {"type": int},
+    "engine": {"type": address},
+}
+
+
+def arguments() -> Iterator[tuple[str, str, Json]]:
+    """Each option of HELP: its group, its flag, and what argparse's add_argument takes."""
+    for group, *rows in (re.split(r"\n(?=--)", part) for part in HELP.strip().split("\n\n")):
+        for row in rows:
+            written, _, text = " ".join(row.split()).partition(" | ")
+            flag, value, *bounds = [*written.split(), ""]
+            name = flag[2:].replace("-", "_")
+            default = getattr(Options, name, None)
+            details: Json = {"default": default, **_READ.get(name, {})}
+            if value.startswith("{"):
+                details["choices"] = value[1:-1].split(",")
+            elif value:
+                details["metavar"] = value.strip("[]…")
+                if bounds[0]:
+                    details["type"] = between(*map(int, bounds[0].split("…")))
+                elif isinstance(default, int | float):
+                    details.setdefault("type", type(default))
+            elif "action" not in details:
+                details["action"] = "store_true"
+            if type(default) in (int, float, str) and "(default: " not in text:
+                text += f" (default: {default})"
+            yield group, flag, details | {"help": text.replace("%", "%%")}
+
 
 def _parser() -> Parser:
     """A parser of all options."""
-    words = {"usage": _USAGE, "description": _ABOUT, "epilog": _BEGIN}
+    words = {"usage": USAGE, "description": ABOUT, "epilog": BEGIN}
     parser = Parser(**words, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
-    groups = {name: parser.add_argument_group(name) for name in _GROUPS}
-    actions = groups[DO].add_mutually_exclusive_group(required=True)
-
-    def add(group: str, flag: str, text: str, **details: Any) -> None:
-        place = actions if group == DO else groups[group]
-        place.add_argument(flag, help=text, **details)
-
-    add(DO, "--demo", "race every drafter against plain decoding on the demo prompts", **_SWITCH)
-    add(DO, "--prompt", "continue TEXT here, and mark where each token came from", metavar="TEXT")
-    port = {"type": between(1, 65535), "metavar": "PORT"}
-    add(DO, "--port", "serve the page and the HTTP interface at http://127.0.0.1:PORT", **port)
-    add(DO, "--export", "write the page into DIR, with recorded answers", metavar="DIR")
-    for field in fields(Options):
-        default = None if field.name in _DEPENDING else field.default
-        default = list(default) if isinstance(default, tuple) else default
-        add(flag=_flag(field.name), default=default, **field.metadata)
-    few = {"type": between(1, 1000), "nargs": "?", "const": 4, "default": 0, "metavar": "N"}
-    add(CHANGE, "--explain", "with --prompt: show the first N cycles (4) step by step", **few)
-    some = "with --demo: run these of demo_prompts/, by name or kind (chat, code, …)"
-    add(MORE, "--prompts", some, nargs="+", metavar="NAME")
-    times = "with --demo: times are medians of N runs (default: 3, or fewer "
-    add(MORE, "--repeats", times + "to end in a minute)", type=between(1, 100), metavar="N")
-    add(MORE, "--json", "with --demo: print one JSON document", **_SWITCH)
-    until = "with --prompt: end before this text; may be repeated"
-    add(MORE, "--stop", until, action="append", metavar="TEXT")
-    groups[MORE].add_argument("-h", "--help", action="help", help="show this page and exit")
+    groups = dict[str, Any]()
+    for name, flag, details in arguments():
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+            if len(groups) == 1:  # what is done: one of these
+                groups[name] = groups[name].add_mutually_exclusive_group()
+        flags = ["-h", flag] if flag == "--help" else [flag]
+        groups[name].add_argument(*flags, **details)
     return parser
 
 
@@ -377,66 +338,61 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
     parser = _parser()
     flags = parser.parse_args(arguments)
-    _check(flags, parser)
-    try:
-        flags.api_key = read_key(flags.api_key, os.environ.get(KEY_VARIABLE))
-    except ValueError as error:
-        parser.error(f"cannot use the API key: {error}")
+    if (key := os.environ.get(KEY_VARIABLE)) is not None:
+        if flags.api_key is not None:
+            parser.error(f"cannot use the API key: give it once: --api-key or ${KEY_VARIABLE}")
+        flags.api_key = key
+    if mistake := _mistake_in(flags):
+        parser.error(mistake)
     values = {field.name: getattr(flags, field.name) for field in fields(Options)}
-    values["max_running"] = flags.max_running or (RUNNING_ELSEWHERE if flags.engine else 8)
     chosen = Request if flags.fixed_k or flags.engine else Options
     values["num_speculative_tokens"] = flags.num_speculative_tokens or chosen.num_speculative_tokens
     return flags, Options(**values)
 
 
-def read_key(option: str | None, variable: str | None) -> str | None:
-    """The API key from the command line or the environment; None where both are None.
-
-    Raises ValueError for a key that no client could send.
-    """
-    if None not in (option, variable):
-        raise ValueError(f"give it once: --api-key or ${KEY_VARIABLE}")
-    if (key := option if variable is None else variable) is None:
-        return None
-    if not key:
-        raise ValueError("it is empty: leave it out for none")
-    if key != key.strip() or not key.isprintable():  # bytes that are not UTF-8 are not printable
-        raise ValueError("it must be UTF-8, without control characters and spaces around it")
-    return key
+_GO_WITH = (("json", "demo"), ("prompts", "demo"), ("repeats", "demo"), ("explain", "prompt"),
+            ("stop", "prompt"), ("engine", "port"))  # fmt: skip
+_OWN = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "allow_pickle"
 
 
-def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse flags that do not go together, and defaults that no request could have."""
-    is_one, is_plain = flags.prompt, flags.drafter == PLAIN
-    for is_wrong, why in (
-        (flags.demo and is_plain, "--demo compares drafters: --drafter none does not go with it"),
-        (flags.quantize and not flags.kernels, "--quantize computes in C: leave out --no-kernels"),
-        (flags.json and not flags.demo, "--json goes with --demo"),
-        (flags.prompts and not flags.demo, "--prompts goes with --demo"),
-        (flags.repeats and not flags.demo, "--repeats goes with --demo"),
-        (flags.explain and is_one is None, "--explain goes with --prompt"),
-        (flags.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
-        (not flags.host.strip(),
-         f"--host is empty: give {Options.host} for this machine alone, 0.0.0.0 for all networks"),
-        (flags.prompt_lookup_min > flags.prompt_lookup_max,
-         f"--prompt-lookup-min ({flags.prompt_lookup_min}) must be at most --prompt-lookup-max "
-         f"({flags.prompt_lookup_max})"),
-        (flags.engine and flags.port is None,
-         "--engine goes with --port: the engine is served, not looked into"),
-    ):  # fmt: skip
-        if is_wrong:
-            parser.error(why)
-    own = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "allow_pickle"
-    for name in own if flags.engine else ():
+def _mistake_in(flags: argparse.Namespace) -> str | None:
+    """What does not go together, or what no request could have as its default."""
+    if not flags.demo and {flags.prompt, flags.port, flags.export} == {None}:
+        return "say what to do: --demo (start here), --prompt TEXT, --port PORT or --export DIR"
+    for name, other in _GO_WITH:
+        if getattr(flags, name) and getattr(flags, other) in (None, False):
+            return f"--{name} goes with --{other}"
+    if flags.demo and flags.drafter == PLAIN:
+        return "--demo compares drafters: --drafter none does not go with it"
+    if flags.quantize and not flags.kernels:
+        return "--quantize computes in C: leave out --no-kernels"
+    if (key := flags.api_key) == "":
+        return "cannot use the API key: it is empty: leave it out for none"
+    if key and (key != key.strip() or not key.isprintable()):  # bytes that are not UTF-8 are not
+        what = "UTF-8, without control characters and spaces around it"
+        return f"cannot use the API key: it must be {what}"
+    if not flags.host.strip():
+        here = Options.host
+        return f"--host is empty: give {here} for this machine alone, 0.0.0.0 for all networks"
+    shortest, longest = flags.prompt_lookup_min, flags.prompt_lookup_max
+    if shortest > longest:
+        return f"--prompt-lookup-min ({shortest}) must be at most --prompt-lookup-max ({longest})"
+    for name in _OWN if flags.engine else ():
         if getattr(flags, name) != getattr(Options, name):
-            why = "is for this server's own engine: it does not go with --engine"
-            parser.error(f"{_flag(name)} {why}")
+            flag = "--no-kernels" if name == "kernels" else _flag(name)
+            return f"{flag} is for this server's own engine: it does not go with --engine"
     names = read_prompts(is_chat=True)
     known = sorted({*names, *map(kind_of, names)})
     if unknown := set(flags.prompts or ()) - set(known):
-        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}")
+        return f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}"
     try:
         check_fields({name: getattr(flags, name, None) for name in SAMPLING_FIELDS})
     except RequestError as error:
         name = str(error.param)
-        parser.error(str(error).replace(name, _flag(name), 1))
+        return str(error).replace(name, _flag(name), 1)
+    return None
+
+
+def _flag(name: str) -> str:
+    """A field as the command line spells it. Example: max_tokens -> --max-tokens."""
+    return f"--{name.replace('_', '-')}"

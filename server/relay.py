@@ -11,17 +11,20 @@ as p, q, u and its cache, so the page has no cycles to show.
 
 import json
 import os
-import re
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import chain
+from math import isfinite
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from flask import Flask, Response, abort, request
+from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.models.loading import StartError
 from runtime.statistics import FORMULAS, Statistics
@@ -36,10 +39,9 @@ from server.service import read_body
 from server.worker import unavailable
 
 KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which the engine asks for
-_CONNECT_S, _QUESTION_S, _POLL_S = 5.0, 2.0, 0.02  # to connect, to say how it is, to look again
+_CONNECT_S, _QUESTION_S = 5.0, 2.0  # to connect, and to say how it is
 _EVENTS, _DONE = "text/event-stream", "data: [DONE]\n\n"
-_SIZE, _MOST = 1 << 16, 16 << 20  # bytes that are read at once, and of what is translated
-_SAMPLE = re.compile(r"^(?:(\w+):)?(\w+)(?:\{.*\})? (\d+\.?\d*(?:e[+-]?\d+)?)$", re.M | re.ASCII)
+_MOST = 16 << 20  # bytes of an answer that is translated
 _PASSED = "Accept", "Content-Type", "Anthropic-Version", "Anthropic-Beta"  # of a request's head
 _RETURNED = "Content-Type", "Retry-After"  # of an answer's
 # Sent unless a request says otherwise: an engine may have other defaults for its model.
@@ -63,106 +65,93 @@ def broke_off(why: str) -> RequestError:
 
 def refusal(status: Any, body: bytes) -> RequestError:
     """The error that our client gets where the engine has answered with one."""
-    error = None
-    with suppress(ValueError, RecursionError):
-        error = json.loads(body)
-    for name in ("error", "message"):
-        error = error.get(name, error) if isinstance(error, dict) else error
-    message = f"the engine refused: {in_short(ValueError(error or f'status {status}'))}"
+    try:
+        error = json.loads(body)["error"]
+        reason = error["message"] if isinstance(error, dict) else error
+    except (ValueError, LookupError, TypeError, RecursionError):
+        reason = f"status {status}"
+    message = f"the engine refused: {in_short(ValueError(reason))}"
     if status in (400, 404, 413, 422, 429):
         return RequestError(message, status=429 if status == 429 else 400)
     return RequestError(message, status=502, code="engine_failed")  # our client is not to blame
 
 
-class Exchange:
-    """A request to an engine, and its answer, which is read as it comes. To be closed."""
-
-    def __init__(self, url: str, limit_s: float) -> None:
-        """Connect; all together may take `limit_s` from now on. Raises RequestError."""
-        parts = urlsplit(url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._connection = kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)
-        self._prefix, self._end = parts.path.rstrip("/"), time.monotonic() + limit_s
-        try:
-            self._connection.connect()
-        except OSError as error:
-            raise unavailable(f"the engine cannot be reached: {in_short(error)}") from None
-        self._socket = self._connection.sock
-
-    def send(
-        self, method: str, path: str, data: bytes | None = None, headers: Json | None = None
-    ) -> None:
-        """Send the request, and wait for the head of the `answer`. Raises RequestError."""
-        key = os.environ.get(KEY_VARIABLE)
-        headers = (headers or {}) | ({"Authorization": f"Bearer {key}"} if key else {})
-        with self._failing():
-            headers["Connection"] = "close"
-            self._connection.request(method, self._prefix + path, data, headers)
-            self.answer = self._connection.getresponse()
-
-    def read(self) -> bytes:
-        """The next bytes of the answer's body; none at its end. Raises RequestError."""
-        with self._failing():
-            part = self.answer.read1(_SIZE)
-            if not part and self.answer.length:  # its head has said more
-                raise HTTPException("its answer is not complete")
-        return part
-
-    def whole(self) -> bytes:
-        """The answer's body. Raises RequestError for any status but 200, too."""
-        data = bytearray()
-        while len(data) < _MOST and (part := self.read()):
-            data += part
-        if self.answer.status != 200:
-            raise refusal(self.answer.status, bytes(data))
-        return bytes(data)
-
-    def events(self) -> Iterator[bytes]:
-        """The data of each server-sent event, up to [DONE]. Raises RequestError."""
-        num_bytes, said = 0, b""
-        while said != b"[DONE]":
-            with self._failing():
-                if num_bytes > _MOST or not (line := self.answer.readline(_MOST)):
-                    raise HTTPException("its stream has no end")
-            num_bytes += len(line)
-            said = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and said != b"[DONE]":  # else a comment, or nothing
-                yield said
-
-    def cancel(self) -> None:
-        """End it in the engine, too: from any thread."""
-        with suppress(OSError):  # it has ended already
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # under TLS, too
-
-    def close(self) -> None:
-        """Free the connection."""
-        for each in (getattr(self, "answer", None), self._connection, self._socket):
-            if each:
-                each.close()
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Whatever fails meanwhile becomes a RequestError."""
-        try:
-            self._socket.settimeout(max(1e-3, self._end - time.monotonic()))
-            yield
-        except TimeoutError:
-            raise RequestError("the engine took too long", status=504, code="timeout") from None
-        except (OSError, HTTPException) as error:
-            raise broke_off(in_short(error)) from None
+@contextmanager
+def failing() -> Iterator[None]:
+    """Whatever fails in the engine becomes a RequestError."""
+    try:
+        yield
+    except TimeoutError:
+        raise RequestError("the engine took too long", status=504, code="timeout") from None
+    except (OSError, HTTPException) as error:
+        raise broke_off(in_short(error)) from None
 
 
-def ask(url: str, path: str) -> bytes:
-    """The engine's answer to a short question. Raises RequestError for any status but 200."""
-    with closing(Exchange(url, _QUESTION_S)) as exchange:
-        exchange.send("GET", path)
-        return exchange.whole()
+def ask(
+    opened: ExitStack, url: str, path: str, limit_s: float, method: str = "GET",
+    data: bytes | None = None, head: Json | None = None,
+    at_begin: Callable[[socket.socket], Any] = lambda line: None,
+) -> HTTPResponse:  # fmt: skip
+    """An engine's answer, once its head is there. It may be silent for `limit_s` at most."""
+    parts, key = urlsplit(url), os.environ.get(KEY_VARIABLE)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)
+    try:
+        connection.connect()
+    except OSError as error:
+        raise unavailable(f"the engine cannot be reached: {in_short(error)}") from None
+    line = opened.enter_context(connection.sock)  # the connection gives it to the answer
+    line.settimeout(limit_s)
+    at_begin(line)
+    own = {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    connection.request(method, parts.path.rstrip("/") + path, data, (head or {}) | own)
+    return opened.enter_context(connection.getresponse())
+
+
+def cut_off(line: socket.socket) -> None:
+    """End a request in the engine, too: from any thread."""
+    with suppress(OSError):  # it has ended already
+        socket.socket.shutdown(line, socket.SHUT_RDWR)  # under TLS, too
+
+
+def pieces_of(answer: HTTPResponse) -> Iterator[bytes]:
+    """The body of an answer, as it comes."""
+    while part := answer.read1(1 << 16):
+        yield part
+    if answer.length:  # its head has said more
+        raise HTTPException("its answer is not complete")
+
+
+def events_of(answer: HTTPResponse) -> Iterator[bytes]:
+    """The data of each server-sent event, up to [DONE]."""
+    left = _MOST
+    while (line := answer.readline(left)) and (left := left - len(line)):
+        name, _, data = line.strip().partition(b":")
+        if data.strip() == b"[DONE]":
+            return
+        if name == b"data":  # else a comment, or nothing
+            yield data
+    raise HTTPException("its stream has no end")
+
+
+def whole(answer: HTTPResponse) -> bytes:
+    """The body of an answer. Raises RequestError for any status but 200."""
+    data = answer.read(_MOST)
+    if answer.status != 200:
+        raise refusal(answer.status, data)
+    return data
+
+
+def told(url: str, path: str) -> bytes:
+    """What the engine answers to a short question. Raises RequestError."""
+    with failing(), ExitStack() as opened:
+        return whole(ask(opened, url, path, _QUESTION_S))
 
 
 def model_card(url: str) -> Json:
     """What the engine says of its model: `id`, and who serves it. Raises RequestError."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
-        card = json.loads(ask(url, "/v1/models"))["data"][0]
+        card = json.loads(told(url, "/v1/models"))["data"][0]
         if isinstance(card["id"], str):
             return card
     raise broke_off("its /v1/models names no model")
@@ -171,13 +160,13 @@ def model_card(url: str) -> Json:
 def metrics_of(url: str) -> dict[str, float]:
     """The engine's metrics by name, without prefix; those of all labels are summed.
 
-    Of a name with several prefixes the first one counts. Raises RequestError.
+    Of a name with several prefixes the first one counts. Raises some Exception for another form.
     """
-    totals, prefixes = dict[str, float](), dict[str, str]()
-    for prefix, name, value in _SAMPLE.findall(ask(url, "/metrics").decode("latin-1")):
-        if prefixes.setdefault(name, prefix) == prefix:
-            totals[name] = totals.get(name, 0.0) + float(value)
-    return totals
+    totals = Counter[str]()
+    for family in text_string_to_metric_families(told(url, "/metrics").decode("latin-1")):
+        for sample in family.samples:
+            totals[sample.name] += sample.value if isfinite(sample.value) else 0.0
+    return {name.rpartition(":")[2]: totals[name] for name in reversed(totals)}
 
 
 def translated(body: Json, options: Options, card: Json) -> Json:
@@ -208,48 +197,33 @@ def acceptance(told: Json) -> Json:
     return {"drafter": None} | dict.fromkeys(computed) | counts | rates | told
 
 
-class Text:
-    """What an engine has told of a text, as /generate has it."""
+def answered(said: Iterator[bytes], seed: int | None) -> Iterator[Json]:
+    """Our events for an engine's, and behind them the answer of /generate.
 
-    def __init__(self) -> None:
-        self.text, self.ids, self.finish_reason = "", list[int](), None
-        self.usage, self.drafts, self.timings = Json(), Json(), Json()
-
-    def take(self, said: bytes) -> Json:
-        """Note an event, and return ours. Raises RequestError for an error or another shape."""
+    Raises RequestError for an error, another shape, or a text that has not ended.
+    """
+    text, ids, finish_reason, usage, drafts = "", list[int](), None, Json(), Json()
+    for data in said:
         try:
-            chunk = json.loads(said)
+            chunk = json.loads(data)
             if "error" in chunk:
-                raise refusal(chunk["error"].get("code"), said)
+                raise refusal(chunk["error"].get("code"), data)
             choice = next(iter(chunk.get("choices") or []), {})
-            text, ids = choice.get("text") or "", choice.get("token_ids") or []
-            self.text += text
-            self.ids += [token + 0 for token in ids]
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            self.usage |= chunk.get("usage") or {}
-            self.timings |= chunk.get("timings") or {}  # llama.cpp's
-            self.drafts |= (chunk.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM's
-            acceptance(self.drafts)
+            new, new_ids = choice.get("text") or "", choice.get("token_ids") or []
+            text += new
+            ids += [token + 0 for token in new_ids]
+            finish_reason = choice.get("finish_reason") or finish_reason
+            usage |= chunk.get("usage") or {}
+            drafts |= (chunk.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM's
+            acceptance(drafts)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
             raise broke_off("an event of its stream has another shape") from None
-        return {"text": text, "tokens": [{"id": token, "kind": None} for token in ids]}
-
-    def body(self, seed: int | None) -> Json:
-        """The answer of /generate. Raises RequestError if the text has not ended."""
-        if self.finish_reason is None:
-            raise broke_off("its stream ended without a reason")
-        names = {"num_draft_tokens": "draft_n", "num_accepted_draft_tokens": "draft_n_accepted"}
-        drafts = {ours: self.timings.get(name) for ours, name in names.items()} | self.drafts
-        return {
-            "text": self.text,
-            "token_ids": self.ids or None,
-            "finish_reason": self.finish_reason,
-            "seed": seed,
-            "warnings": [],
-            "usage": self.usage,
-            "metrics": {"speculative_decoding": acceptance(drafts)},
-            "timings": self.timings or None,
-        }
+        yield {"text": new, "tokens": [{"id": token, "kind": None} for token in new_ids]}
+    if finish_reason is None:
+        raise broke_off("its stream ended without a reason")
+    answer = {"text": text, "token_ids": ids or None, "finish_reason": finish_reason, "seed": seed}
+    answer |= {"warnings": [], "usage": usage, "timings": None}
+    yield answer | {"metrics": {"speculative_decoding": acceptance(drafts)}}
 
 
 class Relay:
@@ -261,61 +235,53 @@ class Relay:
         """Raises RequestError if no engine answers."""
         self._options, self._card = options, model_card(options.engine)
         self._began, self._is_draining = time.monotonic(), False
-        self._going: set[Exchange] = set()
+        self._going: set[socket.socket] = set()
 
     @property
     def num_running(self) -> int:
         return len(self._going)
 
-    @contextmanager
-    def _exchange(self, path: str, data: bytes | None) -> Iterator[Exchange]:
-        """Send the request at hand on to the engine. Raises RequestError."""
+    def _ask(self, opened: ExitStack, path: str, data: bytes | None) -> HTTPResponse:
+        """The engine's answer to the request at hand, which is sent on. Raises RequestError."""
         if self._is_draining:
             raise unavailable("the server is shutting down")
-        with closing(Exchange(self._options.engine, self._options.request_timeout)) as exchange:
-            self._going.add(exchange)
-            try:
-                request.environ.get(WHEN_LEFT, lambda act: None)(exchange.cancel)
-                head = {name: request.headers[name] for name in _PASSED if name in request.headers}
-                exchange.send(request.method, path, data, head)
-                yield exchange
-            finally:
-                self._going.discard(exchange)
+
+        def note(line: socket.socket) -> None:
+            self._going.add(line)
+            opened.callback(self._going.discard, line)
+            request.environ.get(WHEN_LEFT, lambda act: None)(partial(cut_off, line))
+
+        engine, limit_s = self._options.engine, self._options.request_timeout
+        head = {name: request.headers[name] for name in _PASSED if name in request.headers}
+        return ask(opened, engine, path, limit_s, request.method, data, head, note)
 
     def pass_on(self, **_: str) -> Response:
         """The engine's own answer to the request at hand, as it is."""
         if ".." in request.path.split("/"):
             abort(404)
         query = f"?{request.query_string.decode('latin-1')}" if request.query_string else ""
-        with ExitStack() as stack:
-            path, data = quote(request.path) + query, request.get_data() or None
-            exchange = stack.enter_context(self._exchange(path, data))
-            head, pieces = exchange.answer.headers, iter(exchange.read, b"")
-            response = Response(_told(pieces, head.get_content_type()), exchange.answer.status)
-            response.headers.update({name: head[name] for name in _RETURNED if name in head})
-            response.call_on_close(stack.pop_all().close)
-        return response
+        path, data = quote(request.path) + query, request.get_data() or None
+        with failing(), ExitStack() as opened:
+            answer = self._ask(opened, path, data)
+            response = respond(opened, pieces_of(answer), answer.headers.get_content_type())
+            response.status_code = answer.status
+            kept = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
+            response.headers.update(kept)
+            return response
 
     def generate(self) -> Response | Json:
         """The answer of /generate."""
         body = read_body(takes_place=False)
-        fields, text = translated(body, self._options, self._card), Text()
-        seed = fields.get("seed")
-        with ExitStack() as stack:
-            data = json.dumps(fields).encode()
-            exchange = stack.enter_context(self._exchange("/v1/completions", data))
-            if exchange.answer.status != 200:
-                exchange.whole()  # raises the refusal
-            events = map(text.take, exchange.events())
+        fields = translated(body, self._options, self._card)
+        with failing(), ExitStack() as opened:
+            answer = self._ask(opened, "/v1/completions", json.dumps(fields).encode())
+            if answer.status != 200:
+                whole(answer)  # raises the refusal
+            events = answered(events_of(answer), fields.get("seed"))
+            first = next(events)  # what the engine refuses has a status
             if not body.get("stream"):
-                list(events)
-                return text.body(seed)
-            first = next(events, {})  # what the engine refuses has a status
-            last = (text.body(seed) for _ in "1")  # made when all events have been read
-            pieces = chain(map(sse, chain([first], events, last)), [_DONE])
-            response = Response(_told(pieces, _EVENTS), mimetype=_EVENTS)
-            response.call_on_close(stack.pop_all().close)
-        return response
+                return [first, *events][-1]
+            return respond(opened, chain(map(sse, chain([first], events)), [_DONE]), _EVENTS)
 
     def health(self) -> tuple[Json, int]:
         """The body of GET /health, and its status."""
@@ -325,40 +291,49 @@ class Relay:
         except RequestError as error:
             status, warnings = "stuck" if error.status == 504 else "dead", [error.message]
         else:
-            with suppress(RequestError):  # some engines count only if an option asks for it
+            with suppress(Exception):  # some engines count only if an option asks for it
                 metrics = metrics_of(self._options.engine)
-        told = {ours: int(metrics[name]) for ours, name in _COUNTS.items() if name in metrics}
+        counts = {ours: int(metrics[name]) for ours, name in _COUNTS.items() if name in metrics}
         return {
-            "status": status,
-            "engine": {"name": self._card.get("owned_by")},
-            "model": self._card["id"],
-            "drafter": None,
+            "status": status, "engine": {"name": self._card.get("owned_by")},
+            "model": self._card["id"], "drafter": None,
             "uptime_s": round(time.monotonic() - self._began, 3),
             "num_requests_running": self.num_running,
             "num_requests_waiting": int(metrics.get("num_requests_waiting", 0)),
             "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
-            "speculative_decoding": acceptance(told) | {"formulas": FORMULAS},
+            "speculative_decoding": acceptance(counts) | {"formulas": FORMULAS},
             "warnings": warnings,
-        }, 200 if status == "ok" else 503
+        }, 200 if status == "ok" else 503  # fmt: skip
 
     def drain(self, timeout_s: float) -> int:
         """Take nothing new, and cut off what is not done in at most `timeout_s`; says how many."""
         self._is_draining, end = True, time.monotonic() + timeout_s
         while self._going and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        for exchange in (left := [*self._going]):
-            exchange.cancel()
+            time.sleep(0.02)
+        left = [*self._going]
+        for line in left:
+            cut_off(line)
         return len(left)
 
 
-def _told(pieces: Iterator[Any], kind: str) -> Iterator[Any]:
-    """The pieces of an answer; an error between server-sent events becomes one of them."""
-    try:
-        yield from pieces
-    except RequestError as error:
-        if kind != _EVENTS:
-            raise  # the connection breaks off: a body that merely ended would look whole
-        yield sse(error.body()) + _DONE
+def respond(opened: ExitStack, pieces: Iterator[Any], kind: str) -> Response:
+    """A response of these pieces, which closes what is opened when all of them are sent.
+
+    An error between server-sent events becomes one of them.
+    """
+
+    def sent() -> Iterator[Any]:
+        try:
+            with failing():
+                yield from pieces
+        except RequestError as error:
+            if kind != _EVENTS:
+                raise  # the connection breaks off: a body that merely ended would look whole
+            yield sse(error.body()) + _DONE
+
+    response = Response(sent(), mimetype=kind)
+    response.call_on_close(opened.pop_all().close)
+    return response
 
 
 def create_app(options: Options) -> Flask:

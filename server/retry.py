@@ -33,7 +33,7 @@ def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cy
 
 def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence, Cycle]:
     """Retry one sequence, in case another caused the fault; then without its drafters."""
-    for can_go_on in (True, False):
+    while True:
         engine.target.cache.truncate(s.row, held)
         cycles: dict[TextSequence, Cycle] = {}
         try:
@@ -41,10 +41,8 @@ def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence
         except Exception as error:
             if cycles or s.finish_reason:
                 return cycles
-            failure, has_drafters = error, bool(s.drafting.states)
-        if has_drafters:
-            engine.pool.leave(s.drafting, f"a forward failed ({in_short(failure)})")
-        if not (can_go_on and has_drafters):
-            break
-    s.fail(failure)
-    return {}
+            failure = error
+        if not s.drafting.states:
+            s.fail(failure)
+            return {}
+        engine.pool.drop_all_drafters(s.drafting, f"a forward failed ({in_short(failure)})")

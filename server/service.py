@@ -5,7 +5,6 @@
 relay.py speaks for an engine that runs elsewhere.
 """
 
-from functools import partial
 from typing import Any
 
 from flask import Flask, Response, current_app, g, request
@@ -32,10 +31,10 @@ from .connection import WHEN_LEFT
 from .curve import register_curve
 from .formats import reasoning_of
 from .http import base_app, check_kind
-from .metrics import Figures, figures_of, register_metrics
+from .metrics import register_metrics
 from .options import Options
 from .parsing import model_id, parse_json, parse_list, parse_request
-from .worker import Job, Worker, cancel
+from .worker import Job, Run, Worker
 
 
 def read_body(takes_place: bool = True) -> Json:
@@ -49,20 +48,14 @@ def read_body(takes_place: bool = True) -> Json:
     return parse_json(request.get_data(cache=False))
 
 
-def watched(jobs: list[Job]) -> list[Job]:
-    """Name the jobs in the request's line of the log, and cancel them if the client leaves."""
-    g.jobs = jobs
-    request.environ.get(WHEN_LEFT, lambda act: None)(partial(cancel, jobs))
-    return jobs
-
-
 class Service:
     """The engine inside this server, and the worker that runs it."""
 
     def __init__(self, engine: Engine, options: Options, worker: Worker | None = None) -> None:
-        """Without a worker it makes one."""
+        """Without a worker it starts one."""
         target = engine.target
-        self.engine, self.options, self.worker = engine, options, worker or Worker(engine, options)
+        self.engine, self.options = engine, options
+        self.worker = worker or Worker(engine, options).start()
         self.name, self.max_length = target.name, target.max_length
         self.is_chat = options.is_chat(target.tokenizer)
         self.call_form: Form | None = call_form(target.tokenizer)
@@ -73,7 +66,7 @@ class Service:
         """An application with the page, GET /metrics and /curve, and what all routes share."""
         app = base_app(self.options)
         register_page(app, read_prompts(self.is_chat))
-        register_metrics(app, self.figures, self.worker)
+        register_metrics(app, self.engine, self.worker)
         register_curve(app, self.worker)
         app.extensions |= {"worker": self.worker, "fingerprint": self.fingerprint}
         app.extensions["model"] = model_id(self.name)
@@ -85,29 +78,25 @@ class Service:
         """Answer a request when all is done, or stream it; in the shape of /generate or another.
 
         `prompts` stand for the field `prompt` if there are several. Raises RequestError, and what
-        made one of its jobs fail.
+        made its job fail.
         """
         shape = shape or Shape(fields)
-        jobs, is_stream, notes = self.begin(fields, prompts)
-        shape.requests = [job.request for job in jobs]
+        job, is_stream, notes = self.begin(fields, prompts)
+        shape.requests = [run.request for run in job.runs]
         if is_stream:
-            events = stream(jobs, shape, lambda: self.answer(jobs, notes))
+            events = stream(job, shape, lambda: self.answer(job.runs, notes))
             return Response(events, mimetype="text/event-stream")
-        try:
-            for job in jobs:
-                job.pass_over()
-            for job in jobs:
-                job.wait()
-            if any(job.cancelled for job in jobs):
-                return Response(status=499)  # the client has left: nobody reads it
-            return shape.whole(self.answer(jobs, notes))
-        finally:
-            cancel(jobs)
+        job.wait()
+        if job.cancelled:
+            return Response(status=499)  # the client has left: nobody reads it
+        return shape.whole(self.answer(job.runs, notes))
 
     def begin(
         self, fields: Json, prompts: list[list[int]] | None = None
-    ) -> tuple[list[Any], bool, list[str]]:
-        """Parse and queue a request. Returns its jobs, whether to stream, and warnings.
+    ) -> tuple[Job, bool, list[str]]:
+        """Parse and queue a request. Returns its job, whether to stream, and warnings.
+
+        The log names the job, and it is cancelled if the client leaves.
 
         Of several `prompts` there are choices of the first, then those of the second, … Where
         neither the request nor the operator limits it, a chat goes on to the end of the context:
@@ -118,17 +107,16 @@ class Service:
             defaults["max_tokens"] = -1  # what fits
         if prompts:
             requests, is_stream, notes = parse_list(fields, prompts, self.engine, defaults)
-            runs = [run for each in requests for run in each.choices]
+            requests = [choice for each in requests for choice in each.choices]
         else:
-            wanted, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
-            runs = runs_to_compare(wanted) if compare else wanted.choices
-        return watched(self.worker.submit(*runs)), is_stream, notes
+            first, is_stream, compare, notes = parse_request(fields, self.engine, defaults)
+            requests = runs_to_compare(first) if compare else first.choices
+        g.job = job = self.worker.submit(*requests)
+        request.environ.get(WHEN_LEFT, lambda act: None)(job.cancel)
+        return job, is_stream, notes
 
-    def read_list(self, prompts: list[Any], field: str) -> list[list[int]]:
-        """The ids of prompts, which the request's `field` needs. Raises RequestError.
-
-        It names the prompt that is wrong.
-        """
+    def read_list(self, prompts: list[Any]) -> list[list[int]]:
+        """The ids of prompts. Raises RequestError, which names the prompt that is wrong."""
         target = self.engine.target
         return list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
 
@@ -153,14 +141,10 @@ class Service:
         model = model_id(self.name)
         fields["prompt"] = infill_prompt(prefix, suffix, self.tokenizer, model, self.max_length)
 
-    def answer(self, jobs: list[Any], notes: list[str]) -> Json:
-        """What /generate returns for finished jobs; `notes` are the request's warnings."""
-        return answers.answer(jobs, notes, self.engine.target.model.dtype)
+    def answer(self, runs: list[Run], notes: list[str]) -> Json:
+        """What /generate returns for the runs of a job; `notes` are the request's warnings."""
+        return answers.answer(runs, notes, self.engine.target.model.dtype)
 
     def health(self) -> Json:
         """The body of GET /health."""
         return answers.health(self.engine, self.worker, self.options)
-
-    def figures(self) -> Figures:
-        """What GET /metrics counts."""
-        return figures_of(self.engine)

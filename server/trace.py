@@ -21,6 +21,13 @@ _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
 IDS, NAMES = "return_token_ids", "return_tokens_as_token_ids"
 _FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
+REASONS = {  # why a token is chosen, by rule
+    "greedy": "The score is the target's logit. It chooses the token with the highest score.",
+    "coupled": "The target chooses the token with the highest sum of log p (p: its chance) and\n"
+    "noise, which is made from the seed and the position alone.",
+    "rejection": "p and q are the chances that target and drafter give a token. It is accepted if\n"
+    "the random number u is below p / q.",
+}
 
 
 @kernels.exclusive()  # torch's threads would take the cores from the next pass
@@ -87,8 +94,15 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
         asked["prompt_text"] = s.tokenizer.decode(prompt[-_PROMPT_SHOWN:])
         asked["prompt_tail"] = [s.tokenizer.decode([i]) for i in prompt[-_TAIL_SHOWN:]]
     asked["target_argmax"] = scores.argmax(-1).tolist()
-    asked["target_top"] = _leaders(s, event, scores[: cycle.num_kept])
-    asked["distributions"] = _distributions(s, cycle, scores[: cycle.num_kept])
+    kept, sampling = scores[: cycle.num_kept], s.request.sampling
+    p, judged, noise = kept.softmax(-1), kept, None
+    if not sampling.is_greedy:
+        log_p = log_probabilities(kept, sampling)
+        p = log_p.exp()
+        if sampling.is_coupled:
+            judged, noise = log_p, _noise(s, kept)
+    asked["target_top"] = _leaders(s, event, judged, noise)
+    asked["distributions"] = _distributions(cycle, kept, p, noise)
     asked["grammar"] = _grammar(cycle) if s.matcher else None
     ids = {*cycle.draft.tokens, *asked["target_argmax"]}
     forbidden = (place["forbidden"] for place in asked["grammar"] or ())
@@ -99,37 +113,44 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     return asked
 
 
-def _leaders(s: TextSequence, event: Json, scores: Tensor) -> list[list[Json]]:
+def _noise(s: TextSequence, scores: Tensor) -> Tensor:
+    """What the coupled rule adds to log p and to log q where each row of scores [n, V] was."""
+    begin, ids = len(s.tokens) - len(scores), np.arange(scores.shape[-1])
+    races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
+    return -torch.tensor(np.stack(races)).log()
+
+
+def _leaders(
+    s: TextSequence, event: Json, scores: Tensor, noise: Tensor | None
+) -> list[list[Json]]:
     """The first five tokens of each row of scores [n, V], as {id, score}.
 
     Of a coupled request the choice is the first of them. It goes by the total of score and noise,
     which its entries have, too; and so do the event's judged tokens, which are changed here.
     """
-    sampling, totals = s.request.sampling, scores
-    if sampling.is_coupled and not sampling.is_greedy:
-        scores = log_probabilities(scores, sampling)
-        begin, ids = len(s.tokens) - len(scores), np.arange(scores.shape[-1])
-        races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
-        totals = scores.cpu() - torch.tensor(np.stack(races)).log()
+    is_coupled = s.request.sampling.is_coupled
+    totals = scores if noise is None else scores.cpu() + noise
 
     def entry(row: int, token: int) -> Json:
-        scored = {"id": token, "score": _finite(scores[row, token])}
-        return scored | ({"total": _finite(totals[row, token])} if sampling.is_coupled else {})
+        scored = {"id": token, "score": _number(scores[row, token])}
+        return scored | ({"total": _number(totals[row, token])} if is_coupled else {})
 
-    if sampling.is_coupled:
+    if is_coupled:
         rejected = [event["rejected"]] if event["rejected"] else []  # judged where the last was
         for row, token in [*enumerate(event["tokens"]), *((len(scores) - 1, r) for r in rejected)]:
             token |= entry(row, token["id"])
     result = []
     for row, place in enumerate(totals):
         able = [i for i in _likeliest(place, 5) if place[i] > -inf]
-        if sampling.is_coupled:  # of equal ones the chosen one comes first
+        if is_coupled:  # of equal ones the chosen one comes first
             able.sort(key=lambda i: i != event["tokens"][row]["id"])
         result.append([entry(row, i) for i in able])
     return result
 
 
-def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[Json]]:
+def _distributions(
+    cycle: Cycle, scores: Tensor, p: Tensor, noise: Tensor | None
+) -> list[list[Json]]:
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
@@ -138,27 +159,19 @@ def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[J
     Where the drafter drew from probabilities there is `q`, and under the coupled rule `noise`,
     which is added to log p and to log q.
     """
-    sampling, count = s.request.sampling, cycle.num_kept
     probs = None if cycle.draft.probs is None else cycle.along(cycle.draft.probs)
-    p = scores.softmax(-1) if sampling.is_greedy else log_probabilities(scores, sampling).exp()
     result = []
     for row, token in enumerate(cycle.tokens):
         q = probs[row] if probs is not None and row < len(probs) else None
         able = [i for i in _likeliest(p[row], _BY_P) if scores[row, i] > -inf]
         ids = {token.id, *cycle.proposals[row : row + 1], *able}
         ids |= set() if q is None else set(_likeliest(q, _BY_Q))
-        ranked = sorted(ids, key=lambda i: -float(p[row, i]))
-        entries = [
-            {"id": i, "score": _short(scores[row, i]), "p": _short(p[row, i])} for i in ranked
-        ]
-        if q is not None:
-            for entry in entries:
-                entry["q"] = _short(q[entry["id"]])
-        if sampling.is_coupled and not sampling.is_greedy:
-            times = s.noise.exponentials(len(s.tokens) - count + row, np.array(ranked))
-            for entry, e in zip(entries, times, strict=True):
-                entry["noise"] = _short(-np.log(e))
-        result.append(entries)
+        columns = {"score": scores[row], "p": p[row], "q": q}
+        columns["noise"] = None if noise is None else noise[row]
+        result.append([
+            {"id": i} | {n: _short(of[i]) for n, of in columns.items() if of is not None}
+            for i in sorted(ids, key=lambda i: -float(p[row, i]))
+        ])  # fmt: skip
     return result
 
 
@@ -185,14 +198,15 @@ def _likeliest(weights: Tensor, count: int) -> list[int]:
     return weights.topk(min(count, len(weights))).indices.tolist()
 
 
-def _short(value: Tensor | float) -> float | None:
-    """To six digits, as nobody sees more of a bar; None for an infinite number."""
-    return float(f"{float(value):.6g}") if isfinite(value) else None
-
-
-def _finite(value: Tensor) -> float | None:
+def _number(value: Tensor) -> float | None:
     """A number for JSON, which has no infinity: what is impossible has none."""
-    return float(value) if value.isfinite() else None
+    return float(value) if isfinite(value) else None
+
+
+def _short(value: Tensor) -> float | None:
+    """A number to six digits, as nobody sees more of a bar."""
+    number = _number(value)
+    return number and float(f"{number:.6g}")
 
 
 def token_logprobs(
@@ -236,3 +250,66 @@ def _entries(tokens: list[int], scores: TokenScores, text_of: Callable[[int], st
         entry(token, logprob) | {"top_logprobs": list(map(entry, ids, values))}
         for token, logprob, ids, values in zip(tokens, *columns, strict=True)
     ]
+
+
+def explain(event: Json) -> str:
+    """One cycle of a trace, step by step: draft, verdicts with what decided, the cut.
+
+    A prefill shows only what it cached and which token it chose.
+    """
+    texts, (verified, after) = event["texts"], event["cached"]
+    drafted, tokens = event["proposals"], event["tokens"]
+    tree = event.get("tree") or [{"id": id, "parent": i - 1} for i, id in enumerate(drafted)]
+    held = verified - 1 - len(tree)
+    lines = [f"cycle {event['step']}"]
+    if event["step"] == 0:
+        lines[0] += f": the prompt is read (prefill), its {verified} tokens are cached now"
+    if event.get("controller"):
+        lines.append(f"  decide    {event['controller']}")
+    if event["step"]:
+        read = f"the pending token and {len(tree)} drafted" if tree else "the pending token"
+        lines.append(f"  draft     {_branches(tree, texts) or 'nothing'}")
+        lines.append(f"  verify    one pass over {read}: cache {held} -> {verified} tokens")
+    judged = [t for t in tokens if t["kind"] == "accepted"]
+    judged += [event["rejected"]] if event["rejected"] else []
+    for i, token in enumerate(judged, 1):
+        lines.append(f"  d{i:<8} {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
+    if tokens[-1]["kind"] != "accepted" and len(judged) < len(drafted):
+        rest = ", ".join(f"d{i}" for i in range(len(judged) + 1, len(drafted) + 1))
+        lines.append(f"  {'':9} {rest}: dropped behind the rejected token")
+    for token in tokens:
+        if token["kind"] != "accepted":
+            lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
+    cut = f"cache {verified} -> {after} tokens" if after < verified else f"nothing, {after} stay"
+    if (states := event.get("recurrent")) and after < verified:
+        again = f", and replay {states['stepped']} of the tokens" if states["stepped"] else ""
+        lines.append(f"  states    of {states['layers']} layers go back, like the cache{again}")
+    return "\n".join([*lines, f"  truncate  {cut}; pending next: {texts[tokens[-1]['id']]!r}"])
+
+
+def _branches(tree: list[dict[str, int]], texts: dict[int, str], at: int = -1) -> str:
+    """What was drafted behind a token of a tree. Example: 'a' ('b' | 'c' 'd')."""
+    branches = [
+        f"{texts[token['id']]!r} {_branches(tree, texts, i)}".strip()
+        for i, token in enumerate(tree)
+        if token["parent"] == at
+    ]
+    return f"({' | '.join(branches)})" if len(branches) > 1 else "".join(branches)
+
+
+def _why(token: Json) -> str:
+    """What decided on a token: numbers under the rule of rejection, else the target's choice."""
+    kind = token["kind"]
+    if "u" in token:
+        if kind in ("accepted", "rejected"):
+            sign = "<" if kind == "accepted" else ">="
+            return f"u {token['u']:.3f} {sign} p / q = {token['p']:.3f} / {token['q']:.3f}"
+        source = "from norm(max(0, p - q))" if kind == "recovered" else "from p"
+        return f"p {token['p']:.3f}, {source}"
+    total, score = token["total"], token["score"]
+    if score is None:
+        return "has no chance here (p = 0)"
+    less = ", the target's choice has more" if kind == "rejected" else ""
+    if total == score:  # greedy
+        return f"score {score:.2f}{less}"
+    return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}{less}"

@@ -1,10 +1,10 @@
 """One thread owns the models; handlers hand it jobs through a bounded queue and read events back.
 
-    handler thread                       worker thread, cycle after cycle
-    submit(request) ── waiting ────────→ admit while there is room · drop cancelled
-                                         retry.step(all that run)
-    read(jobs)        ← news ─────────── an event to each, its end, or an error
-    job.wait()        ← ────────────────
+    handler thread                     worker thread, cycle after cycle
+    submit(requests) ─ waiting ──────→ places for what waits · drop what is cancelled
+                                       retry.step(all that run)
+    job.read()       ← news ────────── an event of each run, its end, or an error
+    job.wait()       ← ───────────────
 
 A request joins at any cycle, shares the target's forwards with whatever else runs, and leaves when
 it is done; the engine sees to it that its output does not depend on that.
@@ -15,42 +15,22 @@ covered: ending a forward that hangs.
 """
 
 import logging
-import queue
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from copy import copy
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import Any
 
-from drafters import FixedK
-from runtime.statistics import Totals
 from runtime.values import Engine, Json, Request, RequestError, TextSequence
 
 from . import retry, trace
-from .metrics import Meter
 from .options import Options
 
 LOG = logging.getLogger("engine")
-PROGRESS = logging.getLogger("progress")  # what is being done until all is loaded
 POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is silent for a minute
-_REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
+_REST_S = 0.02  # after a look at the news: nobody reads faster, and each look costs a pass time
 _QUIET_S = 0.2  # before measuring: who asks again at once is not to wait for a pass
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
-_GETS_ON = 8  # cycles of a request, after which the engine works: a prefill says little of passes
-
-
-def wait_for(reports: "queue.SimpleQueue[Any]") -> Any:
-    """Wait in the main thread until the queue has an item, and return it.
-
-    A signal that comes just before the thread sleeps does not wake it, and its handler is called
-    when the thread is awake again. So the thread wakes every second.
-    """
-    while True:
-        with suppress(queue.Empty):
-            return reports.get(timeout=1)
 
 
 def unavailable(why: str) -> RequestError:
@@ -65,219 +45,157 @@ WHY_NOT = {
 }
 
 
+@dataclass(eq=False)
+class Run:
+    """A text of a job: its request, its sequence once it runs, and when it got how far."""
+
+    request: Request
+    number: int  # in its job
+    sequence: TextSequence | None = None
+    events: list[Json] = field(default_factory=list)  # stored for a trace
+    submitted: float = field(default_factory=time.monotonic)
+    began: float | None = None  # it got its place in the batch
+    first_token: float | None = None
+    ended: float | None = None
+
+
 class Job:
-    """A request that the worker carries out: `read` its events, or wait for its end.
+    """What a client wants: runs whose events it reads, or for whose end it waits, in one thread.
 
     A thread that wakes takes a core from the running pass. So a waiting thread wakes once, and a
-    reading one at most every 25 ms: events in between come with the next one, or the end.
+    reading one at most every 20 ms: events in between come with the next one, or the end.
     """
 
-    def __init__(
-        self, request: Request, timeout_s: float, after: "Job | None" = None,
-        entry: "Job | None" = None,
-    ) -> None:  # fmt: skip
-        """`after` is a job that must have ended before this one begins, and gives it its place.
-
-        A choice begins as soon as the job before it has read the prompt, which is in the prefix
-        cache then. `entry` is the request's first job: one thread waits for all of them.
-        """
-        self.request, self.after = request, after
-        self.then: Job | None = None  # gets this one's place
-        if after and not self.is_choice:
-            after.then = self
-        self.at_cancel: Callable[[], None] = lambda: None
-        self.cancelled = self.ended = False
+    def __init__(self, requests: Iterable[Request], timeout_s: float) -> None:
+        """Choices and texts of a list run side by side, the runs of a comparison in turn."""
+        self.runs = [Run(request, number) for number, request in enumerate(requests)]
+        self._first, self._timeout_s = self.runs[0].request, timeout_s
+        count = len(self.runs) if self._first.texts > 1 else 1
+        self.waiting = self.runs[:count]  # for a place
+        self.later = self.runs[count:]  # for the place of the run before
+        self.is_over = self.cancelled = False
         self.failure: Exception | None = None
-        # When it got its place in the batch, its first token, and its end.
-        self.began: float | None = None
-        self.first_token: float | None = None
-        self.left: float | None = None
-        self.submitted = time.monotonic()
-        self.deadline = self.submitted + timeout_s
-        self.sequence: TextSequence | None = None  # the engine's, once it runs
-        self.events: list[Json] = []  # stored for a trace
-        first = after or entry
-        self.first: Job | None = (first.first or first) if first else None  # of its request
-        self.has_failed = False  # of the first: whether a failure of its request was counted
-        # Jobs of one request share it: one thread waits for all of them.
-        self._changed = first._changed if first else threading.Condition()
-        self._news: list[Json] = []  # events that nobody has taken yet
-        self._is_read = True  # by `read`
-        self._rested = 0.0  # about from when on an event wakes the reading thread
-        self._put_at = self.submitted  # when the last event came
-
-    def cancel(self) -> None:
-        """The client has gone: stop at the next cycle, or do not start."""
-        with self._changed:
-            self.cancelled = True
-            self._changed.notify()
-        self.at_cancel()
+        self._num_ended = 0
+        self._changed = threading.Condition()
+        self._news: list[tuple[int, Json]] = []  # events that nobody has taken yet
+        self._is_read, self._rests_until = True, 0.0
 
     @property
-    def num_prompt_tokens(self) -> int | None:
-        return len(self.request.prompt)
+    def deadline(self) -> float:
+        """Each prompt, and each run of a comparison, has as long as if it came alone."""
+        return self.runs[0].submitted + self._timeout_s * (1 + self._num_ended // self._first.n)
 
-    @property
-    def num_cached(self) -> int | None:
-        """Tokens of its prompt that were known already, once it runs."""
-        return self.sequence.drafting.num_cached
+    def ready(self) -> list[Run]:
+        """The waiting runs that may begin.
 
-    @property
-    def is_choice(self) -> bool:
-        """Whether it writes one of several texts that a request wants."""
-        return self.request.n > 1
+        A choice waits until the first one has read the prompt, which is in the prefix cache then.
+        """
+        firsts = [self.runs[run.number - run.number % self._first.n] for run in self.waiting]
+        pairs = zip(self.waiting, firsts, strict=True)
+        return [run for run, first in pairs if run is first or first.first_token or first.ended]
 
-    @property
-    def may_begin(self) -> bool:
-        """Whether the job before it has come far enough, once it waits for a place."""
-        return self.after is None or self.after.ended or self.after.first_token is not None
-
-    @property
-    def wants_events(self) -> bool:
+    def needs_events(self, run: Run) -> bool:
         """Whether anybody will read them; an answer's log-probabilities are of the events, too."""
-        request = self.request
-        return self._is_read or request.trace or request.logprobs is not None
+        return self._is_read or run.request.trace or run.request.logprobs is not None
 
-    def put(self, event: Json) -> None:
-        """Hand an event to the thread that reads the job's."""
-        if self.request.trace:
-            self.events.append(event)
+    def push_event(self, run: Run, event: Json) -> None:
+        """Hand an event to the thread that reads."""
+        if run.request.trace:
+            run.events.append(event)
         with self._changed:
-            before, self._put_at = self._put_at, (now := time.monotonic())
             if self._is_read:
-                self._news.append(event)
-                if now + (now - before) / 2 >= self._rested:  # the next one would come too late
-                    self._rested = now
+                self._news.append((run.number, event))
+                if time.monotonic() >= self._rests_until:
                     self._changed.notify()
 
-    def note_first(self) -> None:
-        """Note the time of the first token."""
-        if self.first_token is None:
-            self.first_token = time.monotonic()
+    def cancel(self, failure: Exception | None = None) -> None:
+        """Stop at the next cycle, or do not start: the client has gone, or this has failed.
 
-    def times(self, num_tokens: int) -> Json:
-        """Its times in ms as vLLM names them; where there is nothing to divide by, one is left out.
-
-        A mean is over the tokens after the first; tokens a second are from the place on.
+        The failure is raised in the thread that reads or waits.
         """
-        if self.first_token is None or self.left is None:
-            return {}
-        decoding, computing = self.left - self.first_token, self.left - self.began
-        spans = {
-            "time_to_first_token_ms": self.first_token - self.submitted,
-            "generation_time_ms": decoding,
-            "queue_time_ms": self.began - self.submitted,
-        }
-        if num_tokens > 1:
-            spans["mean_itl_ms"] = decoding / (num_tokens - 1)
-        times = {name: round(span * 1e3, 3) for name, span in spans.items()}
-        return times | {"tokens_per_second": round(num_tokens / computing, 3) if computing else 0}
-
-    def end(self, error: Exception | None = None) -> None:
-        """Nothing more will come; an error is raised in the thread that reads or waits."""
         with self._changed:
-            self.failure = self.failure or error
-            self.ended, self.left = True, self.left or time.monotonic()
+            self.failure = self.failure or failure
+            self.is_over = self.cancelled = True
             self._changed.notify()
 
-    @property
-    def finish(self) -> str:
-        """How it ended: stop, length, cancelled (the client has left), timeout or error."""
-        if isinstance(self.failure, RequestError) and self.failure.code == "timeout":
-            return "timeout"
+    def end_run(self, error: Exception | None = None) -> None:
+        """One more run has ended; an error ends all of them."""
+        with self._changed:
+            self._num_ended += 1
+            if error:
+                self.cancel(error)
+            elif self._num_ended == len(self.runs):
+                self.is_over = True
+                self._changed.notify()
+
+    def finish(self, run: Run) -> str:
+        """How a run ended: stop, length, cancelled (the client has left), timeout or error."""
         if self.failure:
-            return "error"
-        return (self.sequence and self.sequence.finish_reason) or "cancelled"
+            return "timeout" if getattr(self.failure, "code", None) == "timeout" else "error"
+        return (run.sequence and run.sequence.finish_reason) or "cancelled"
 
     def wait(self) -> None:
-        """Until it ends or is cancelled. Raises what `read` raises."""
-        self.pass_over()
-        with self._changed:
-            self._sleep(threading.TIMEOUT_MAX)
-        self._check()
-
-    def pass_over(self) -> None:
-        """Nobody reads its events, those that have come neither."""
+        """Until all has ended, or is cancelled. Raises what `read` raises."""
         with self._changed:
             self._is_read, self._news = False, []
-
-    def _sleep(self, limit_s: float, *others: "Job") -> None:
-        """Wait until one of them is over, has an event that is due, or the time is up."""
-        jobs = (self, *others)
-
-        def is_over() -> bool:
-            now = time.monotonic()
-            return any(j.ended or j.cancelled or (j._news and now >= j._rested) for j in jobs)
-
-        limit_s = min(limit_s, self.deadline - time.monotonic(), threading.TIMEOUT_MAX)
-        if limit_s > 0:
-            self._changed.wait_for(is_over, limit_s)
-
-    def _check(self) -> None:
-        """Raise the job's failure; past the deadline that is a timeout."""
-        if not self.ended and not self.cancelled and time.monotonic() >= self.deadline:
-            self.failure = RequestError("the request took too long", status=504, code="timeout")
-            self.cancel()
+            while not self.is_over:
+                self._sleep(threading.TIMEOUT_MAX)
         if self.failure:
             raise self.failure
 
+    def read(self) -> Iterator[list[tuple[int, Json]]]:
+        """The events of the runs as they come, each with its run's number.
 
-def read(jobs: list[Job]) -> Iterator[tuple[int, list[Json]]]:
-    """The events of a request's jobs as they come, each time with the job's number.
+        Without an event it gives [] after 0.1 s, and then more and more rarely: hundreds may wait.
+        Ends at once when it is cancelled, and raises the engine's error. Raises RequestError 504
+        past the deadline, whether the engine is busy with others, slow or stuck.
+        """
+        is_over, pause_s = False, POLL_S
+        while not is_over:
+            with self._changed:
+                self._sleep(pause_s)
+                news, self._news = self._news, []
+                is_over = self.is_over  # then no event will come
+            if news or not is_over:
+                yield news
+            pause_s = POLL_S if news else min(2 * pause_s, LONGEST_POLL_S)
+            self._rests_until = time.monotonic() + _REST_S
+        if self.failure:
+            raise self.failure
 
-    Without an event it gives [] after 0.1 s, and then more and more rarely: hundreds may wait. Ends
-    at once when the jobs are cancelled, and raises the engine's error. Raises RequestError 504 past
-    the deadline, whether the engine is busy with others, slow or stuck.
-    """
-    going, rested, pause_s = dict(enumerate(jobs)), 0.0, POLL_S
-    while going:
-        first, *others = going.values()
-        with first._changed:
-            first._sleep(max(pause_s, rested - time.monotonic()), *others)
-            taken = [(i, job, job._news, job.ended) for i, job in going.items()]
-            for job in going.values():
-                job._news = []
-        if any(job.cancelled for job in going.values()):
-            return
-        news = [(i, events) for i, _, events, _ in taken if events]
-        has_nothing = not news and not any(has_ended for *_, has_ended in taken)
-        pause_s = min(2 * pause_s, LONGEST_POLL_S) if has_nothing else POLL_S
-        yield from [(min(going), [])] if has_nothing else news
-        for i, job, _, has_ended in taken:
-            job._check()
-            if has_ended:
-                del going[i]
-        rested = time.monotonic() + _REST_S
-        for job in going.values():
-            job._rested = rested
+    def _sleep(self, limit_s: float) -> None:
+        """Wait until it is over or an event is due, or for so long. Past the deadline it fails."""
 
+        def is_due() -> bool:
+            return self.is_over or bool(self._news and time.monotonic() >= self._rests_until)
 
-def cancel(jobs: Iterable[Job]) -> None:
-    """Cancel what has not ended yet."""
-    for job in jobs:
-        job.cancel()
+        self._changed.wait_for(is_due, min(limit_s, self.deadline - time.monotonic()))
+        if not self.is_over and time.monotonic() >= self.deadline:
+            self.cancel(RequestError("the request took too long", status=504, code="timeout"))
 
 
-class Admission:
-    """Takes requests in: places for `max_running` jobs that run, and `max_queued` requests to wait.
+class Worker:
+    """Runs texts on an engine, up to `max_running` at once, while up to `max_queued` jobs wait.
 
-    The jobs of a request wait as one, and each begins when a place comes.
+    The runs of a job wait as one, and each begins when a place comes.
     """
 
-    measurement: Any = None  # of the cost curve (measurement.py), where it is measured
-
-    def __init__(self, options: Options) -> None:
+    def __init__(self, engine: Engine, options: Options) -> None:
         self.options, self.draining = options, False
-        self.meter = Meter()
-        self._began, self._failures_in_a_row = time.monotonic(), 0
-        self._waiting: deque[list[Job]] = deque()  # of each request what has no place yet
-        self._has_left = False  # whether one of them was cancelled
-        self._running: list[Job] = []
+        self.measurement: Any = None  # of the cost curve (measurement.py), where it is measured
+        self.count: Callable[[Run, str], None] = lambda run, finish: None  # see metrics.py
+        self.began, self._engine, self._has_died = time.monotonic(), engine, False
+        self._busy_since: float | None = None
+        self._failures_in_a_row = 0
+        self._waiting: list[Job] = []  # in which a run waits for a place
+        self._running: list[tuple[Job, Run]] = []
         self._changed = threading.Condition()
+        self._has_stopped = threading.Event()
 
-    @property
-    def uptime_s(self) -> float:
-        return time.monotonic() - self._began
+    def start(self) -> "Worker":
+        """Run in a thread of its own."""
+        threading.Thread(target=self.run, name="engine", daemon=True).start()
+        return self
 
     @property
     def num_running(self) -> int:
@@ -285,295 +203,178 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which a job waits for a place."""
+        """Jobs in which a run waits for a place."""
         with self._changed:
             self._sweep()
             return len(self._waiting)
 
     @property
     def status(self) -> str:
-        """ok; failing (request after request), until one gets on; draining, for good."""
-        if self.draining:
-            return "draining"
-        return "failing" if self._failures_in_a_row >= _FAILURES_TO_TELL else "ok"
+        """ok; failing or stuck (a cycle takes too long) until one gets on; draining or dead."""
+        since, limit_s = self._busy_since, self.options.stall_limit
+        states = {
+            "dead": self._has_died,
+            "draining": self.draining,
+            "stuck": since is not None and time.monotonic() - since > limit_s,
+            "failing": self._failures_in_a_row >= _FAILURES_TO_TELL,
+        }
+        return next((name for name, holds in states.items() if holds), "ok")
 
     def expect_place(self) -> None:
-        """Raises what `submit` would raise: a refusal is cheap before the request is read."""
+        """Raises what `submit` would raise: a refusal is cheap before the request is read.
+
+        RequestError: 429 without a place for a request, 503 where none can be served.
+        """
         with self._changed:
-            self._check(1)
+            if (status := self.status) in WHY_NOT:
+                raise unavailable(WHY_NOT[status])
+            many, free = self.options.max_queued, self.options.max_running - len(self._running)
+            if self.num_waiting >= many + free:  # beside those that get the next free places
+                why = f"{many} requests wait already, as many as --max-queued allows"
+                raise RequestError(why, status=429, code="queue_full")
 
-    def _check(self, num_jobs: int) -> None:
-        """Raises RequestError: 429 without a place for a request, 503 where none can be served."""
-        if (status := self.status) in WHY_NOT:
-            raise unavailable(WHY_NOT[status])
-        self._sweep()
-        free, num_left = self.options.max_running - len(self._running), 0
-        for needed in (*map(len, self._waiting), num_jobs):
-            num_left += needed > free
-            free = max(0, free - needed)
-        if num_left > self.options.max_queued:
-            many = self.options.max_queued  # beside those that get the next free places
-            why = f"{many} requests wait already, as many as --max-queued allows"
-            raise RequestError(why, status=429, code="queue_full")
-
-    def _queue(self, jobs: list[Job]) -> None:
-        """Let a request wait: its choices, or the first of its other jobs. With the lock held.
-
-        Raises what `_check` raises.
-        """
-        jobs = jobs if jobs[0].request.texts > 1 else jobs[:1]
-        self._check(len(jobs))
-        self._wait(jobs, self._waiting.append)
-
-    def _wait(self, jobs: list[Job], put: Callable[[list[Job]], None]) -> None:
-        for job in jobs:
-            job.at_cancel = self._note_leave
-        put(list(jobs))
-        self._has_left |= any(job.cancelled for job in jobs)
-
-    def _note_leave(self) -> None:
-        self._has_left = True
-
-    def _sweep(self) -> None:
-        """End what waits and is cancelled. With the lock held."""
-        if not self._has_left:
-            return
-        self._has_left = False
-        for job in (job for jobs in self._waiting for job in jobs if job.cancelled):
-            self._end(job)
-        left = ([job for job in jobs if not job.ended] for jobs in self._waiting)
-        self._waiting = deque(filter(None, left))
-
-    def _end(self, job: Job, error: Exception | None = None) -> None:
-        """End a job, and count it before its client can ask."""
-        job.failure, job.left = job.failure or error, time.monotonic()
-        with self._changed:  # a thread that serves a client may end what waits meanwhile
-            if error and getattr(error, "status", 500) >= 500:
-                first = job.first or job
-                self._failures_in_a_row += not first.has_failed  # a request may be to blame itself
-                first.has_failed = True
-            elif not job.failure and (job.first_token or job.finish in ("stop", "length")):
-                self._failures_in_a_row = 0
-            self.meter.count(job)
-        job.end()
-
-    def _give_places(self) -> list[Job]:
-        """Let waiting jobs run, oldest first, while there are places. With the lock held.
-
-        What is left of a list of prompts then waits behind the others.
-        """
-        self._sweep()
-        joining, begun = list[Job](), list[list[Job]]()
-        for jobs in self._waiting:
-            free = self.options.max_running - len(self._running) - len(joining)
-            if free <= 0:
-                break
-            chosen = [job for job in jobs if job.may_begin][:free]
-            jobs[:] = [job for job in jobs if job not in chosen]
-            joining += chosen
-            if chosen and chosen[0].request.num_prompts > 1:
-                begun.append(jobs)
-        if joining:
-            self._running += joining
-            others = [jobs for jobs in self._waiting if jobs not in begun]
-            self._waiting = deque(filter(None, [*others, *begun]))
-        return joining
-
-    def _finish(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until all that was taken is done."""
-        raise NotImplementedError
+    def submit(self, *requests: Request) -> Job:
+        """Queue requests that belong together. Raises RequestError as `expect_place` does."""
+        job = Job(requests, self.options.request_timeout)
+        with self._changed:
+            self.expect_place()
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
 
     def drain(self, timeout_s: float) -> int:
         """Take nothing new, and finish what was taken, in at most `timeout_s`.
 
-        Returns how many were not done by then; they get an error.
+        Returns how many jobs were not done by then; they get an error.
         """
         with self._changed:
             self.draining = True
-            self._changed.notify_all()
-        self._finish(timeout_s)
-        left = [*self._running, *chain.from_iterable(self._waiting)]
+            self._changed.notify()
+        self._has_stopped.wait(timeout_s)
+        with self._changed:
+            left = {*self._waiting, *(job for job, _ in self._running)}
         for job in left:  # a stream that merely ends looks whole
-            job.end(unavailable(WHY_NOT["draining"]))
+            job.cancel(unavailable(WHY_NOT["draining"]))
         return len(left)
 
-
-class Worker(Admission):
-    """Runs up to `max_running` jobs at once on an engine, in a separate thread."""
-
-    def __init__(
-        self, engine: Engine | None, options: Options,
-        load: "Callable[[Worker], tuple[Engine, Any]] | None" = None,
-    ) -> None:  # fmt: skip
-        """Without an engine, `load` makes one and the `app` around it, in the worker's thread.
+    def run(self) -> None:
+        """Carry out jobs until all is drained. No other thread is to compute.
 
         torch keeps idle threads for each thread that has computed. With more of them than cores,
-        all take turns, and a pass takes twice as long. Raises what `load` raises.
+        all take turns, and a pass takes twice as long.
         """
-        super().__init__(options)
-        self.app: Any = None  # a Flask
-        self._engine, self._load, self._died = engine, load, False
-        self._busy_since: float | None = None
-        loaded: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=[loaded], name="engine", daemon=True)
-        self._thread.start()
-        if refusal := wait_for(loaded):
-            raise refusal
-
-    @property
-    def status(self) -> str:
-        """ok; failing or stuck (a cycle takes too long) until one gets on; draining or dead."""
-        since = self._busy_since
-        if self._died:
-            return "dead"
-        is_late = since is not None and time.monotonic() - since > self.options.stall_limit
-        return "stuck" if is_late and not self.draining else super().status
-
-    def submit(self, *requests: Request) -> list[Job]:
-        """Queue requests that belong together: choices run at once, others one after the other.
-
-        Each choice takes a place to run, and others one together. Jobs for a list of prompts run at
-        once, and wait as one. Raises RequestError: 429 if the queue is full, 503 without an engine
-        that works.
-        """
-        jobs: list[Job] = []
-        for i, request in enumerate(requests):
-            prompt, choice = divmod(i, request.n)
-            before = jobs[i - choice] if choice else None
-            if jobs and request.texts == 1:
-                before = jobs[-1]
-            limit_s = self.options.request_timeout * (1 + prompt)  # as if each came alone
-            jobs.append(Job(request, limit_s, before, entry=jobs[0] if jobs else None))
-        with self._changed:
-            self._queue(jobs)
-            self._changed.notify()
-        return jobs
-
-    def _finish(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self, loaded: "queue.SimpleQueue[BaseException | None]") -> None:
-        try:
-            if self._load:
-                self._engine, self.app = self._load(self)
-        except BaseException as error:
-            return loaded.put(error)
-        loaded.put(None)
         try:
             while (joining := self._admit()) is not None:
                 self._busy_since = time.monotonic()
-                for job in joining:
-                    self._open(job)
-                for job in [job for job in self._running if job.cancelled]:
-                    self._leave(job)
+                for job, run in joining:
+                    self._open(job, run)
+                for job, run in list(self._running):
+                    if job.cancelled:
+                        self._end(job, run)
                 if self._running:
                     self._step()
                 self._busy_since = None
         except BaseException:  # what kills a thread must not leave its clients waiting
             LOG.exception("the engine's thread has died")
             with self._changed:
-                self._died = True
-            for job in self._running:
-                job.end(RequestError("the engine has stopped", status=500, code="engine_dead"))
-            for job in chain.from_iterable(self._waiting):
-                job.end(unavailable(WHY_NOT["dead"]))
-            self._running, self._waiting = [], deque()
+                self._has_died = True
+                for job, _ in self._running:
+                    job.cancel(RequestError(WHY_NOT["dead"], status=500, code="engine_dead"))
+                for job in self._waiting:
+                    job.cancel(unavailable(WHY_NOT["dead"]))
+                self._running, self._waiting = [], []
+        self._has_stopped.set()
 
-    def _step(self) -> None:
-        """A cycle of all running jobs. A fault in it fails only the job that it belongs to."""
-        try:
-            cycles = retry.step(self._engine, [job.sequence for job in self._running])
-        except Exception as error:
-            for job in list(self._running):
-                self._leave(job, error)
-            return
-        for job in list(self._running):
-            s = job.sequence
-            if s in cycles:
-                try:
-                    event = trace.event(s, cycles[s]) if job.wants_events else None
-                except Exception as error:
-                    s.fail(error)
-                else:
-                    job.note_first()
-                    if s.num_steps >= _GETS_ON:
-                        self._failures_in_a_row = 0
-                    if event:
-                        job.put(event)
-            if s.finish_reason:
-                self._leave(job, s.failure)
-
-    def _admit(self) -> list[Job] | None:
-        """Jobs that join now; measure and wait while there is nothing to do. None: drained."""
+    def _admit(self) -> list[tuple[Job, Run]] | None:
+        """Runs that join now; measure and wait while there is nothing to do. None: drained."""
         if self.measurement and not self.measurement.is_done:
-            self._measure()
+            with self._changed:
+                self._changed.wait_for(self._has_work, _QUIET_S)
+            while not (self._has_work() or self.measurement.is_done):
+                self._busy_since = time.monotonic()
+                self.measurement.measure()
+                self._busy_since = None
+            self.measurement.pause()
         with self._changed:
-            while not (self._waiting or self._running):
-                if self.draining:
-                    return None
-                self._changed.wait()
-            return self._give_places()
-
-    def _measure(self) -> None:
-        """Measure while there is nothing to do, once nothing has come for a while."""
-        with self._changed:
-            has_work = self._changed.wait_for(self._has_work, _QUIET_S)
-        while not (has_work or self.measurement.is_done):
-            self._busy_since = time.monotonic()
-            self.measurement.measure()
-            self._busy_since, has_work = None, self._has_work()
-        self.measurement.pause()
+            self._changed.wait_for(self._has_work)
+            return self._give_places() if self._waiting or self._running else None
 
     def _has_work(self) -> bool:
         return bool(self._waiting or self._running or self.draining)
 
-    def _open(self, job: Job) -> None:
-        """Without the lock: a drafter may be slow to open, and /health must not wait for it."""
-        try:
-            job.began = time.monotonic()
-            job.sequence = self._engine.open(job.request)
-        except Exception as error:
-            self._running.remove(job)
-            self._end(job, error)
+    def _give_places(self) -> list[tuple[Job, Run]]:
+        """Let waiting runs begin, those of the oldest job first. With the lock held.
 
-    def _leave(self, job: Job, error: Exception | None = None) -> None:
-        """Give the job's row and drafter state back; its end goes out last."""
+        What is left of a list of prompts then waits behind the others.
+        """
+        self._sweep()
+        num_running = len(self._running)
+        for job in list(self._waiting):
+            if not (free := self.options.max_running - len(self._running)):
+                break
+            begun = job.ready()[:free]
+            self._running += [(job, run) for run in begun]
+            job.waiting = [run for run in job.waiting if run not in begun]
+            if begun and (job.runs[0].request.num_prompts > 1 or not job.waiting):
+                self._waiting.remove(job)
+                self._waiting += [job] if job.waiting else []
+        return self._running[num_running:]
+
+    def _sweep(self) -> None:
+        """End what waits and is cancelled. With the lock held."""
+        for job in [job for job in self._waiting if job.cancelled]:
+            self._waiting.remove(job)
+            for run in job.waiting:
+                self._end(job, run)
+
+    def _open(self, job: Job, run: Run) -> None:
+        """Without the lock: a drafter may be slow to open, and /health must not wait for it."""
+        run.began = time.monotonic()
         try:
-            self._engine.close(job.sequence)
+            run.sequence = self._engine.open(run.request)
+        except Exception as error:
+            self._end(job, run, error)
+
+    def _step(self) -> None:
+        """A cycle of all that runs. A fault in it fails only the job that it belongs to."""
+        try:
+            cycles = retry.step(self._engine, [run.sequence for _, run in self._running])
+        except Exception as error:
+            for job, run in list(self._running):
+                self._end(job, run, error)
+            return
+        for job, run in list(self._running):
+            s = run.sequence
+            if s in cycles:
+                run.first_token = run.first_token or time.monotonic()
+                try:
+                    if job.needs_events(run):
+                        job.push_event(run, trace.event(s, cycles[s]))
+                except Exception as error:
+                    s.fail(error)
+            if s.finish_reason:
+                self._end(job, run, s.failure)
+
+    def _end(self, job: Job, run: Run, error: Exception | None = None) -> None:
+        """Give back what a run holds, and count it before its client can ask.
+
+        The next run of a comparison gets its place.
+        """
+        try:
+            if run.sequence:
+                self._engine.close(run.sequence)
         except Exception as fault:  # the thread must outlive whatever happens to one request
             error = error or fault
-        self._running.remove(job)
-        self._end(job, error)
-        if job.then and not (error or job.cancelled):
-            with self._changed:
-                self._wait([job.then], self._waiting.appendleft)
-
-
-@contextmanager
-def uncounted(engine: Engine) -> Iterator[Engine]:
-    """A copy of the engine whose runs no statistics count and no controller learns from.
-
-    It logs none of its drafters' failures.
-    """
-    twin = copy(engine)
-    twin.pool, twin.planner = copy(engine.pool), FixedK()
-    twin.totals, twin.pool.failures = Totals(engine.pool.choices), Counter()
-    twin.pool.log = logging.Logger("nobody's", logging.CRITICAL + 1)
-    yield twin
-
-
-def warm_up(engine: Engine) -> None:
-    """Let the target and each model that drafts run once, before a measurement counts.
-
-    First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
-    at K + 1 rows. Statistics are dropped. A fault is ignored: it comes again at run time.
-    """
-    PROGRESS.info("warming up: each model runs once, as its first pass is slow")
-    prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    models = [name for name, model in engine.pool.drafters.items() if not hasattr(model, "guess")]
-    with uncounted(engine) as twin:
-        for name in models or [None]:
-            with suppress(Exception):
-                for _, cycle in twin.generate(Request(prompt, 16, name, is_alone=True)):
-                    if cycle.number:
-                        break
+        run.ended, finish = time.monotonic(), "error" if error else job.finish(run)
+        with self._changed:  # a thread that serves a client may end what waits meanwhile
+            if (job, run) in self._running:
+                self._running.remove((job, run))
+            if error and not job.failure and getattr(error, "status", 500) >= 500:
+                self._failures_in_a_row += 1  # once for a job: it may be to blame itself
+            elif finish in ("stop", "length") or finish == "cancelled" and run.first_token:
+                self._failures_in_a_row = 0
+            self.count(run, finish)
+        job.end_run(error)
+        if job.later and not job.cancelled:
+            self._running.append((job, job.later.pop(0)))
+            self._open(*self._running[-1])

@@ -5,9 +5,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from runtime.values import Request, Verdict
 from server import assembly, core, demo, retry, trace
 from server.options import Options
 from server.service import Service
-from server.worker import Job
+from server.worker import Run
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 TARGET = str(ROOT / "demo_models" / "target")
@@ -151,13 +152,7 @@ def prompts() -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def plain(demo_engine: Any) -> Callable[[list[int], int], list[int]]:
     """Plain decoding on the demo target, remembered."""
-    target, eos_ids = demo_engine.target, demo_engine.eos_ids
-
-    @cache
-    def decode(prompt: tuple[int, ...], max_tokens: int, **way: Any) -> list[int]:
-        return core.plain_decode(target, [*prompt], max_tokens, eos_ids, **way)
-
-    return lambda prompt, max_tokens, **way: decode((*prompt,), max_tokens, **way)
+    return partial(plain_text, demo_engine)
 
 
 @pytest.fixture(scope="session")
@@ -386,10 +381,8 @@ def finish(engine: Any, sequences: list[Any]) -> list[Any]:
 
 
 def finished(sequence, events=()):
-    """The job of a sequence that has ended, as the answers take it."""
-    job = Job(sequence.request, timeout_s=60.0)
-    job.sequence, job.events = sequence, [*events]
-    return job
+    """The run of a sequence that has ended, as the answers take it."""
+    return Run(sequence.request, 0, sequence, [*events])
 
 
 def together(engine: Any, requests: list[Any]) -> list[Any]:
@@ -423,14 +416,26 @@ def failing(engine: Any, monkeypatch: Any, fails: Callable[[int, list[int]], boo
     monkeypatch.setattr(engine.target, "forward", faulty)
 
 
+_TEXTS: WeakKeyDictionary[Any, dict[Any, list[int]]] = WeakKeyDictionary()
+
+
+def plain_text(engine: Any, prompt: list[int], max_tokens: int, **way: Any) -> list[int]:
+    """What plain decoding writes, remembered for as long as the target is there."""
+    known = _TEXTS.setdefault(engine.target, {})
+    key = str((prompt, max_tokens, engine.eos_ids, way))
+    if key not in known:
+        given = engine.target, prompt, max_tokens, engine.eos_ids
+        known[key] = core.plain_decode(*given, **way)
+    return [*known[key]]
+
+
 def assert_lossless(
     engine: Any, prompt: list[int], max_tokens: int, drafter: str, **fields: Any
 ) -> Any:
     """One request, whose text has to be plain decoding's; the finished sequence."""
     sequence, _ = run(engine, prompt, max_tokens=max_tokens, drafter=drafter, **fields)
     way = {name: fields[name] for name in ("sampling", "seed") if name in fields}
-    expected = core.plain_decode(engine.target, prompt, max_tokens, engine.eos_ids, **way)
-    assert sequence.output == expected, drafter
+    assert sequence.output == plain_text(engine, prompt, max_tokens, **way), drafter
     return sequence
 
 
@@ -451,18 +456,16 @@ def decoded_by(
 def assert_decided_by(
     rule: Callable[..., torch.Tensor], engine: Any, prompt: list[int], sampling: Any, ends: set[int]
 ) -> list[int]:
-    """The text of seed 3 is the one that the rule gives, whoever drafts; returns it."""
-    target, pool = engine.target, engine.pool
+    """The text of seed 3 is the one that the rule gives; returns it."""
+    target = engine.target
     expected = decoded_by(rule, target, prompt, sampling, ends)
     assert core.plain_decode(target, prompt, 20, ends, sampling, 3) == expected
-    assert core.speculate(target, pool.drafters["ngram"], prompt, 20, ends, sampling, 3) == expected
-    for drafter in pool.choices:
-        fields = {"max_tokens": 20, "drafter": drafter, "sampling": sampling, "seed": 3}
-        s, _ = run(engine, prompt, **fields, stop_token_ids=frozenset(ends))
-        assert s.output == expected, drafter
-        if expected[-1] in ends:  # the id stands in the output, and not in the text
-            assert s.finish_reason == "stop"
-            assert s.text.text == target.tokenizer.decode(expected[:-1])
+    fields = {"max_tokens": 20, "drafter": "auto", "sampling": sampling, "seed": 3}
+    s, _ = run(engine, prompt, **fields, stop_token_ids=frozenset(ends))
+    assert s.output == expected
+    if expected[-1] in ends:  # the id stands in the output, and not in the text
+        assert s.finish_reason == "stop"
+        assert s.text.text == target.tokenizer.decode(expected[:-1])
     return expected
 
 

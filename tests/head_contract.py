@@ -5,19 +5,24 @@ drafter against them. What every head promises is in test_heads.py.
 """
 
 import json
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import fresh_state
+from conftest import ROOT, TARGET, fresh_state
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from drafters import base
+from drafters.eagle3 import Eagle3Head, HeadConfig
 from runtime.kernels import chain
 from server import core
 from server.options import Options
+from tools.training.heads import SHARED, save_eagle3
 
 
 def load(name, model="embedded", head=None, **fields):
@@ -40,6 +45,30 @@ def randomise(head):
         for name, weight in head.named_parameters():
             weight.copy_(torch.randn(weight.shape) * 0.3 + ("norm" in name))
             weight.copy_(weight.bfloat16())
+
+
+def random_eagle3(folder):
+    """Write an EAGLE-3 head of random weights for the embedded target; returns the folder."""
+    torch.manual_seed(0)
+    target = AutoConfig.from_pretrained(TARGET)
+    sizes = {name: getattr(target, name) for name in SHARED}
+    layer = AutoConfig.for_model("llama", num_hidden_layers=1, **sizes)
+    head = Eagle3Head(HeadConfig(layer, target.vocab_size, target.hidden_size, (2, 4, 5), None))
+    randomise(head)
+    save_eagle3(head, folder, {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}, 4)
+    return folder
+
+
+DFLASH = str(ROOT / "demo_models" / "target_dflash")
+
+
+@cache
+def with_heads(kernels):
+    """The embedded target with all drafters that run a model; the head of EAGLE-3 is random."""
+    with TemporaryDirectory() as folder:
+        head = str(random_eagle3(Path(folder)))
+        fields = {"fixed_k": True, "suffix_cache": 0, "kernels": kernels}
+        return core.load_engine(Options("embedded", eagle3=head, dflash=DFLASH, **fields))
 
 
 def normed(x, weight, epsilon=1e-6):

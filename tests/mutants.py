@@ -179,7 +179,7 @@ def load_once() -> None:
         caller = frame.f_globals["__name__"]
         if caller == "conftest" and options.model == "embedded":
             return engine
-        in_c = caller in ("test_cache", "test_kernels", "test_sampling", "test_tree")
+        in_c = caller[5:] in ("cache", "kernels", "lossless", "sampling", "tree")
         # The mutants are in Python, but for those of the kernels.
         return load(options if in_c else replace(options, kernels=False))
 

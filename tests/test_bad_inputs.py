@@ -317,7 +317,7 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(reading, "time", clock)
     places, order = threading.BoundedSemaphore(2), []
-    turns = reading.Turns("long tests", short=10, pause=0.5, places=places)
+    turns = reading.FairLock("long tests", short=10, pause=0.5, places=places)
 
     def second():
         with turns.take(20):

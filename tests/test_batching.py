@@ -7,7 +7,6 @@ import random
 import threading
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +17,7 @@ from runtime.statistics import Statistics
 from runtime.values import Request
 from server import core, retry, trace
 from server.options import Options
-from server.worker import _REST_S, Job, Worker, read
+from server.worker import _REST_S, Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
@@ -47,7 +46,7 @@ def is_idle(engine):
 
 
 def events_of(job):
-    return chain.from_iterable(events for _, events in read([job]))
+    return (event for news in job.read() for _, event in news)
 
 
 def request_at_random(chance, prompts):
@@ -65,10 +64,10 @@ def request_at_random(chance, prompts):
 def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_engine, prompts):
     """Random lengths, drafters, K, sampling; some clients leave, some drafters are poisoned."""
     chance, num_requests = random.Random(20), 20
-    worker = Worker(engine, Options(max_running=8, max_queued=num_requests))
+    worker = Worker(engine, Options(max_running=8, max_queued=num_requests)).start()
     before = sum(engine.totals.by_drafter.values(), Statistics()).completion_tokens
     requests = [request_at_random(chance, prompts) for _ in range(num_requests)]
-    jobs = [job for request in requests for job in worker.submit(request)]
+    jobs = list(map(worker.submit, requests))
 
     def client(job, leaves_after):
         for seen, _ in enumerate(events_of(job)):
@@ -81,13 +80,15 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_en
     assert is_idle(engine) and worker.num_running == worker.num_waiting == 0
     finished = [job for job in jobs if not job.cancelled]
     assert len(finished) > num_requests / 2
-    for job in finished:
-        assert job.sequence.finish_reason in ("stop", "length")
-        *_, (alone, _) = demo_engine.generate(replace(job.request, drafter=None))  # plain decoding
-        assert job.sequence.output == alone.output
-        assert job.sequence.text.text == alone.text.text
+    for sequence in (job.runs[0].sequence for job in finished):
+        assert sequence.finish_reason in ("stop", "length")
+        plain = replace(sequence.request, drafter=None)
+        *_, (alone, _) = demo_engine.generate(plain)
+        assert sequence.output == alone.output
+        assert sequence.text.text == alone.text.text
     after = sum(engine.totals.by_drafter.values(), Statistics()).completion_tokens
-    assert after - before == sum(len(job.sequence.output) for job in jobs if job.sequence)
+    begun = filter(None, (job.runs[0].sequence for job in jobs))
+    assert after - before == sum(len(sequence.output) for sequence in begun)
 
 
 def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(engine, demo_engine, prompts):
@@ -144,7 +145,11 @@ def test_a_request_for_an_unknown_drafter_takes_no_row(engine):
 
 def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, prompts, monkeypatch):
     """Where not even another try of each by itself can be made."""
-    worker, step, errors = Worker(engine, Options()), retry.step, [RuntimeError("no memory")]
+    worker, step, errors = (
+        Worker(engine, Options()).start(),
+        retry.step,
+        [RuntimeError("no memory")],
+    )
 
     def faulty(engine, sequences):
         if len(sequences) == 2 and errors:
@@ -152,11 +157,11 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
         return step(engine, sequences)
 
     monkeypatch.setattr(retry, "step", faulty)
-    jobs = [worker.submit(Request(prompts["hard_prose"], 200))[0] for _ in range(2)]
+    jobs = [worker.submit(Request(prompts["hard_prose"], 200)) for _ in range(2)]
     for job in jobs:
         with pytest.raises(RuntimeError, match="no memory"):
-            list(read([job]))
-    (job,) = worker.submit(Request(prompts["hard_prose"], 5))
+            list(job.read())
+    job = worker.submit(Request(prompts["hard_prose"], 5))
     assert len(list(events_of(job))) == 5
     worker.drain(60)
     assert is_idle(engine)
@@ -168,39 +173,41 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
     monkeypatch.setattr(trace, "event", made)
     monkeypatch.setattr(retry, "step", retry.step)
     before(retry, "step", lambda *_: until(lambda: waiting and not waiting[0]._is_read))
-    worker = Worker(demo_engine, Options())
-    waiting += worker.submit(Request([1, 2, 3], 9, **asked))
-    waiting[0].wait()
+    worker = Worker(demo_engine, Options()).start()
+    waiting.append(job := worker.submit(Request([1, 2, 3], 9, **asked)))
+    job.wait()
     worker.drain(60)
-    assert made.call_count == expected and len(waiting[0].sequence.output) == 9
-    assert len(waiting[0].sequence.text.text) > 0
+    assert made.call_count == expected and len(job.runs[0].sequence.output) == 9
+    assert len(job.runs[0].sequence.text.text) > 0
 
 
-@pytest.mark.parametrize(("pause_ms", "wakes"), [(21, [0, 1, 2]), (40, [0, 1, 2]), (3, [7])])
-def test_the_event_nearest_to_the_end_of_a_rest_wakes_who_reads(monkeypatch, pause_ms, wakes):
-    """Tokens that come about as fast as anybody reads are not sent two by two. A rest: 25 ms."""
+@pytest.mark.parametrize(("pause_ms", "wakes"), [(21, [0, 1, 2, 3]), (12, [1, 3, 5]), (3, [6])])
+def test_an_event_wakes_who_reads_once_it_has_rested(monkeypatch, pause_ms, wakes):
+    """Each time costs the running pass a core. A rest: 20 ms."""
     clock = Mock(return_value=100.0)
     monkeypatch.setattr("time.monotonic", clock)
-    job, woken = Job(Request([1], 9), 7200), []
+    job, woken = Job([Request([1], 9)], 7200), []
     job._changed.notify = lambda: woken.append(number)
     for number in range(10):
         if woken[-1:] == [number - 1] or not number:  # it has looked, and rests
-            job._rested = clock() + _REST_S
+            job._rests_until = clock() + _REST_S
         clock.return_value += pause_ms / 1e3
-        job.put({})
+        job.push_event(*job.runs, {})
     assert woken[: len(wakes)] == wakes
 
 
-@pytest.mark.parametrize("tells", ["put", "end", "cancel"])
+@pytest.mark.parametrize("tells", ["push_event", "end_run", "cancel"])
 def test_an_event_the_end_and_leaving_wake_who_reads(monkeypatch, tells):
     monkeypatch.setattr("server.worker.POLL_S", 3600)
-    job, seen = Job(Request([1], 9), 7200), []
+    job, seen = Job([Request([1], 9)], 7200), []
     reader = threading.Thread(target=lambda: seen.append(next(events_of(job), None)), daemon=True)
     reader.start()
-    told = {"put": partial(job.put, "an event")}.get(tells) or getattr(job, tells)
+    told = getattr(job, tells)
+    if tells == "push_event":
+        told = partial(told, *job.runs, "an event")
     threading.Timer(0.05, told).start()
     reader.join(30)
-    assert seen == ["an event" if tells == "put" else None]
+    assert seen == ["an event" if tells == "push_event" else None]
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "mtp"])

@@ -547,7 +547,7 @@ UNREADABLE = {
 def test_prompts_have_a_name_or_a_number_and_what_cannot_be_read_is_one_line(tmp_path, capsys):
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
-    assert audition.prompts_of(path) == {"1": "a b", "x": "c"}
+    assert bench.prompts_of(path) == {"1": "a b", "x": "c"}
     for text, reason in UNREADABLE.items():
         path.write_text(text)
         with pytest.raises(SystemExit, match="2"):

@@ -6,7 +6,6 @@ They run side by side, and the prompt is read once.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 from conftest import LIMIT_S, asked, module_client
@@ -15,7 +14,7 @@ from started import COLOURS, GENERATE
 from runtime.values import Request, RequestError
 from server import core
 from server.options import Options
-from server.worker import Admission, Job, Worker, read
+from server.worker import Job, Worker
 
 LONG = COLOURS + " red, green, blue, red, green, blue," * 12  # of more than two blocks
 FIELDS = {"prompt": LONG, "temperature": 1.0, "seed": 5, "max_tokens": 16}
@@ -63,90 +62,88 @@ def test_choices_run_together_and_the_prompt_is_read_once(prompts, plain, monkey
     prompt = (prompts["code_function"] * 3)[:150]
     sampling = core.Sampling(temperature=0.9)
     wanted = Request(prompt, 12, "mtp", sampling=sampling, seed=3, n=4)
-    worker = Worker(engine, options)
-    jobs = worker.submit(*wanted.choices)
-    for job in jobs:
-        job.wait()
+    worker = Worker(engine, options).start()
+    job = worker.submit(*wanted.choices)
+    assert round(job.deadline - job.runs[0].submitted, 3) == options.request_timeout
+    job.wait()
     worker.drain(LIMIT_S)
     assert together[0] == 1 and max(together) > 1
-    for i, job in enumerate(jobs):
-        assert job.sequence.output == plain(prompt, 12, sampling=sampling, seed=3 + i)
-        assert job.sequence.drafting.num_cached == (128 if i and megabytes else 0)
-    assert {round(job.deadline - job.submitted, 3) for job in jobs} == {options.request_timeout}
+    for i, run in enumerate(job.runs):
+        assert run.sequence.output == plain(prompt, 12, sampling=sampling, seed=3 + i)
+        assert run.sequence.drafting.num_cached == (128 if i and megabytes else 0)
 
 
 def test_events_are_read_in_the_order_in_which_they_come(monkeypatch):
     """By one thread; a choice that has ended is not waited for."""
     monkeypatch.setattr("server.worker.POLL_S", 3600)
     monkeypatch.setattr("server.worker._REST_S", 0)
-    wanted = Request([1], 9, n=3)
-    first = Job(wanted, 7200)
-    jobs = [first, Job(wanted, 7200, first), Job(wanted, 7200, first)]
-    seen = read(jobs)
-    for number, event in ((1, "a"), (0, "b"), (1, "c"), (2, "d")):
-        jobs[number].put(event)
-        assert next(seen) == (number, [event])
-    first.end()
-    jobs[2].put("e")
-    assert next(seen) == (2, ["e"])
+    job = Job([Request([1], 9, n=3)] * 3, 7200)
+    seen = job.read()
+    for news in ([(1, "a")], [(0, "b"), (1, "c")], [(2, "d")]):
+        for number, event in news:
+            job.push_event(job.runs[number], event)
+        assert next(seen) == news
+    job.end_run()
+    job.push_event(job.runs[2], "e")
+    assert next(seen) == [(2, "e")]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(next, seen)  # and woken by any of them
-        jobs[1].put("f")
-        assert waiting.result(LIMIT_S) == (1, ["f"])
-    jobs[1].end(RequestError("it failed"))
+        job.push_event(job.runs[1], "f")
+        assert waiting.result(LIMIT_S) == [(1, "f")]
+    job.push_event(job.runs[1], "g")
+    job.end_run(RequestError("it failed"))
+    assert next(seen) == [(1, "g")]
     with pytest.raises(RequestError, match="it failed"):
         next(seen)
 
 
 def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place():
     """Also where there are more of them than places to run."""
-    places = Admission(Options(max_running=2, max_queued=2))
+    worker = Worker(None, Options(max_running=2, max_queued=2))
 
     def submit(n):
-        jobs = [Job(Request([1], n=n), 60)]
-        jobs += [Job(Request([1], n=n), 60, None, jobs[0]) for _ in range(1, n)]
-        places._queue(jobs)
-        places._give_places()
-        return jobs
+        job = worker.submit(*[Request([1], n=n)] * n)
+        worker._give_places()
+        return job
 
-    (one,), jobs, more = submit(1), submit(8), submit(8)
-    assert (places.num_running, places.num_waiting) == (2, 2)
+    one, job, more = submit(1), submit(8), submit(8)
+    assert (worker.num_running, worker.num_waiting) == (2, 2)
     for n in (1, 8):
         with pytest.raises(RequestError, match="2 requests wait already.*--max-queued"):
             submit(n)
     with pytest.raises(RequestError, match="2 requests wait already"):
-        places.expect_place()
-    for job in (one, *jobs[:6]):
-        job.cancel()
-        if job in places._running:
-            places._running.remove(job)
-        places._give_places()
-    assert jobs[7] in places._running and (places.num_running, places.num_waiting) == (2, 1)
-    for job in more[1:]:
-        job.cancel()
-    places.expect_place()
-    assert places.num_waiting == 1 and all(job.ended for job in more[1:])
-    more[0].cancel()
-    assert places.num_waiting == 0
+        worker.expect_place()
+    worker._end(one, *one.runs)
+    for run in job.runs[:6]:
+        assert worker.num_waiting == 2 and worker._running[0] == (job, run)
+        run.first_token = 1.0
+        worker._give_places()
+        worker._end(job, run)
+        worker._give_places()
+    assert worker._running == [(job, job.runs[6]), (job, job.runs[7])]
+    assert worker.num_waiting == 1
+    worker.submit(Request([1]))
+    more.cancel()
+    worker.expect_place()
+    assert worker.num_waiting == 1 and all(run.ended for run in more.runs)
 
 
 def test_a_choice_begins_when_the_prompt_is_read_and_another_run_gets_the_place_of_the_first():
-    wanted = Request([1], 9, n=2)
-    first = Job(wanted, 60)
-    second = Job(wanted, 60, first)
-    assert not second.may_begin and first.then is None
-    first.note_first()
-    assert second.may_begin
-    run = Job(replace(wanted, n=1), 60, first)
-    assert first.then is run
+    job = Job([Request([1], 9, n=2)] * 2, 60)
+    first, second = job.runs
+    assert job.ready() == [first] and not job.later
+    first.first_token = 1.0
+    assert job.ready() == [first, second]
+    compared = Job([Request([1], 9)] * 2, 60)
+    assert [compared.waiting, compared.later] == [[run] for run in compared.runs]
 
 
 def test_a_silent_stream_pings_ever_more_rarely():
     """Hundreds may wait, and each ping takes a core from the running pass."""
-    pauses, job = [], Job(Request([1], 9), 60)
-    job._sleep = lambda limit_s, *_: pauses.append(limit_s)
-    seen = read([job])
-    assert [next(seen) for _ in range(9)] == [(0, [])] * 9
+    pauses, job = [], Job([Request([1], 9)], 60)
+    job._sleep = pauses.append
+    seen = job.read()
+    assert [next(seen) for _ in range(9)] == [[]] * 9
     assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == 10
-    job.put({})
-    assert next(seen) == (0, [{}]) and next(seen) == (0, []) and pauses[-1] < 0.2
+    job.push_event(*job.runs, {})
+    assert next(seen) == [(0, {})] and next(seen) == [] and pauses[-1] < 0.2

@@ -110,11 +110,11 @@ def test_c_stops_a_draft_where_the_controller_s_record_does():
         sure = random.uniform(0, 1, random.integers(1, 6)).tolist()
         calibration.observe(sure, int(random.integers(0, len(sure) + 1)))
         least, alpha = float(random.uniform(0, 0.3)), float(random.uniform(0.3, 1))
-        doubts = compiled.doubts_of(calibration.chances, alpha, least)
+        stop_rule = compiled.stop_rule_of(calibration.chances, alpha, least)
         for drafted in ([], sure, [0.9, 1.0], [0.0, 0.1], [0.8999999999999999]):
             chances = (ctypes.c_double * len(drafted))(*drafted)
-            answers.append(bool(load().goes_on(ctypes.byref(doubts), chances, len(drafted))))
-            assert answers[-1] == calibration.doubts(least, alpha)(drafted)
+            answers.append(bool(load().goes_on(ctypes.byref(stop_rule), chances, len(drafted))))
+            assert answers[-1] == calibration.stop_rule(least, alpha)(drafted)
     assert 100 < sum(answers) < 1400
 
 

@@ -16,7 +16,6 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import (
-    WAYS,
     ScriptedDrafter,
     before,
     run,
@@ -45,32 +44,15 @@ from drafters.auto.planner import (
 )  # fmt: skip
 from drafters.pool import DraftedText, DrafterPool, Task
 from runtime.statistics import Statistics
-from runtime.values import Doubts, Request, Verdict
+from runtime.values import Request, StopRule, Verdict
 from server import assembly, core
+from server.assembly import uncounted, warm_up
 from server.curve import Curve
 from server.options import Options
-from server.worker import uncounted, warm_up
 from tools import simulated
 
 K = 8
 WEIGHTS = 100, {"model": 20, "other": 20, "free": 0}
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, size):
-    """By the clock, alone and with one choice for all: drafters of all kinds, limits and rules."""
-    target, loaded = demo_engine.target, demo_engine.pool.drafters
-    engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
-    drafters = ["auto", "suffix", "mtp", "auto", "ngram", "draft_model", "auto", None]
-    ways = [*WAYS.values()] * 4
-    requests = [
-        Request(text, 24, name, 1 + 2 * i, **ways[i])
-        for i, (text, name) in enumerate(zip(prompts.values(), drafters, strict=False))
-    ]
-    done = [s for i in range(0, 8, size) for s in together(engine, requests[i : i + size])]
-    for s, way in zip(done, ways, strict=True):
-        assert s.output == plain(s.request.prompt, 24, **way)
-        assert s.warnings == [] and bool(s.drafting.task.decision) == bool(s.request.drafter)
 
 
 def settled(*alphas, since=0):
@@ -239,28 +221,12 @@ def test_certainty_is_of_raw_logits_and_of_the_tokens_that_the_text_got(demo_eng
     assert len(noted) > 3 and engine.controller.certainty.mean != CERTAIN
 
 
-@pytest.mark.parametrize("kind", ["chat", "code"])
-def test_a_text_is_drafted_as_in_a_fresh_server_whatever_came_before(kind):
-    """Ten texts behind none, behind ten chats and behind ten codes, by no clock."""
-    took = []
-    for earlier in ([], ["chat"] * 10, ["code"] * 10):
-        server = simulated.Server(simulated.MACHINES["pair"], False, 0)
-        for texts in (earlier, [kind] * 10):
-            began, chance = server.ms, random.Random(1)
-            for name in texts:
-                text = server.open(simulated.Text.of(name, 0.0, chance))
-                while not text.finish_reason:
-                    server.step([text])
-        took.append(server.ms - began)
-    assert max(took) < 1.06 * min(took)
-
-
 def test_a_copy_of_the_target_is_not_doubted_where_the_target_doubts(demo_engine):
     drafters = scripted(copy=None, other=None)
     drafters["copy"].is_copy = True
     controller = Controller.of(demo_engine.target, drafters)
     copy, other = (controller.record(name, "greedy").calibration for name in ("copy", "other"))
-    assert copy.doubts(0.5, 0.9)([0.3, 0.4, 0.3]) and not other.doubts(0.5, 0.9)([0.3])
+    assert copy.stop_rule(0.5, 0.9)([0.3, 0.4, 0.3]) and not other.stop_rule(0.5, 0.9)([0.3])
 
 
 def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
@@ -270,7 +236,7 @@ def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
         for sure, accepted in ((0.35, 2), (0.95, 2), (0.65, 0)):
             record.calibration.observe([sure, 0.95], accepted)
     for sure, chance in (([0.35], 1.0), ([0.95, 0.35], 1.0), ([0.65], 0.0), ([0.95, 0.65], 0.0)):
-        assert record.calibration.doubts(0.9 * 0.8, 0.8)(sure) is bool(chance)
+        assert record.calibration.stop_rule(0.9 * 0.8, 0.8)(sure) is bool(chance)
     assert controller.record("model", "greedy").calibration is record.calibration
     assert controller.record("other", "greedy").calibration.chances[6] == 0.65
 
@@ -313,19 +279,19 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     engine = engine_of(demo_engine, {"mtp": 1})
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
-    doubts = Mock(return_value=Doubts([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
-    monkeypatch.setattr(Calibration, "doubts", doubts)
+    stop_rule = Mock(return_value=StopRule([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
+    monkeypatch.setattr(Calibration, "stop_rule", stop_rule)
     monkeypatch.setattr(
         "runtime.kernels.can_chain", lambda *_: False
     )  # C is asked in test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
     if rule == "coupled":
-        assert {asked.args[0] for asked in doubts.mock_calls} == {0.25}
+        assert {asked.args[0] for asked in stop_rule.mock_calls} == {0.25}
         assert all(len(d.confidence) == len(d.tokens) for d in drafts)
         assert all(min(d.confidence[:-1], default=1) > 0.8 for d in drafts)
         assert len({len(d.tokens) for d in drafts if d.confidence[-1] <= 0.8}) > 1
     else:
-        assert drafts and not doubts.called and not any(d.confidence for d in drafts)
+        assert drafts and not stop_rule.called and not any(d.confidence for d in drafts)
     fixed = engine.generate(replace(request, fixed_k=True))
     assert [len(cycle.proposals) for _, cycle in fixed if cycle.number][:4] == [5] * 4
 
@@ -444,13 +410,6 @@ def test_a_first_measurement_does_not_end_drafting(costs):
     assert costs.prices(1, 1).drafts["free"].step_ms == 250.0
 
 
-def test_behind_its_last_block_a_curve_goes_on_as_before_it(costs):
-    """Kernels work in blocks: row 33 costs 15 ms more than 32, and 48 rows not 15 times that."""
-    costs.start_from(Curve({1: 10.0, 16: 20.0, 32: 40.0, 33: 55.0}))
-    assert costs.a_pass(1, 50) == pytest.approx(55.0 + 17 * 35 / 17)
-    assert costs.a_pass(1, 24) == pytest.approx(30.0)
-
-
 def test_neither_text_to_read_nor_an_accident_makes_a_step_dear(costs):
     """What a cycle that took far too long says of its draft is not believed."""
     drafters = {"model": {"call_ms": 0.0, "step_ms": 1.0, "read_ms": 0.06}}
@@ -477,20 +436,6 @@ def test_a_machine_that_becomes_another_one_is_learned_anew(costs):
         assert costs.a_pass(1, 1) == pytest.approx(pass_ms)
         # What nobody measured again has changed with it.
         assert costs.a_pass(1, 50) == pytest.approx(pass_ms / 10.2 * 20.0, rel=0.05)
-
-
-def test_on_a_machine_that_is_always_busy_costs_stay_what_they_are(costs):
-    """Each pass takes some time by chance, for hours; then all is quiet."""
-    chance = random.Random(0)
-    for _ in range(20_000):
-        batch = chance.choice([1, 1, 4, 7, 7])
-        rows = batch if chance.random() < 0.3 else batch + chance.randrange(1, 5 * batch)
-        costs.observe_pass(batch, rows, (10 + 0.2 * rows) * chance.lognormvariate(0, 1))
-    assert all(0.5 < costs.a_pass(batch, batch) < 500 for batch in (1, 4, 7))
-    for _ in range(60):
-        costs.observe_pass(1, 1, 10.2)
-    assert costs.a_pass(1, 1) == pytest.approx(10.2)
-    assert costs.a_pass(7, 35) < 40
 
 
 @pytest.mark.parametrize("in_a_row", [1, 12])
@@ -524,35 +469,14 @@ def test_it_starts_from_the_curve_and_corrects_it(costs):
     assert [costs.a_pass(1, rows) for rows in (1, 2, 6, 9)] == [10, 11, 25, 43]
     assert costs.prices(1, 1).rows_ms[:5] == pytest.approx([1, 1, 1, 6, 6])
     assert costs.prices(2, 2).rows_ms[:2] == pytest.approx([1, 6])  # two that draft alike
+    # Kernels work in blocks: row 33 costs 15 ms more than 32, and 48 rows not 15 times that.
+    blocks = Costs(*WEIGHTS)
+    blocks.start_from(Curve({1: 10.0, 16: 20.0, 32: 40.0, 33: 55.0}))
+    assert blocks.a_pass(1, 50) == pytest.approx(55.0 + 17 * 35 / 17)
     for _ in range(8):
         costs.observe_pass(1, 1, 20.0)
         costs.observe_pass(1, 4, 52.0)
     assert [costs.a_pass(1, rows) for rows in (1, 4, 8)] == [20, 52, 148]
-
-
-def live(controller, num_cycles, slowness=()):
-    """How many of so many cycles of one request draft, on a clock that is made up.
-
-    Three of four drafted tokens are accepted. The first cycles take `slowness` times as long.
-    """
-    num_drafts, record = 0, controller.record("model", "greedy")
-    for cycle in range(num_cycles):
-        count = decide(controller, [Candidate({"model": record}, 5, 100)], 1)[0].num_tokens
-        times = slowness[cycle] if cycle < len(slowness) else 1.0
-        calls = [("model", [count], record.unread, times * count)] if count else []
-        controller.costs.observe_pass(1, 1 + count, times * 5.0, calls)
-        record.observe(count, min(count, (0, 5, 3, 4)[cycle % 4]), count)
-        record.unread = 0 if count else record.unread + 1
-        num_drafts += count > 0
-    return num_drafts
-
-
-@pytest.mark.parametrize("order", range(4, 7))
-def test_no_order_of_cold_measurements_shuts_a_drafter_off_that_pays(controller, order):
-    """Three starts, each with a dozen slow calls: it comes back within 400 cycles."""
-    chance = random.Random(order)
-    live(controller, 40, slowness=[1 + 99 * chance.random() ** 3 for _ in range(12)])
-    assert [live(controller, 20) for _ in range(20)][-1] >= 18
 
 
 # ------------------------------------------------------------------------- one choice for all
@@ -617,7 +541,7 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
         s = engine.open(Request(prompt, 8, "auto"))
         engine.step([s])
         s.drafting.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
-        s.drafting.missed.clear()
+        s.drafting.unseen.clear()
         # And text to read is forgotten.
         engine.planner.candidates[s].records = {"ngram": Acceptance(), "steady": Acceptance()}
         engine.step([s])
@@ -649,7 +573,7 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
 
 
 def lived_through(clients, step_ms=6.0, length=96, **texts):
-    """What 24 texts take on a made-up machine: (auto, plain, a plain pass for so many), in ms.
+    """What 16 texts take on a made-up machine: (auto, plain, a plain pass for so many), in ms.
 
     The draft model's steps take `step_ms`, and it was measured as a quick one.
     """
@@ -657,7 +581,7 @@ def lived_through(clients, step_ms=6.0, length=96, **texts):
     for is_plain in (False, True):
         server = simulated.Server(machine._replace(step_ms=step_ms), is_plain, 0)
         server.planner.controller.costs.start_from(machine.curve)
-        waiting, running = 24, list[simulated.Text]()
+        waiting, running = 16, list[simulated.Text]()
         while waiting or running:
             for _ in range(min(waiting, clients - len(running))):
                 text = simulated.Text.of("role", 0.0, random.Random(waiting))
@@ -712,11 +636,6 @@ def test_a_curve_is_believed_as_far_as_passes_confirm_it():
     assert server.ms < 1.1 * plain_ms
 
 
-def test_a_drafter_that_is_always_right_gains_where_it_pays():
-    auto_ms, plain_ms, _ = lived_through(1, is_right=True)
-    assert auto_ms < 0.8 * plain_ms
-
-
 def test_where_drafts_gain_time_is_worth_more_so_drafts_are_shorter():
     """E(K) / T(K) is largest at K = 5. Half of the gain is counted on, and none in a new text."""
     controller = Controller(100, {"model": 25})
@@ -735,13 +654,13 @@ def test_where_drafts_gain_time_is_worth_more_so_drafts_are_shorter():
     assert controller.worth[1] == pytest.approx(1, rel=0.01)  # what plain decoding makes of it
 
 
-def test_beside_a_request_with_a_fixed_k_nobody_waits_for_plain_cycles(costs):
-    assert [costs.is_due(1) for _ in range(6)] == [True] * 4 + [False] * 2
-
-
 def test_plain_cycles_are_measured_again_now_and_then(costs):
-    """What they take has to be known, whatever drafts bring; in batches of each size."""
+    """What they take has to be known, whatever drafts bring; in batches of each size.
+
+    Nobody waits for them beside a request with a fixed K.
+    """
     assert all(costs.is_due(4) and costs.is_due(1) for _ in range(4))
+    assert not costs.is_due(1) and not costs.is_due(4)
     plain = 0
     for _ in range(650):
         plain += (is_due := costs.is_due(1))
@@ -863,15 +782,15 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
             assert engine.pool.guess(s.drafting, name, 3).tokens == loaded[name].guess(fresh, 3)
 
     def in_turn(texts, tasks):
-        names.append(list(loaded)[len(names) // 5 % 4])
+        names.append(list(loaded)[len(names) // 3 % 4])
         return propose(texts, [Task(names[-1], tasks[0].limit)])
 
     before(engine.planner, "plan", guessed)
     engine.pool.propose = in_turn
-    s, cycles = run_beside_fresh(engine, Request(prompts["code_class"], 70, "auto", **way))
+    s, cycles = run_beside_fresh(engine, Request(prompts["code_class"], 40, "auto", **way))
     drafted = {name for name, cycle in zip(names, cycles, strict=True) if cycle.num_drafted}
     assert drafted == set(loaded) and s.warnings == []
-    assert s.statistics.num_accepted_draft_tokens > 10
+    assert s.statistics.num_accepted_draft_tokens > 5
 
 
 def test_the_latest_cycles_of_a_record_count_most():
@@ -972,9 +891,9 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
 def test_a_measurement_silences_no_drafter_of_a_request(demo_engine, caplog):
     """Real requests may fail meanwhile, and their log is what tells why."""
     engine = scripted_engine(demo_engine, Mock(side_effect=KeyError("lost")))
-    with uncounted(engine) as twin:
-        for each in (twin, engine, twin):
-            run(each, [5, 6, 7], max_tokens=3, drafter="scripted")
+    twin = uncounted(engine)
+    for each in (twin, engine, twin):
+        run(each, [5, 6, 7], max_tokens=3, drafter="scripted")
     assert [record.message for record in caplog.records] == [
         "drafter scripted failed: KeyError: 'lost'"
     ]

@@ -22,10 +22,9 @@ FIELDS = {"prompt": PROMPT, "max_tokens": 24, "drafter": "draft_model"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where curves are stored; there is time for all."""
+    """Where curves are stored; no pass is too long."""
     kernels.own_folder  # noqa: B018  (a name of the room is imported when it is first asked for)
     monkeypatch.setattr(kernels, "own_folder", lambda: tmp_path)
-    monkeypatch.setattr(measurement, "_LONGEST_MS", inf)
     monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", inf)
     return tmp_path
 
@@ -44,6 +43,15 @@ def measured(engine, fingerprint="a target"):
     while not whole.is_done:
         whole.measure()
     return whole
+
+
+@pytest.fixture(scope="module")
+def whole(demo_engine):
+    """The curve of the embedded models, measured once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(measurement, "_LONGEST_MS", inf)
+        patched.setattr(measurement, "_LONGEST_PASS_MS", inf)
+        return measured(demo_engine, None).curve
 
 
 def rows_of(engine):
@@ -126,14 +134,13 @@ def test_the_curve_of_the_same_models_and_machine_is_found_again(demo_engine, fo
 
 
 @pytest.mark.parametrize("times", [1e-3, 1e3])
-def test_it_is_measured_anew_and_the_shorter_times_count(demo_engine, times):
+def test_it_is_measured_anew_and_the_shorter_times_count(demo_engine, whole, times):
     """Where the machine was busy at one of two starts."""
-    whole = measured(demo_engine)
-    passes = {rows: ms * times for rows, ms in whole.curve.pass_ms.items()}
-    known = whole.curve.drafters.items()
+    passes = {rows: ms * times for rows, ms in whole.pass_ms.items()}
+    known = whole.drafters.items()
     drafters = {name: {part: ms * times for part, ms in parts.items()} for name, parts in known}
-    stored = replace(whole.curve, pass_ms=passes, drafters=drafters, measured_at="2020-01-01")
-    whole._store.write(stored)
+    stored = replace(whole, pass_ms=passes, drafters=drafters, measured_at="2020-01-01")
+    Measurement(demo_engine, "a target")._store.write(stored)
     curve = measured(demo_engine).curve
     is_stored = curve.pass_ms == passes, curve.drafters == drafters
     assert is_stored == ((True, True) if times < 1 else (False, False))
@@ -150,49 +157,50 @@ def test_of_two_curves_the_shorter_passes_count_and_the_shorter_draft_as_a_whole
     assert least.drafters == {"mtp": other, "eagle3": one}
 
 
-BROKEN = {
-    "rows": [1, 2], "pass_ms": {"1": 0.0}, "drafters": {"mtp": {"call_ms": 1}}, "context": None,
-    "measured_at": "soon",
+WRONG = {  # what a stored curve says
+    "nothing": None, "no rows": {"rows": [1, 2]}, "no time": {"pass_ms": {"1": 0.0}},
+    "tiny and huge": {"pass_ms": {"1": 1e-300, "2": 1e300}},
+    "NaN": {"pass_ms": {"1": 1.0, "2": float("nan")}},
+    "parts": {"drafters": {"mtp": {"call_ms": 1}}},
+    "a huge call": {"drafters": {"mtp": {"call_ms": 1e300, "step_ms": 0, "read_ms": 0}}},
+    "no context": {"context": None}, "a negative context": {"context": -(10**30)},
+    "a huge context": {"context": 10**30}, "a date": {"measured_at": "soon"},
+    "another machine": {"of": "another machine"}, "no machine": {"of": None},
 }  # fmt: skip
 
 
-ABSURD = [
-    {"pass_ms": {"1": 1e-300, "2": 1e300}}, {"pass_ms": {"1": 1.0, "2": float("nan")}},
-    {"context": -(10**30)}, {"context": 10**30}, {"of": "another machine"}, {"of": None},
-    {"drafters": {"mtp": {"call_ms": 1e300, "step_ms": 0, "read_ms": 0}}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fields", ABSURD)
-def test_a_stored_curve_with_absurd_numbers_or_of_another_machine_is_ignored_with_one_line(
-    demo_engine, folder, caplog, fields
+@pytest.mark.parametrize("what", WRONG)
+def test_a_stored_curve_that_cannot_be_used_is_ignored_with_one_line(
+    demo_engine, folder, caplog, what
 ):
     curve = Curve({1: 10.0, 2: 11.0}, {}, "2026-01-02T00:00:00", 32)
     Measurement(demo_engine, "a target")._store.write(curve)
     (file,) = folder.iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    assert Measurement(demo_engine, "a target").curve == curve
+    stored, wrong = json.loads(file.read_text()), WRONG[what]
+    file.write_text(json.dumps(stored | wrong) if wrong else '{"rows":')
     assert Measurement(demo_engine, "a target").curve == Curve()
     (record,) = caplog.records
     assert "cannot be read" in record.getMessage()
 
 
-def test_what_is_known_of_a_drafter_stays_where_a_server_is_without_it(demo_engine, monkeypatch):
+def test_what_is_known_of_a_drafter_stays_where_a_server_is_without_it(
+    demo_engine, whole, monkeypatch
+):
     """And its target's passes are known there, too; of another draft model nothing is."""
-    whole = measured(demo_engine)
-    assert "draft_model" in whole.curve.drafters
+    Measurement(demo_engine, "a target")._store.write(whole)
+    assert "draft_model" in whole.drafters
     with monkeypatch.context() as patch:
         patch.delitem(demo_engine.pool.drafters, "draft_model")
         less = Measurement(demo_engine, "a target")
-        assert less.curve.pass_ms == whole.curve.pass_ms and [*less.curve.drafters] == ["mtp"]
+        assert less.curve.pass_ms == whole.pass_ms and [*less.curve.drafters] == ["mtp"]
         less._store.write(less.curve)
-    assert Measurement(demo_engine, "a target").curve == whole.curve
+    assert Measurement(demo_engine, "a target").curve == whole
     monkeypatch.setattr(demo_engine.draft_model, "fingerprint", "of another file")
     assert "draft_model" not in Measurement(demo_engine, "a target").curve.drafters
 
 
-def test_all_is_measured_once_when_the_time_for_more_is_spent(demo_engine, monkeypatch):
-    """Also in the idle times behind requests; and a start that ended earlier is gone on from."""
-    monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
+def test_what_was_measured_until_a_request_came_is_stored_and_gone_on_from(demo_engine):
     whole = Measurement(demo_engine, "a target")
     while len(whole.curve.pass_ms) < 5 and not whole.is_done:
         whole.measure()
@@ -202,19 +210,6 @@ def test_all_is_measured_once_when_the_time_for_more_is_spent(demo_engine, monke
     while not whole.is_done:
         whole.measure()
     assert [*whole.curve.pass_ms] == [*ROWS] and {*whole.curve.drafters} == {"draft_model", "mtp"}
-
-
-@pytest.mark.parametrize("part", ["", *BROKEN])
-def test_a_stored_curve_that_is_broken_is_ignored_with_one_line(demo_engine, folder, caplog, part):
-    curve = Curve({1: 10.0, 2: 11.0}, {}, "2026-01-02T00:00:00", 32)
-    Measurement(demo_engine, "a target")._store.write(curve)
-    (file,) = folder.iterdir()
-    assert Measurement(demo_engine, "a target").curve == curve
-    stored = json.loads(file.read_text())
-    file.write_text(json.dumps(stored | {part: BROKEN[part]}) if part else '{"rows":')
-    assert Measurement(demo_engine, "a target").curve == Curve()
-    (record,) = caplog.records
-    assert "cannot be read" in record.getMessage()
 
 
 def test_without_a_folder_nothing_is_stored_and_nothing_fails(demo_engine, monkeypatch, caplog):
@@ -250,7 +245,6 @@ def test_large_passes_are_left_out_where_time_or_context_ends(demo_engine, monke
     assert [*measured(demo_engine).curve.pass_ms] == [*ROWS[:-2]]
     hybrid = load("hybrid")  # its states cannot go back over more than 32 tokens
     assert [*measured(hybrid, "a hybrid").curve.pass_ms] == [*ROWS[:-3]] and not caplog.records
-    monkeypatch.setattr(measurement, "_LONGEST_MS", 0.0)
     monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", 0.0)
     one = Measurement(demo_engine, "another")
     one._names.clear()  # whose drafts are verified, too

@@ -11,6 +11,7 @@ import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import application, scripted_engine
@@ -19,7 +20,7 @@ from started import COLOURS, ENDLESS, FAULTY, PATHS, end_of, serving, until
 
 from runtime.values import Request, engine_failure
 from server.options import Options
-from server.worker import Admission, Job
+from server.worker import Worker
 
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 IDS = [5, 6, 7, 8, 5, 6, 7]
@@ -127,14 +128,14 @@ def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(server, 
 
 def test_who_leaves_amid_a_text_shows_that_the_engine_works():
     """Editors cancel most of what they ask for."""
-    places = Admission(Options())
+    worker = Worker(Mock(), Options())
 
     def end(first_token, error=None):
-        job = Job(Request([1]), 9.0)
-        job.sequence = SimpleNamespace(output=[], drafting=SimpleNamespace(num_cached=0))
-        job.sequence.finish_reason, job.first_token = None, first_token
-        places._end(job, error)
-        return places.status
+        job = worker.submit(Request([1]))
+        ((_, run),) = worker._give_places()
+        run.sequence, run.first_token = SimpleNamespace(finish_reason=None), first_token
+        worker._end(job, run, error)
+        return worker.status
 
     failed = [end(1.0, RuntimeError("broken")) for _ in range(3)]
     assert failed == ["ok", "ok", "failing"] and [end(None), end(1.0)] == ["failing", "ok"]

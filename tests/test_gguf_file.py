@@ -116,9 +116,9 @@ BROKEN = {
     "texts without end": (key(ARRAY, struct.pack("<IQ", TEXT, HUGE)), "goes on behind its end"),
     "a text in an array": (key(ARRAY, struct.pack("<IQQ", TEXT, 1, HUGE)), "behind its end"),
     "an array in an array": (key(ARRAY, struct.pack("<IQ", ARRAY, 1)), "inside an array"),
-    "a number of parts that is none": (
-        keys(("split.count", ARRAY, struct.pack("<IQ3B", 0, 3, 1, 2, 3))),
-        "(from 0) of '[1 2 3]' of a model",
+    "a number of tensors that is none": (
+        keys(("split.tensors.count", ARRAY, struct.pack("<IQ3B", 0, 3, 1, 2, 3))),
+        "has not all its tensors, only 2 in its parts",
     ),
     "a type of value": (key(13, b""), "values of type 13"),
     "a type in an array": (key(ARRAY, struct.pack("<IQ", 77, 1)), "values of type 77"),
@@ -215,15 +215,16 @@ def test_parts_that_do_not_belong_together_are_told(tmp_path):
     first, second = write_parts(tmp_path)
     os.remove(second)
     assert "m-00002-of-00002.gguf not found, one of 2 parts: fetch it, too" in refused(first)
+    lacking = "has not all its tensors, only {} in its parts: give all parts their names back"
     write(Path(second), Path(first).read_bytes())
-    assert "m-00002-of-00002.gguf is part '0'" in refused(first)
+    assert lacking.format(1) in refused(first)
     write(Path(second), part(1, 2, TENSORS[:1]) + DATA)
-    assert "has the tensor 'output.weight', as another part has" in refused(first)
+    assert lacking.format(1) in refused(first)
     first, _ = write_parts(tmp_path, total=7)
-    assert "has not all its tensors, only 2 in its parts" in refused(first)
+    assert lacking.format(2) in refused(first)
     alone = str(tmp_path / "alone.gguf")
     os.rename(first, alone)
-    assert "is part '0' (from 0) of '2' of a model: give all parts their names" in refused(alone)
+    assert lacking.format(1) in refused(alone)
 
 
 # ---------------------------------------------------------------------------- fuzz

@@ -18,7 +18,7 @@ import conftest
 import llguidance.hf
 import pytest
 import torch
-from conftest import ROOT, WAYS, finish, load, run, scripted_engine, together
+from conftest import WAYS, finish, load, run, scripted_engine, together
 from hypothesis import HealthCheck, configuration, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -145,8 +145,8 @@ def is_checked(s, schema):
 
 
 def requests_of(engine, prompt, constraint, k=5, max_tokens=COUNT, **way):
-    grammar = grammar_of(engine, *constraint)
-    names = [name for name in DRAFTERS if name in engine.pool.choices]
+    """By drafters that write what is forced, alone and among others, and by one that does not."""
+    grammar, names = grammar_of(engine, *constraint), ("grammar", "auto", "mtp")
     return [Request(prompt, max_tokens, name, k, grammar=grammar, **way) for name in names]
 
 
@@ -171,17 +171,14 @@ def expected(demo_engine):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+@pytest.mark.parametrize("drafter", [None, "grammar", "auto"])
 def test_a_text_of_a_schema_is_that_of_plain_decoding(demo_engine, prompt, expected, drafter, way):
-    """It parses and validates. The drafter saves passes, and the one of grammars most."""
-    if drafter == "tree" and not demo_engine.pool.can_branch:
-        drafter = "auto"
+    """It parses and validates. What is forced saves passes."""
     fields = {"max_tokens": COUNT, "drafter": drafter, **WAYS[way]}
     s, _ = run(demo_engine, prompt, grammar=grammar_of(demo_engine, JSON, PERSON), **fields)
     assert s.output == expected(prompt, "schema", COUNT, way) and not s.warnings
     assert s.finish_reason == "stop" and obeys(PERSON, json.loads(s.text.text), PERSON)
-    accepted = s.statistics.num_accepted_draft_tokens
-    assert accepted >= {None: 0, "grammar": 10, "auto": 10, "tree": 10}.get(drafter, 1)
+    assert s.statistics.num_accepted_draft_tokens >= (10 if drafter else 0)
 
 
 def mixed(engine, prompts, k, way):
@@ -195,7 +192,7 @@ def mixed(engine, prompts, k, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("k", [1, 5, 8])
 def test_texts_of_any_grammars_run_beside_free_ones(demo_engine, prompts, expected, k, way):
     """Long prompts come in chunks, and some begin in the prefix cache."""
     some = [prompts["easy_json"] * 3, prompts["hard_prose"], prompts["easy_json"] * 3 + [5, 6]]
@@ -207,31 +204,6 @@ def test_texts_of_any_grammars_run_beside_free_ones(demo_engine, prompts, expect
             assert s.output == expected(s.request.prompt, name, s.request.max_tokens, way)
             assert not s.warnings and s.failure is None
     assert k != 5 or known.as_dict()["hit_tokens"] > 200
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_target_with_recurrent_layers_obeys_as_well(prompts, way):
-    engine = load("hybrid", draft_model=ROOT / "demo_models/draft", drafter=None, suffix_cache=0)
-    some = [prompts["easy_json"], prompts["repetitive_colours"]]
-    names, requests = zip(*mixed(engine, some, 5, way), strict=True)
-    for name, s in zip(names, together(engine, [*requests]), strict=True):
-        if name:
-            fields = s.request.max_tokens, CONSTRAINTS[name]
-            assert s.output == decode(engine.target, s.request.prompt, *fields, **WAYS[way])
-        assert not s.warnings and s.failure is None
-
-
-def test_a_controller_decides_and_changes_no_token(prompts, expected):
-    """It is told what the grammar forces, and drafts by it."""
-    engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
-    for way in WAYS:
-        for name in ("easy_json", "hard_prose", "code_class"):
-            for constraint in CONSTRAINTS:
-                grammar = grammar_of(engine, *CONSTRAINTS[constraint])
-                fields = {"max_tokens": COUNT, "drafter": "auto", "grammar": grammar}
-                s, _ = run(engine, prompts[name], **fields, **WAYS[way])
-                assert s.output == expected(prompts[name], constraint, COUNT, way)
-                assert not s.warnings
 
 
 # ------------------------------------------------------------------- schemas of all kinds
@@ -293,7 +265,7 @@ checked = settings(
 
 
 def all_obey(engine, prompt, schema, k, max_tokens, way):
-    """Whether the text is whole, which all drafters write in one batch."""
+    """Whether the text is whole, which several drafters write in one batch."""
     requests = requests_of(engine, prompt, (JSON, schema), k, max_tokens, **way)
     sequences = together(engine, requests)
     truth = decode(engine.target, prompt, max_tokens, (JSON, schema), **way)
@@ -304,8 +276,8 @@ def all_obey(engine, prompt, schema, k, max_tokens, way):
 SLOW = pytest.param(400, 120, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("count", "max_tokens"), [(60, 24), SLOW])
-def test_a_text_of_any_schema_validates_whoever_drafts(demo_engine, prompt, count, max_tokens):
+@pytest.mark.parametrize(("count", "max_tokens"), [(40, 24), SLOW])
+def test_a_text_of_any_schema_validates(demo_engine, prompt, count, max_tokens):
     whole = []
 
     @given(ANY_SCHEMA, st.integers(1, 8), WAYS_OF)
@@ -412,19 +384,19 @@ def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, pro
         while s.finish_reason is None:
             limit, tokens = min(5, s.remaining - 1), list(s.tokens)
             forced = s.matcher.forced(limit) if name == "auto" and limit > 0 else []
-            goes_behind = some[drafter].goes_behind
+            accepts = some[drafter].accepts_forced_prefix
             pair.step([s])
             draft = s.drafting.drafts.get(drafter)
-            if draft is None or len(tokens) == len(prompt) or (forced and not goes_behind):
+            if draft is None or len(tokens) == len(prompt) or (forced and not accepts):
                 continue
             state = conftest.fresh_state(pair, some[drafter], tokens, noise=s.noise)
-            if goes_behind:
+            if accepts:
                 state.forced = forced
             num_forced += len(forced)
             assert conftest.propose_and_close(some[drafter], [state], [limit]) == [draft.tokens]
         pair.close(s)
         assert s.output == decode(pair.target, prompt, COUNT, (JSON, PERSON)) and not s.warnings
-        assert num_forced > 0 or name == drafter or not goes_behind
+        assert num_forced > 0 or name == drafter or not accepts
 
 
 # ------------------------------------------------------------------- the rule of rejection
@@ -463,15 +435,21 @@ def many():
     return load("embedded", drafter=None, suffix_cache=0, **sizes)
 
 
-@pytest.mark.parametrize("drafter", ["rash", "draft_model", "ngram"])
-def test_rejection_keeps_the_distribution_of_constrained_sampling(many, drafter):
-    """Drafters draw what is forbidden, too. Three views: odds of a false alarm 3e-6."""
-    many = core.Engine(many.target, many.pool.drafters | {"rash": RashDrafter(many)})
+@pytest.fixture(scope="module")
+def forbidden(many):
+    """A request without a drafter, and what it samples."""
     grammar, ids = grammar_of(many, REGEX, FORBIDDING), ids_of(many, "A B C A B")
     sampling = core.Sampling(temperature=1.0)
     plain = Request(ids, 12, None, sampling=sampling, seed=7, grammar=grammar)
-    theirs = first_tokens(many, plain, 512)
-    sampling = replace(sampling, verification="rejection")
+    return plain, first_tokens(many, plain, 512)
+
+
+@pytest.mark.parametrize("drafter", ["rash", "draft_model", "ngram"])
+def test_rejection_keeps_the_distribution_of_constrained_sampling(many, forbidden, drafter):
+    """Drafters draw what is forbidden, too. Three views: odds of a false alarm 3e-6."""
+    many = core.Engine(many.target, many.pool.drafters | {"rash": RashDrafter(many)})
+    plain, theirs = forbidden
+    sampling = replace(plain.sampling, verification="rejection")
     fields = {"num_speculative_tokens": 3, "sampling": sampling, "seed": 10**7}
     request = replace(plain, drafter=drafter, **fields)
     tests = compare(first_tokens(many, request, 512), theirs)

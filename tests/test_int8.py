@@ -13,10 +13,9 @@ import conftest
 import pytest
 import torch
 from conftest import assemble, assert_lossless, in_turn, load, logits_of, run, together
-from test_eagle3 import new_head, target_folder  # noqa: F401
+from test_heads import new_eagle3, target_folder  # noqa: F401
 from transformers import AutoModelForCausalLM
 
-from drafters import FixedK
 from runtime.kernels import start
 from runtime.kernels.experts import experts_of
 from runtime.kernels.patches import PanelEmbedding, PanelLinear
@@ -47,9 +46,7 @@ def panels_of(decoder):
 @pytest.mark.parametrize("family", "llama qwen3 gpt2 gemma2 gemma3_text opt gpt_oss olmo".split())
 def test_families_are_served_in_int8(tiny_folder, family):
     """The experts of gpt_oss are quantised, too; norms of olmo have no weights."""
-    engine = load(tiny_folder(family), quantize="int8")
-    assert_lossless(engine, TEXT, 24, "ngram")
-    target = engine.target
+    target = load(tiny_folder(family), quantize="int8").target
     assert target.report.is_exact and target.model.dtype == torch.float32
     experts = [p for part in experts_of(target.model) for p in sum(part.matrices, [])]
     assert len(experts) == (2 * 2 * 4 if family == "gpt_oss" else 0)
@@ -94,17 +91,15 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
 @pytest.mark.parametrize("head", ["eagle3", "mtp"])
 def test_a_head_is_quantised_with_its_target(target_folder, tmp_path, head):  # noqa: F811
     """All its matrices are, and those of the target that it uses."""
-    drafters = [head] if head == "eagle3" else [head, "draft_model", "ngram"]
-    new_head(tmp_path)
+    new_eagle3(tmp_path)
     model, path = (target_folder, str(tmp_path)) if head == "eagle3" else ("embedded", None)
     engine = load(model, eagle3=path, quantize="int8")
     drafter = engine.pool.drafters[head]
     (kernel,) = drafter._kernels
     modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
     assert {matrix.form for matrix in (*modules, *panels_of(kernel.decoder))} == {"Q8"}
-    for name in drafters:
-        s = assert_lossless(engine, TEXT, 40, name)
-        assert not s.warnings and s.statistics.num_draft_tokens > 10
+    s = assert_lossless(engine, TEXT, 40, head)
+    assert not s.warnings and s.statistics.num_draft_tokens > 10
 
 
 # ------------------------------------------------------------------------------ the drafter
@@ -120,16 +115,6 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
     assert twin.cache is target.cache
     shared = {id(weight) for weight in target.model.parameters()}
     assert shared >= {id(weight) for weight in twin.model.parameters()}
-
-
-def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
-    """Both want the output layer of the embedded target, which is shared."""
-    monkeypatch.setattr("drafters.self_int8.MANY_WEIGHTS", 0)
-    engine, prompt = load("embedded", drafter="auto", fixed_k=False), prompts["code_class"]
-    assert {"mtp", "self_int8"} < set(engine.pool.choices["auto"])
-    assert_lossless(engine, prompt, 40, "auto")
-    engine.planner = FixedK()  # the clock may say that it does not pay on a model so small
-    assert assert_lossless(engine, prompt, 40, "self_int8").statistics.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("options", "is_there"), [
@@ -211,7 +196,7 @@ def test_a_large_draft_model_has_four_bits_and_changes_no_text(monkeypatch, prom
     assert weights["weight_bytes"] < 0.7 * whole["weight_bytes"]
     assert answers.weights_of(engine.target) == answers.weights_of(usual.target)
     drafted = accepted = 0
-    for prompt in prompts.values():
+    for prompt in list(prompts.values())[:6]:
         counts = assert_lossless(engine, prompt, 24, "draft_model").statistics
         drafted += counts.num_draft_tokens
         accepted += counts.num_accepted_draft_tokens

@@ -5,7 +5,6 @@ gets the logits of plain decoding. They are near those of transformers' modules,
 nothing can be compiled.
 """
 
-import hashlib
 import math
 import os
 import re
@@ -24,15 +23,15 @@ import pytest
 import torch
 from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler, run
 from families import save_small
-from test_eagle3 import new_head, target_folder  # noqa: F401
+from test_heads import new_eagle3, target_folder  # noqa: F401
 
 from runtime import kernels
 from runtime.kernels import chain, library
 from runtime.kernels.decoder import Rows
 from runtime.kernels.parts import is_same
-from runtime.kernels.weights import FORMS, Panels
+from runtime.kernels.weights import FORMS, PackedMatrix
 from runtime.models import gguf_file
-from runtime.values import Doubts, Request
+from runtime.values import Request, StopRule
 from server import core, trace
 
 pytestmark = needs_compiler
@@ -47,13 +46,13 @@ TYPES = {
 
 
 def weights(form, outputs, inputs):
-    """Panels of a form, and the weight and bias that they hold in float64, as gguf reads them."""
+    """A matrix of a form, and the weight and bias that they hold in float64, as gguf reads them."""
     random = np.random.default_rng(0)
     bias = torch.from_numpy(random.standard_normal(outputs, np.float32))
     if form in ("FLOAT", "HALF"):
         weight = torch.from_numpy(random.standard_normal((outputs, inputs), np.float32))
         weight = weight.bfloat16() if form == "HALF" else weight
-        return Panels.of(weight, bias), weight.double(), bias.double()
+        return PackedMatrix.of(weight, bias), weight.double(), bias.double()
     name, halves = TYPES[form]
     kind = gguf.GGMLQuantizationType[name]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -64,7 +63,7 @@ def weights(form, outputs, inputs):
         rows[:, :, at : at + 2] = scales[..., None].view(np.uint8)
     rows = rows.reshape(outputs, -1)
     weight = torch.from_numpy(gguf.dequantize(rows, kind).astype(np.float64))
-    panels = Panels(form, (outputs, inputs), [rows], bias)
+    panels = PackedMatrix(form, (outputs, inputs), [rows], bias)
     return panels, weight.view(outputs, -1)[:, :inputs], bias.double()
 
 
@@ -96,7 +95,7 @@ def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     kind = gguf.GGMLQuantizationType[TYPES[form][0]]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(1).integers(0, 256, (200, 3 * num_bytes), dtype=np.uint8)
-    panels = Panels(form, (200, 3 * block), [rows[:16], rows[16:48], rows[48:]])
+    panels = PackedMatrix(form, (200, 3 * block), [rows[:16], rows[16:48], rows[48:]])
     with np.errstate(invalid="ignore", over="ignore"):
         expected = gguf.dequantize(rows, kind)
     both = panels.unpacked().numpy(), expected
@@ -138,13 +137,13 @@ def test_weights_are_rounded_to_four_bits_with_less_error_than_by_the_largest(fo
 def test_a_matrix_that_four_bits_cannot_hold_stays_as_it_is(odd):
     weight = numbers(40, 100)
     weight[33, 99] = odd
-    panels = Panels.of(weight, None, "int4")
+    panels = PackedMatrix.of(weight, None, "int4")
     kept, expected = (each.nan_to_num() for each in (panels.unpacked(), weight))
     assert panels.form == "FLOAT" and torch.equal(kept, expected)
     weight[33, 99] = 0
     weight[5] = 0  # no scale is best
     weight[6] *= 1e-9  # float16 has no such scale
-    panels = Panels.of(weight, None, "int4")
+    panels = PackedMatrix.of(weight, None, "int4")
     assert panels.form == "Q4" and not panels.unpacked()[5:7].any()
 
 
@@ -193,16 +192,6 @@ def test_every_family_is_exact_in_modules_too(family, tiny_folder):
         target = load(tiny_folder(family)).target
     assert not target.compiled.is_compiled and target.report.is_exact
     assert all(layer._is_compiled for layer in target.cache.recurrent)
-
-
-@pytest.mark.parametrize(("dtype", "quantize"), KINDS)
-def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_folder):
-    engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
-    assert engine.target.compiled.is_compiled and engine.target.report.is_exact
-    prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
-    requests = [Request(prompt, 24, "ngram") for prompt in prompts]
-    alone = [assert_lossless(engine, prompt, 24, "ngram").output for prompt in prompts]
-    assert [s.output for s in conftest.together(engine, requests)] == alone
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 40), (4, 4, 24), (6, 2, 80)])
@@ -375,40 +364,19 @@ def test_a_compiler_of_cpp_compiles_the_kernels(unloaded, tmp_path):
     assert library.load() and len(list(tmp_path.rglob("*.so"))) == 1
 
 
-def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path):
+def test_what_was_compiled_is_used_again(tmp_path):
     """Each start is a process, as a library is loaded once."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     (tmp_path / "one.c").write_text('const char *describe(void) { return "little"; }\n')
     use = "library._FOLDER = pathlib.Path('.'); library.use(True); print(library.instructions())"
     script = f"import pathlib; from runtime.kernels import library; {use}"
     command, times = [sys.executable, "-c", script], []
-    for damage in (False, False, True):
-        if damage:  # half a library would end a process that opens it
-            (file,) = tmp_path.rglob("*.so")
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for _ in range(2):
         said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
         (file,) = tmp_path.rglob("*.so")
         assert said == "little\n"
         times.append(file.stat().st_mtime_ns)
-    assert times[0] == times[1] < times[2]
-
-
-def test_a_pipe_in_the_place_of_what_was_compiled_is_not_waited_for(tmp_path):
-    (place := tmp_path / "a.so").write_bytes(b"library")
-    (digest := tmp_path / "a.sha256").write_text(hashlib.sha256(b"library").hexdigest())
-    with library._whole(place):
-        pass
-    for file in (digest, place):
-        content = file.read_bytes()
-        file.unlink()
-        assert library._whole(place) is None
-        os.mkfifo(file)
-        assert library._whole(place) is None
-        file.unlink()
-        file.mkdir()
-        assert library._whole(place) is None
-        file.rmdir()
-        file.write_bytes(content)
+    assert times[0] == times[1]
 
 
 def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
@@ -467,14 +435,15 @@ V3 = {"lm", "avx2", "fma", "f16c"}
 SLOW, V4 = pytest.mark.slow, V3 | {"avx512bw", "avx512vl"}
 
 
-@pytest.mark.parametrize(("cpu", "flags"), [
-    ("x86-64-v3", V3), pytest.param("x86-64", {"lm"}, marks=SLOW),
-    pytest.param("x86-64-v4", V4, marks=SLOW),
+@pytest.mark.parametrize(("cpu", "flags", "options"), [
+    ("x86-64-v3", V3, ["-O1"]),  # which takes the compiler a third of the time
+    *(pytest.param(cpu, flags, [], marks=SLOW)
+      for cpu, flags in (("x86-64", {"lm"}), ("x86-64-v3", V3), ("x86-64-v4", V4))),
 ])  # fmt: skip
-def test_all_that_is_in_c_has_the_same_bits_on_every_x86(tmp_path, cpu, flags):
+def test_all_that_is_in_c_has_the_same_bits_on_every_x86(tmp_path, cpu, flags, options):
     if not flags <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("not this CPU")
-    assert bits(tmp_path, cpu) == library_bits(tmp_path)
+    assert bits(tmp_path, cpu, *options) == library_bits(tmp_path)
 
 
 @pytest.mark.slow
@@ -535,7 +504,7 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
 )
 def test_large_matrices_ask_for_large_pages():
     weight = torch.zeros(1 << 10, 1 << 10)
-    panels, smaps = Panels.of(weight), Path("/proc/self/smaps").read_text()
+    panels, smaps = PackedMatrix.of(weight), Path("/proc/self/smaps").read_text()
     address = panels.struct.panels
     areas = re.findall(r"(?s)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.M)
     (flags,) = (f for begin, end, f in areas if int(begin, 16) <= address < int(end, 16))
@@ -545,7 +514,7 @@ def test_large_matrices_ask_for_large_pages():
 # ----------------------------------------------------------------------------------- chains
 
 
-DOUBTS = Doubts([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
+STOP_RULE = StopRule([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
 
 
 @pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
@@ -553,20 +522,20 @@ def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
     """An engine, and its drafter that drafts several tokens in one call."""
     model, options = "embedded", {}
     if request.param == "eagle3":
-        new_head(head := tmp_path_factory.mktemp("head"))
+        new_eagle3(head := tmp_path_factory.mktemp("head"))
         model, options = target_folder, {"eagle3": str(head)}
     engine = load(model, drafter=request.param, **options)
     return engine, engine.pool.drafters[request.param]
 
 
-def drafts_of(engine, drafter, texts, limits, sampling, goes_on=None):
+def drafts_of(engine, drafter, texts, limits, sampling, stop_rule=None):
     """Drafts for all texts at once, and how many tokens the drafter's cache then holds of each."""
     sequences = [engine.open(Request(text, 8, None)) for text in texts]
     engine.step(sequences)
     begin = partial(conftest.fresh_state, engine, drafter) if drafter.needs_hidden else drafter.open
     states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
     for state, s in zip(states, sequences, strict=True):
-        state.goes_on = goes_on
+        state.stop_rule = stop_rule
         state.row = s.row if drafter.name == "self_int8" else state.row
     drafts = drafter.propose_batch(states, limits)
     cache = drafter._cache if drafter.needs_hidden else drafter._draft.cache
@@ -584,7 +553,7 @@ def test_a_draft_in_one_call_is_that_of_steps(drafting, stops, temperature, prom
     engine, drafter = drafting
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
-    asked = engine, drafter, texts, limits, sampling, DOUBTS if stops else None
+    asked = engine, drafter, texts, limits, sampling, STOP_RULE if stops else None
     counted = Mock(wraps=chain.draft_chain)
     for module in (chain, kernels):
         monkeypatch.setattr(module, "draft_chain", counted)

@@ -1,4 +1,4 @@
-"""Masks are those of transformers, written there for its own loop, and no draft changes the text.
+"""Masks are those of transformers, written there for its own loop, on each branch of a draft.
 
 Typical sampling is transformers' as well. Stop strings end a text wherever a token ends.
 """
@@ -39,7 +39,7 @@ WAYS = {
 def processed(logits, sampling, prompt, generated):
     """The scores [V] by transformers' processors; what they lack is penalise's own."""
     simple = replace(sampling, allowed_token_ids=(), bad_words=(), min_tokens=0, typical_p=1.0)
-    scores = penalise(logits[None], simple.behind(prompt), prompt + generated, Draft())
+    scores = penalise(logits[None], simple.for_prompt(prompt), prompt + generated, Draft())
     ids, text = torch.tensor([prompt + generated]), torch.tensor([generated], dtype=torch.long)
     if allowed := sampling.allowed_token_ids:
         others = sorted({*range(logits.shape[-1])} - {*allowed})
@@ -57,7 +57,7 @@ def processed(logits, sampling, prompt, generated):
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_that_of_transformers_whoever_drafts(demo_engine, prompts, name, way):
+def test_the_text_is_that_of_transformers(demo_engine, prompts, name, way):
     sampling, without = core.Sampling(**SETTINGS[name], **WAYS[way]), core.Sampling(**WAYS[way])
     has_changed, ends = False, {GREEN}
     for prompt in map(prompts.get, ("repetitive_colours", "hard_docs")):
@@ -82,7 +82,7 @@ def test_masks_go_with_a_grammar_which_comes_first(demo_engine, prompts, way):
         if matcher.consume(*fed):
             break
     target.cache.close_row(row)
-    for drafter in (None, *demo_engine.pool.choices):
+    for drafter in (None, "auto"):
         fields = {"max_tokens": 30, "drafter": drafter, "sampling": sampling, "seed": 3}
         s, _ = run(demo_engine, prompt, grammar=grammar, **fields)
         assert s.output == written and s.finish_reason == "stop", drafter
@@ -96,13 +96,13 @@ def test_each_row_of_a_tree_is_masked_by_its_own_branch(name, way):
     sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
     draft = core.Draft([RED, 9, COMMA, GREEN, RED], parents=[-1, -1, 0, 1, 3])
     logits = torch.randn(6, 2000) * 3
-    rows = penalise(logits, sampling.behind(prompt), prompt + generated, draft)
+    rows = penalise(logits, sampling.for_prompt(prompt), prompt + generated, draft)
     paths = [[], [RED], [9], [RED, COMMA], [9, GREEN], [9, GREEN, RED]]
     for i, path in enumerate(paths):
         expected = processed(logits[i], sampling, prompt, generated + path)
         torch.testing.assert_close(rows[i], expected)
     if name == "bad":  # a small model may lack the last tokens
-        few = penalise(logits[:, :1300], sampling.behind(prompt), prompt + generated, draft)
+        few = penalise(logits[:, :1300], sampling.for_prompt(prompt), prompt + generated, draft)
         torch.testing.assert_close(few, rows[:, :1300])
 
 
@@ -150,7 +150,7 @@ def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
     oracle = scripted_engine(demo_engine, lambda text, limit: known[len(text) :][:limit])
     strict = core.Engine(target, demo_engine.pool.drafters, is_strict=True)
     num_accepted = 0
-    for seed in range(5):
+    for seed in range(3):
         s = demo_engine.open(Request(prompt, seed=seed, **fields))
         while not s.finish_reason:
             demo_engine.step([s])
@@ -174,7 +174,7 @@ def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
             drafter = oracle.pool.drafters["scripted"]
             with nullcontext() if ends else pytest.raises(core.values.RequestError):
                 assert core.speculate(target, drafter, *method) == s.output
-    assert num_accepted > 4
+    assert num_accepted > 2
     assert target.cache.lengths == [0] * target.cache.num_rows
 
 
@@ -197,11 +197,11 @@ def test_a_text_may_keep_what_ended_it_and_is_not_ended_too_soon():
 
     tokens = [11, 22, 33, 44, 22, 33, 55]
     assert text_of(tokens, stop=["33", "2"]) == (1, "11")
-    assert text_of(tokens, stop=["33", "2"], has_stop=True) == (1, "112")
-    assert text_of(tokens, stop=["223", "22334"], has_stop=True) == (2, "11223")
+    assert text_of(tokens, stop=["33", "2"], include_stop=True) == (1, "112")
+    assert text_of(tokens, stop=["223", "22334"], include_stop=True) == (2, "11223")
     assert text_of(tokens, stop=["2233"], min_tokens=3) == (5, "11223344")
     assert text_of(tokens, stop=["2233"], min_tokens=2) == (2, "11")  # across the last of them
     assert text_of(tokens, stop=["33"], stop_ids={33}) == (2, "1122")
     assert text_of(tokens, stop_ids={44}) == (3, "112233")
-    assert text_of(tokens, stop_ids={44}, has_stop=True) == (3, "11223344")
+    assert text_of(tokens, stop_ids={44}, include_stop=True) == (3, "11223344")
     assert text_of(tokens, stop=["555"]) == (None, "112233442233")  # "55" may still become one

@@ -1,4 +1,4 @@
-"""Penalties and biases are OpenAI's formula, and no draft changes the text that they give.
+"""Penalties and biases are OpenAI's formula, and each branch of a draft counts its own tokens.
 
     logit[j] += logit_bias[j]
     logit[j] -= count[j] * frequency_penalty + (count[j] > 0) * presence_penalty
@@ -12,8 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import assert_decided_by, logits_of, probabilities, run, scripted_engine
-from started import COLOURS, module_server
+from conftest import (
+    asked,
+    assert_decided_by,
+    logits_of,
+    module_client,
+    probabilities,
+    run,
+    scripted_engine,
+)
+from started import CHAT, COLOURS, COMPLETIONS, GENERATE, text_of
 
 from drafters.pool import AUTO, TREE
 from runtime.kernels import can_chain
@@ -49,10 +57,10 @@ def scored(logits, sampling, prompt, generated):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_that_of_the_formula_whoever_drafts(demo_engine, prompts, name, way):
+def test_the_text_is_that_of_the_formula(demo_engine, prompts, name, way):
     sampling, without = core.Sampling(**SETTINGS[name], **WAYS[way]), core.Sampling(**WAYS[way])
     has_changed = False
-    for prompt in map(prompts.get, ("repetitive_letters", "repetitive_colours", "hard_docs")):
+    for prompt in map(prompts.get, ("repetitive_colours", "hard_docs")):
         text = assert_decided_by(scored, demo_engine, prompt, sampling, set())
         has_changed |= text != core.plain_decode(demo_engine.target, prompt, 20, set(), without, 3)
     assert has_changed
@@ -63,7 +71,7 @@ def test_each_branch_of_a_tree_counts_its_own_tokens(name):
     """The rows of a tree, where one token stands on two branches, and twice on one."""
     torch.manual_seed(0)
     prompt, generated = [5, GREEN, 5], [7, COMMA, 7]
-    sampling = core.Sampling(**SETTINGS[name]).behind(prompt)
+    sampling = core.Sampling(**SETTINGS[name]).for_prompt(prompt)
     draft = core.Draft([7, 9, 7, GREEN, 9], parents=[-1, -1, 0, 1, 3])
     logits = torch.randn(6, 2000) * 3
     rows = penalise(logits, sampling, prompt + generated, draft)
@@ -118,32 +126,21 @@ def test_a_chain_in_c_is_refused_where_logits_are_changed(demo_engine, name):
         drafter.close(state)
 
 
-server = module_server(chat="qwen3")
-FIELDS = {"presence_penalty": 1, "frequency_penalty": 0.5, "logit_bias": {"12": -100, "7": 1.5}}
+client = module_client(max_tokens=12)
+FIELDS = {"presence_penalty": 1, "frequency_penalty": 0.5, "logit_bias": {"12": -100, "7": 15}}
 
 
-def test_the_openai_client_sends_them_and_generate_takes_the_same(server):
-    common = {"max_tokens": 12, "seed": 1}
-    chat = [{"role": "user", "content": COLOURS}]
-    expected, chatted, without = (
-        server.generate(**common, **fields)[1]["text"]
-        for fields in (
-            FIELDS | {"prompt": COLOURS}, FIELDS | {"prompt": chat, "chat": True},
-            {"prompt": COLOURS},
-        )
-    )  # fmt: skip
-    assert expected != without
-    with server.openai() as client:
-        (model,) = client.models.list().data
-        common |= FIELDS | {"model": model.id, "temperature": 0}
-        result = client.completions.create(prompt=COLOURS, **common)
-        assert result.choices[0].text == expected and result.warnings == []
-        result = client.chat.completions.create(messages=chat, **common)
-        assert result.choices[0].message.content == chatted and result.warnings == []
-
-
-def test_an_id_outside_of_the_vocabulary_is_named(server):
-    biases = {"3": 1, "4096": 1}
-    status, body = server.post("/v1/completions", prompt=COLOURS, logit_bias=biases)
+def test_all_routes_take_them_and_name_an_id_outside_of_the_vocabulary(client):
+    texts, chat = [], [{"role": "user", "content": COLOURS}]
     said = "logit_bias has token id 4096: the largest one is 4095"
-    assert status == 400 and body["error"]["message"] == said
+    ways = (GENERATE, {}), (COMPLETIONS, {}), (GENERATE, {"prompt": chat, "chat": True}), (CHAT, {})
+    for route, more in ways:
+        given = {"prompt": COLOURS, "seed": 1} | more
+        with_them, without = (
+            text_of(asked(client, route, **given, **fields)[1]) for fields in (FIELDS, {})
+        )
+        assert with_them != without
+        texts.append(with_them)
+        status, body = asked(client, route, **given, logit_bias={"3": 1, "4096": 1})
+        assert status == 400 and body["error"]["message"] == said
+    assert texts[0] == texts[1] and texts[2] == texts[3]

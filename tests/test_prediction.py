@@ -5,21 +5,20 @@ requests without a prediction.
 """
 
 import random
-from dataclasses import replace
 
 import pytest
-from conftest import GREEDY, asked, module_client, run, together
+from conftest import GREEDY, asked, module_client, run
 from started import CHAT, GENERATE, ROUTES, is_error, text_of
 
 from drafters.auto import Controller
 from drafters.auto.estimates import Acceptance
 from drafters.auto.planner import Candidate
-from drafters.pool import fate
 from drafters.prediction import Expected, PredictionDrafter
+from drafters.tree import count_verified
 from runtime.cache.prefix import PrefixCache
 from runtime.models import prompts as reading
 from runtime.models.prompts import prediction_ids
-from runtime.values import MAX_SPECULATIVE_TOKENS, Draft, Request
+from runtime.values import MAX_SPECULATIVE_TOKENS, Draft
 from server import core
 from server.curve import Curve
 from server.options import MOST_K
@@ -48,22 +47,6 @@ def engine(demo_engine):
     target, loaded = demo_engine.target, demo_engine.pool.drafters
     chooses = {"controller": Controller.of(target, loaded), "prefixes": PrefixCache.of(target, 64)}
     return core.Engine(target, loaded, "auto", **chooses)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_prediction_changes_no_token(engine, demo_engine, prompts, plain, way, name, chance):
-    """Whatever it says, with and without a controller, alone and among others, read or cached."""
-    prompt = prompts["code_class"]
-    text = plain(prompt, LENGTH, **way)
-    given = {"max_tokens": LENGTH, "drafter": name, "num_speculative_tokens": 16, **way}
-    for prediction in (text, edited(text, chance), prompt, text[::-1], [0]):
-        wanted = Request(prompt, prediction=(*prediction,), **given)
-        others = [Request(prompts["easy_facts"], **given), replace(wanted, prediction=())]
-        for each in (demo_engine, engine):
-            first, other, last = together(each, [wanted, *others])
-            assert first.output == last.output == text and not first.warnings
-            assert other.output == plain(prompts["easy_facts"], LENGTH, **way)
-            assert run(each, **vars(wanted))[0].output == text
 
 
 def test_the_rule_of_rejection_takes_predictions_too(demo_engine, prompts):
@@ -100,7 +83,7 @@ def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
     fields = {"drafter": "auto", "num_speculative_tokens": 16, "max_tokens": length}
     text = plain(prompt, length)
     for prediction, least in ((text, 0.85), (edited(text, random.Random(3)), 0.5)):
-        given = {"prediction": (*prediction,), "is_alone": True} | fields
+        given = {"prediction": (*prediction,), "isolated": True} | fields
         s, events = run(unclocked(engine), prompt, **given)
         assert s.output == text and s.drafting.accepted["prediction"] >= least * len(text)
         if prediction == text:
@@ -230,7 +213,7 @@ def test_it_proposes_what_it_was_given_alone():
     ([5, 6], Draft([4]), [4, 6], (0, 0)),
 ], ids=["some", "all", "none", "end of text", "branch", "other branch", "absent"])  # fmt: skip
 def test_the_fate_of_a_chain_is_counted_as_far_as_it_was_verified(chain, tree, came, counts):
-    assert fate(chain, tree, came) == counts
+    assert count_verified(chain, tree, came) == counts
 
 
 @pytest.mark.parametrize("drafter", [None, "auto", "prediction"])

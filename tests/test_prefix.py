@@ -4,11 +4,9 @@ Its drafters draft as if they had read it. What is remembered stays within its m
 cannot be trusted is not remembered.
 """
 
-from itertools import product
-
 import pytest
 import torch
-from conftest import WAYS, finish, finished, load, run, together
+from conftest import WAYS, finish, finished, load, run
 
 from runtime.cache.prefix import PrefixCache
 from runtime.values import Output, Request
@@ -20,12 +18,6 @@ SHARED = torch.randint(4096, (560,), generator=torch.Generator().manual_seed(0))
 FIRST, SECOND = [*SHARED, 5, 6, 7], [*SHARED, 8, 9, 8, 9, 8]
 MTP, SIZE = "mtp", 64
 MOST = len(SHARED) // SIZE * SIZE  # of its tokens lie in whole blocks
-
-
-@pytest.fixture
-def name():
-    """The drafter's name in the test that is shared by all heads."""
-    return MTP
 
 
 @pytest.fixture
@@ -112,24 +104,6 @@ def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
         assert num_cached(engine, FIRST, max_tokens=4, drafter=name) == count
 
 
-@pytest.mark.parametrize("tail", [3, SIZE + 6], ids=["short", "long"])
-def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
-    """A head drafts as without a memory, whichever drafter read the prompt, and beside what."""
-    target, drafters = demo_engine.target, {name: demo_engine.pool.drafters[name]}
-    random = torch.Generator().manual_seed(tail)
-    prompt, other = torch.randint(4096, (2, 2 * SIZE + tail), generator=random).tolist()
-    apart, expected = run(core.Engine(target, drafters), prompt, max_tokens=12, drafter=name)
-    for first, second, beside in product((None, name), repeat=3):
-        engine = core.Engine(target, drafters, prefixes=PrefixCache.of(target, 64))
-        run(engine, prompt[: 2 * SIZE + 1], max_tokens=1, drafter=first)
-        asked = ((other, beside), (prompt, second), (prompt[::-1], beside))
-        batch = together(engine, [Request(text, 4, drafter) for text, drafter in asked])
-        assert not any(s.failure for s in batch)
-        s, events = run(engine, prompt, max_tokens=12, drafter=name)
-        assert s.output == apart.output and not s.warnings, (first, second, beside)
-        assert [e["proposals"] for e in events] == [e["proposals"] for e in expected]
-
-
 def test_the_draft_model_remembers_its_own_keys(demo_engine):
     known = demo_engine.pool.drafters["draft_model"]._prefixes
 
@@ -143,8 +117,8 @@ def test_the_draft_model_remembers_its_own_keys(demo_engine):
     # By this rule drafts decide the text, and their roundings with them.
     assert num_found(7, sampling=core.Sampling(1, 1, verification="rejection")) == 0
     # What is measured reads its prompt, and leaves nothing.
-    for begin, is_alone in ((7, True), (8, True), (8, False)):
-        assert num_found(begin, is_alone=is_alone) == 0
+    for begin, isolated in ((7, True), (8, True), (8, False)):
+        assert num_found(begin, isolated=isolated) == 0
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
@@ -188,7 +162,8 @@ def test_health_metrics_and_answers_tell(engine, tiny_folder):
     health = answers.health(engine, worker, Options())["prefix_cache"]
     assert health["hit_tokens"] == sequence.drafting.num_cached > 0
     assert health["queried_tokens"] == len(FIRST) + len(SECOND)
-    assert metrics.figures_of(engine).values["prefix_cache_hits"] == health["hit_tokens"]
+    families = {family.name: family for family in metrics.Meter(engine, worker).collect()}
+    assert families["prefix_cache_hits"].samples[0].value == health["hit_tokens"]
     usage = answers.answer([finished(sequence)], [], torch.float32)["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": health["hit_tokens"]}
     engine = load(tiny_folder("llama"), prefix_cache_mb=0)  # turned off
@@ -198,8 +173,8 @@ def test_health_metrics_and_answers_tell(engine, tiny_folder):
 
 def test_what_is_measured_reads_its_prompt(engine):
     """A comparison or a demo runs the same prompt again and again."""
-    for is_alone, count in ((True, 0), (False, 0), (True, 0), (False, MOST)):
-        assert num_cached(engine, FIRST, is_alone=is_alone) == count
+    for isolated, count in ((True, 0), (False, 0), (True, 0), (False, MOST)):
+        assert num_cached(engine, FIRST, isolated=isolated) == count
 
 
 def test_of_a_target_without_equal_bits_only_prompts_are_kept(demo_engine, monkeypatch):

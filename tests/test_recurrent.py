@@ -1,22 +1,25 @@
 """A recurrent layer's state depends on the text alone, whatever was drafted, refused or broken.
 
 Such a state cannot be truncated as keys can: a layer goes back to an earlier state, and steps again
-over what was accepted. test_cache.py compares the logits with a recompute without a cache.
+over what was accepted. test_cache.py compares the logits with a recompute without a cache. In C
+rules and convolutions give what the ones in Python give, and the same bits however a text is cut.
 """
 
 from functools import cache
 from random import Random
+from unittest.mock import Mock
 
 import conftest
 import pytest
 import torch
-from conftest import ScriptedDrafter, assert_lossless, load, open_rows, read, run
+from conftest import assert_lossless, load, needs_compiler, open_rows, read, run
 from exactness import assert_same_bits
-from test_eagle3 import new_head
+from test_heads import new_eagle3
 
-from runtime.cache.states import RecurrentLayer
+from runtime import kernels
+from runtime.cache.states import GatedDelta, Mamba2, RecurrentLayer
+from runtime.kernels import recurrent
 from runtime.kernels.start import speed_up
-from runtime.values import Request
 from server import core
 from server.options import Options
 
@@ -171,29 +174,30 @@ def test_going_back_too_far_is_an_error_and_not_a_wrong_state(model, row):
     assert torch.isfinite(read(model, row, TEXT[:3])).all()
 
 
-@pytest.mark.parametrize("family", FEW)
-def test_speculation_writes_the_text_of_plain_decoding(model):
-    """Some drafts are right, some wrong; and requests begin one after the other."""
-    chance = Random(1)
-    prompts = [TEXT[:3], TEXT[3:150], [*TEXT[150:160]] * 3]
-    alone = [run(core.Engine(model, {}), p, max_tokens=30)[0] for p in prompts]
-
-    def script(state, limit):
-        """The text to come, up to a mistake at a random place."""
-        (text,) = (s.tokens for s, p in zip(alone, prompts, strict=True) if state[: len(p)] == p)
-        right = chance.randrange(limit + 1)
-        return [*text[len(state) : len(state) + right], *[9] * limit][:limit]
-
-    engine = core.Engine(model, {"scripted": ScriptedDrafter(script)}, "scripted", prefill_chunk=64)
-    for s in conftest.in_turn(engine, [Request(p, 30, "scripted", 5) for p in prompts], at_once=3):
-        assert s.output == alone[prompts.index(s.request.prompt)].output and not s.warnings
-        assert 0 < s.statistics.num_accepted_draft_tokens < s.statistics.num_draft_tokens
+def test_a_trace_tells_how_far_the_states_go_back(prompts, monkeypatch):
+    """The rule in Python counts its steps: what is stepped again is what the trace says."""
+    engine = load("hybrid", kernels=False)
+    for drafter in ("mtp", "ngram"):
+        counted = Mock(wraps=kernels.step_in_python)
+        monkeypatch.setattr(kernels, "step_in_python", counted)
+        _, events = run(engine, prompts["code_class"], max_tokens=60, drafter=drafter)
+        steps = [len(logs) for call in counted.call_args_list for *_, logs, _ in call.args[1]]
+        monkeypatch.undo()
+        fed, begin = 0, 0
+        for event in events:
+            verified, kept = event["cached"]
+            again = kept - begin if event["step"] and kept < verified else 0
+            expected = {"layers": 6, "from": verified, "to": kept, "stepped": again}
+            assert event["recurrent"] == expected
+            fed, begin = fed + verified - begin + again, kept
+        assert sum(steps) == 6 * (fed - again)  # what the last cycle refused is not needed
+        assert any(event["recurrent"]["stepped"] for event in events)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_path, family):
     """The head's blocks attend; it reads states of recurrent layers and of others."""
-    new_head(tmp_path, layer_ids=(1, 2, 3))
+    new_eagle3(tmp_path, layer_ids=(1, 2, 3))
     engine = load(tiny_folder(family), drafter="eagle3", eagle3=str(tmp_path))
     engine.eos_ids = set()
     for prompt in (TEXT[:3], TEXT[3:150]):
@@ -221,3 +225,81 @@ def test_closed_texts_give_their_memory_back(target):
     layer._marks.pop(rows[-1])  # opened next: as if it were new
     with open_rows(model, [1, 2]) as (row,):
         assert set(layer._marks) == {row}
+
+
+# ------------------------------------------------------------------- rules and convolutions in C
+SIZES = [(1, 8, 16), (2, 24, 20), (3, 128, 72), (2, 5, 131)]  # heads of keys, widths, columns
+COUNT = 70
+
+
+def inputs_of(rule, size):
+    """The rule as C knows it, and what it reads of COUNT tokens, two heads to one of keys."""
+    num_keys, width, columns = size
+    random = torch.Generator().manual_seed(sum(size))
+
+    def new(*shape):
+        return torch.randn(1, COUNT, *shape, generator=random)
+
+    one, other, heads = new(num_keys, width), new(num_keys, width), 2 * num_keys
+    if isinstance(rule, GatedDelta):
+        options = {"query": one, "key": other, "value": new(heads, columns)}
+        options |= {"g": -new(heads).abs(), "beta": new(heads).sigmoid()}
+        options |= {"use_qk_l2norm_in_kernel": True}
+    else:
+        options = {"x": new(heads, columns), "dt": new(heads), "b": one, "c": other}
+        bias = torch.randn(heads, generator=random)
+        options |= {"a": -bias.abs(), "dt_bias": bias, "dt_softplus": True}
+    form, inputs = rule.read(**options)
+    return form, [x[0] for x in inputs]
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("rule", [GatedDelta(), Mamba2()], ids=["delta", "mamba"])
+def test_a_rule_gives_what_python_gives_however_its_text_is_cut(rule, size, threads):
+    """Cut anyhow and beside other texts it has the same bits, and states of the past stay."""
+    form, inputs = inputs_of(rule, size)
+    ((whole, outputs),) = recurrent.step(form, [inputs], [None])
+    python = recurrent.step_in_python(form, [inputs], [None])[0]
+    torch.testing.assert_close((whole, outputs), python, rtol=1e-4, atol=1e-4)
+    for count in (1, 2, 3):
+        threads(count)
+        state, parts = None, []
+        for begin, end in ((0, 1), (1, 30), (30, 30), (30, 33), (33, COUNT)):
+            texts = [[x[i:j] for x in inputs] for i, j in ((5, 9), (begin, end), (0, 40))]
+            before = None if state is None else state.clone()
+            _, (after, part), _ = recurrent.step(form, texts, [whole, state, None])
+            assert state is None or torch.equal(state, before)
+            state, parts = after, [*parts, part]
+        assert torch.equal(state, whole) and torch.equal(torch.cat(parts), outputs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [1, 16, 77])
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels, taps):
+    random = torch.Generator().manual_seed(channels)
+    shapes = (40, channels), (taps - 1, channels), (taps, channels), (channels,)
+    text, tail, weight, bias = (torch.randn(*shape, generator=random) for shape in shapes)
+    for added in (None, bias):
+        (whole,), (end,) = recurrent.convolve([text], [tail], weight, added)
+        (theirs,), (their_end,) = recurrent.convolve_in_python([text], [tail], weight, added)
+        torch.testing.assert_close(whole, theirs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(end, their_end)
+        now, parts, before = tail, [], tail.clone()
+        for i, j in ((0, 1), (1, 3), (3, 3), (3, 40)):
+            texts, tails = [text[2:9], text[i:j]], [tail, now]
+            (_, part), (_, now) = recurrent.convolve(texts, tails, weight, added)
+            parts.append(part)
+        assert torch.equal(torch.cat(parts), whole) and torch.equal(now, end)
+        assert torch.equal(tail, before)
+
+
+@needs_compiler
+def test_what_would_not_lie_on_a_stack_is_refused():
+    """The process would end with a signal."""
+    with pytest.raises(MemoryError):
+        recurrent.convolve([torch.ones(1, 2)], [torch.ones(99_999, 2)], torch.ones(100_000, 2))
+    form, inputs = inputs_of(GatedDelta(), (1, 100_000, 1))
+    with pytest.raises(MemoryError):
+        recurrent.step(form, [inputs], [None])

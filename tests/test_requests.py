@@ -240,31 +240,31 @@ def test_a_trace_says_what_decided(demo_engine, demo_reference, prompts, drafter
 
 
 def run_both_ways(engine, prompt, **fields):
-    """Two finished jobs, as the answers take them: a request's, and the same by plain decoding."""
+    """Two finished runs, as the answers take them: a request's, and the same by plain decoding."""
     request = Request(prompt, max_tokens=24, **fields)
-    jobs = []
+    runs = []
     for each in (request, dataclasses.replace(request, drafter=None, trace=True)):
         events = []
         for sequence, cycle in engine.generate(each):
             events.append(trace.event(sequence, cycle))
-        jobs.append(finished(sequence, events))
-    return jobs
+        runs.append(finished(sequence, events))
+    return runs
 
 
-def compared(jobs):
-    return answers.answer(jobs, [], torch.float32)["compare"]
+def compared(runs):
+    return answers.answer(runs, [], torch.float32)["compare"]
 
 
 def test_a_comparison_of_three_takes_medians_and_says_when_it_was_disturbed(demo_engine, prompts):
     """One slow run of three changes nothing; where plain decoding was slow every time, it shows."""
     both = run_both_ways(demo_engine, prompts["repetitive_colours"], drafter="ngram")
 
-    def taking(job, pass_ms):
-        sequence = copy(job.sequence)
+    def taking(run, pass_ms):
+        sequence = copy(run.sequence)
         verify_ms = pass_ms * sequence.statistics.target_passes
         times = {"draft_ms": 0.0, "verify_ms": verify_ms, "other_ms": 0.0}
         sequence.statistics = dataclasses.replace(sequence.statistics, **times)
-        return finished(sequence, job.events)
+        return finished(sequence, run.events)
 
     def compare(ours, theirs):
         pairs = zip(ours, theirs, strict=True)
@@ -356,17 +356,17 @@ def test_a_wrong_token_is_called_a_bug_unless_a_border_may_have_moved(
 
 def test_a_difference_is_a_near_tie_or_a_bug(demo_engine, prompts):
     """Between equal scores, between others, and where one text ends early."""
-    jobs, begin = run_both_ways(demo_engine, prompts["code_class"]), len(prompts["code_class"])
-    tokens, (first, second, *_) = jobs[0].sequence.tokens, jobs[1].events[1]["target_top"][0]
+    runs, begin = run_both_ways(demo_engine, prompts["code_class"]), len(prompts["code_class"])
+    tokens, (first, second, *_) = runs[0].sequence.tokens, runs[1].events[1]["target_top"][0]
     for gap, verdict in ((1e-4, "near-tie"), (1e-2, "bug")):
         second["total"] = first["total"] - gap
         tokens[begin + 1] = second["id"]  # as other rounding might have chosen
-        difference = compared(jobs)["first_difference"]
+        difference = compared(runs)["first_difference"]
         assert (difference["verdict"], difference["position"]) == (verdict, 1)
         assert difference["top_2_gap"] == pytest.approx(gap)
     tokens[begin + 1] = first["id"]
     del tokens[-2:]
-    result = compared(jobs)
+    result = compared(runs)
     difference = result["first_difference"]
     assert result["identical"] is False and difference["verdict"] == "bug"
     assert difference["position"] == 22 and difference["speculative_token"] is None

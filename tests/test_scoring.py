@@ -17,7 +17,7 @@ from runtime.sampling import scores_of as scores_of_tokens
 from runtime.values import Request, RequestError
 from server import core, trace
 from server.options import Options
-from server.worker import Admission, Job, Worker
+from server.worker import Worker
 
 TEXT = torch.randint(4096, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 NUM_TOP = 3
@@ -258,25 +258,23 @@ def test_a_list_as_long_as_may_be_is_taken_where_fewer_may_wait(ask):
 
 
 def test_a_list_waits_as_one_and_lets_others_pass():
-    places, wanted = Admission(Options(max_running=2, max_queued=2)), Request([5])
-    one = Request([5], num_prompts=6)
-    first = Job(one, 60)
-    listed = [first, *(Job(one, 60, None, first) for _ in range(5))]
-    places._queue(listed)
-    assert places.num_waiting == 1 and places._give_places() == listed[:2]
-    places._queue([other := Job(wanted, 60)])
-    assert places.num_waiting == 2
+    worker, wanted = Worker(None, Options(max_running=2, max_queued=2)), Request([5])
+    listed = worker.submit(*[Request([5], num_prompts=6)] * 6)
+    texts = [(listed, run) for run in listed.runs]
+    assert worker.num_waiting == 1 and worker._give_places() == texts[:2]
+    other = worker.submit(wanted)
+    assert worker.num_waiting == 2
     with pytest.raises(RequestError, match="2 requests wait already"):
-        places._queue([Job(wanted, 60)])
-    for expected in (listed[2], other, listed[3]):
-        places._running.pop()
-        assert places._give_places() == [expected]
+        worker.submit(wanted)
+    for expected in (texts[2], (other, *other.runs), texts[3]):
+        worker._running.pop()
+        assert worker._give_places() == [expected]
 
 
 def test_a_request_without_a_cycle_is_one_that_went_well(demo_engine):
-    worker = Worker(demo_engine, Options())
+    worker = Worker(demo_engine, Options()).start()
     worker._failures_in_a_row = 9
-    (job,) = worker.submit(Request(TEXT, 0))
+    job = worker.submit(Request(TEXT, 0))
     job.wait()
-    assert worker.status == "ok" and job.finish == "length"
+    assert worker.status == "ok" and job.finish(*job.runs) == "length"
     worker.drain(LIMIT_S)

@@ -226,17 +226,21 @@ def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder, 
     """With a single place in the queue it is served; if the first half fails, all are over."""
     options = Options(model=str(tiny_folder("llama")), max_queued=1)
     engine = core.load_engine(options)
-    worker, taken = Worker(engine, options), []
+    worker, taken = Worker(engine, options).start(), []
     submit = worker.submit
-    worker.submit = lambda *requests: taken.extend(submit(*requests)) or taken[-len(requests) :]
+    worker.submit = lambda *requests: taken.append(submit(*requests)) or taken[-1]
     client = core.create_app(Service(engine, options, worker)).test_client()
     fields = {"prompt": COLOURS, "max_tokens": 4, "compare": True}
     for _ in range(3):
         assert client.post("/generate", json=fields).status_code == 200
+    for job in taken:  # each run has as long as if it came alone
+        limit_s = round(job.deadline - job.runs[0].submitted, 3)
+        assert len(job.runs) == 6 and limit_s == 7 * options.request_timeout
+        times = [(run.began, run.ended) for run in job.runs]
+        assert sum(times, ()) == tuple(sorted(sum(times, ())))  # one after the other
     taken.clear()
     monkeypatch.setattr(engine, "step", None)  # so that each step fails
     assert client.post("/generate", json=fields).status_code == 500
     worker.drain(10)
-    assert len(taken) == 6 and all(job.cancelled for job in taken)  # three runs of both
-    limits = [round(job.deadline - job.submitted, 3) for job in taken]
-    assert limits == [options.request_timeout * n for n in range(1, 7)]  # one after the other
+    (job,) = taken
+    assert job.cancelled and not any(run.began for run in job.runs[1:])

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from runtime.models.prompts import ids_of, prompts_of, read_prompts
+from runtime.models.prompts import chat_ids, prompt_ids, read_prompts
 from runtime.statistics import Statistics
-from runtime.values import Engine, Request, RequestError
+from runtime.values import Engine, Model, Request, RequestError
 from server import core
 from server.options import ROOT, Options, between
 
@@ -58,6 +58,35 @@ def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, prompt in prompts.items():
         found[name.partition("_")[0]][name] = prompt
     return found
+
+
+def prompts_of(path: str | Path) -> dict[str, str]:
+    """The prompts of a file by name.
+
+    A .jsonl file has a JSON object per line: {"name": …, "prompt": …}, where the name may be left
+    out. Any other file has a prompt per line; empty lines do not count. Raises ValueError.
+    """
+    lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+    read = json.loads if Path(path).suffix == ".jsonl" else lambda line: {"prompt": line}
+    entries, prompts = [read(line) for line in lines], dict[str, str]()
+    for i, entry in enumerate(entries, 1):
+        text = entry.get("prompt") if isinstance(entry, dict) else None
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{path}: prompt {i} is not an object with the field prompt, a text")
+        prompts[str(entry.get("name", i))] = text
+    if not prompts or len(prompts) < len(entries):
+        raise ValueError(f"{path}: {'a name stands twice' if prompts else 'there are no prompts'}")
+    return prompts
+
+
+def ids_of(texts: dict[str, str], target: Model, is_raw: bool = False) -> dict[str, list[int]]:
+    """Token ids of these prompts, in the model's chat template if it has one and `is_raw` is false.
+
+    Raises RequestError for a prompt that does not fit.
+    """
+    tokenizer, length = target.tokenizer, target.max_length
+    read = chat_ids if tokenizer.chat_template and not is_raw else prompt_ids
+    return {name: read(text, tokenizer, length) for name, text in texts.items()}
 
 
 # Talk, summaries of texts, code: none of it in any training data of ours.

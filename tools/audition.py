@@ -41,13 +41,12 @@ import tools as bench
 from drafters.auto import Controller
 from drafters.pool import TREE
 from runtime.models.catalogue import with_model
-from runtime.models.prompts import ids_of, prompts_of
 from runtime.models.reference import system_fingerprint
 from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Engine, Request, Sampling
 from server import demo
 from server.curve import Curve
 from server.measurement import Measurement
-from server.options import MOST_K, Options, between, seconds
+from server.options import MOST_K, Options, arguments, between
 
 LOADED = "model", "draft_model", "mtp", "eagle3", "dflash", "dtype", "quantize"
 AGAIN = "none again"
@@ -194,6 +193,14 @@ def command_line(fields: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
+def seconds(text: str) -> float:
+    """An argparse type: a time of more than 0 s and at most a day."""
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 86400, not {text}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """The models, and what is asked of them."""
     options = bench.parser(__doc__, runs=None)
@@ -202,10 +209,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--raw", action="store_true", help="without the chat template")
     options.add_argument("--minutes", type=seconds, default=3.0, help="of racing (default: 3)")
     bench.add_count(options, "--tokens", 2, 100_000, 96, "a request, at most")
-    for name in LOADED:
-        told = {**Options.__dataclass_fields__[name].metadata, "default": getattr(Options, name)}
-        del told["group"]
-        options.add_argument(f"--{name.replace('_', '-')}", help=told.pop("text"), **told)
+    for _, flag, details in arguments():
+        if flag[2:].replace("-", "_") in LOADED:
+            options.add_argument(flag, **details)
     text = "names, or yours as file.py:Class (default: all that fit, and auto)"
     options.add_argument("--drafters", nargs="+", default=[], metavar="NAME", help=text)
     options.add_argument(
@@ -230,7 +236,7 @@ def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
             raise ValueError(f"{name} drafts only for requests that bring a {name}")
         elif name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):
             raise ValueError(f"{options.title} has no {name}: add --{name.replace('_', '-')}")
-    return prompts_of(flags.prompts) if flags.prompts else {}
+    return bench.prompts_of(flags.prompts) if flags.prompts else {}
 
 
 def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
@@ -276,7 +282,7 @@ def act(arguments: list[str] | None) -> int:
     plan += f"{options.title} is loaded."
     print(plan, file=sys.stderr if flags.json else None, flush=True)
     engine, ways = load(flags, options)
-    own = ids_of(texts, engine.target, flags.raw)
+    own = bench.ids_of(texts, engine.target, flags.raw)
     kinds = {"all": own} if own else bench.chats(engine, flags.each)
     prompts, turns = bench.flat(kinds), Turns()
     order = random.Random(0).sample([*prompts], len(prompts))  # so that a few are of all kinds

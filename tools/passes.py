@@ -25,7 +25,7 @@ import torch
 
 import tools as bench
 from runtime import kernels
-from runtime.models.catalogue import place_of
+from runtime.models.catalogue import resolve_model
 from server.options import between
 from tools.servers import memory_gb_per_s
 
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     with TemporaryDirectory() as folder:
         for kind in flags.weights:
             path = f"{folder}/{kind}.gguf"
-            retype(place_of("smollm2"), path, kind)
+            retype(resolve_model("smollm2"), path, kind)
             rows += measure(f"SmolLM2, {kind}", path, flags)
     for path in flags.file:
         rows += measure(Path(path).name, path, flags)

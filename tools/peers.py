@@ -32,10 +32,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import tools as bench
-from runtime.models.catalogue import place_of
+from drafters import Context
+from runtime.models.catalogue import resolve_model
 from runtime.models.gguf_file import is_gguf
 from runtime.values import MAX_SPECULATIVE_TOKENS, Engine, Request
-from server.options import ROOT, Options
+from server.options import ROOT
 
 
 class Result(NamedTuple):
@@ -67,11 +68,11 @@ class Peer:
             found = AutoModelForCausalLM.from_pretrained(folder, **file, dtype=dtype)
             return found.to(device).eval()
 
-        self.model, self.head, self.passes = load(place_of(model)), None, list[None]()
+        self.model, self.head, self.passes = load(resolve_model(model)), None, list[None]()
         self.model.register_forward_pre_hook(lambda *_: self.passes.append(None))
-        assert Options.prompt_lookup_min == 1, "prompt lookup goes down to suffixes of one token"
-        lookup = {"prompt_lookup_num_tokens": k}
-        lookup["max_matching_ngram_size"] = Options.prompt_lookup_max
+        # It looks up suffixes down to one token, as ours does.
+        longest = Context.prompt_lookup_max
+        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": longest}
         self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
         if model == "hybrid":
             self.arguments = {"greedy": {}, "mtp": {}}

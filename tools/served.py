@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import tools as bench
-from runtime.models.prompts import ids_of, read_prompts
+from runtime.models.prompts import read_prompts
 from runtime.values import Request
 from server.options import between
 from tools.servers import FORGETFUL, OURS, PAUSE_S, at_once, started
@@ -42,7 +42,7 @@ def measure(case: str, flags: Any) -> list[dict[str, Any]]:
     engine, rows = bench.load_engine(**CASES[case]), []
     model = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
     texts = read_prompts(bool(engine.target.tokenizer.chat_template))
-    prompts = list(ids_of(texts, engine.target).values())
+    prompts = list(bench.ids_of(texts, engine.target).values())
 
     def call(method: str, drafter: str, prompts: list[list[int]], count: int) -> Tokens:
         """All requests in the same moment: over HTTP, or in one batch of this process."""

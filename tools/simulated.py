@@ -155,8 +155,9 @@ class Text:
         self.tokens = list(self.request.prompt)
         states = {"draft_model": None, "ngram": None}
         self.drafting = SimpleNamespace(
-            states=states, drafts={}, draft=None, task=Task(), text=self, request=self.request
-        )
+            states=states, drafts={}, draft=None, task=Task(), text=self, request=self.request,
+            merge=None,
+        )  # fmt: skip
 
     @property
     def output(self) -> list[int]:
@@ -176,7 +177,8 @@ class Text:
     def draft(self, task: Task) -> Draft:
         """What the draft model proposes; behind a wrong token all is wrong, as sure as it is."""
         at, tokens, sure, is_right = len(self.output), list[int](), list[float](), True
-        while len(tokens) < task.limit and not (tokens and task.goes_on and not task.goes_on(sure)):
+        rule = task.stop_rule
+        while len(tokens) < task.limit and not (tokens and rule and not rule(sure)):
             place = at + len(tokens)
             is_right = is_right and self.is_right[place]
             tokens.append(self.truth[place] if is_right else _WRONG)
@@ -212,7 +214,7 @@ class Simulated(Planner):
 class Server:
     """Serves texts, with or without drafts, and counts the ms that it takes."""
 
-    choices = {AUTO: ("draft_model", "ngram")}  # the rest of what the planner asks of a pool
+    merging = ()  # the rest of what the planner asks of a pool
 
     def __init__(
         self, machine: Machine, is_plain: bool, seed: int, fixed_k: int | None = None
@@ -226,7 +228,7 @@ class Server:
         self.planner.controller.costs.start_from(machine.curve)
         self.ms, self.tokens, self.ms_of = 0.0, Counter[str](), Counter[str]()
 
-    def members(self, text: Any, name: str) -> list[str]:
+    def members(self, text: Any, name: str | None) -> list[str]:
         return [name] if name else []
 
     def guess(self, text: Any, name: str, limit: int) -> Guess | None:

@@ -19,7 +19,7 @@ from math import inf
 from statistics import median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
-from runtime.values import MAX_SPECULATIVE_TOKENS, Doubts
+from runtime.values import MAX_SPECULATIVE_TOKENS, StopRule
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 CERTAIN = 0.83  # how certain the target is of its tokens, before anything was seen
@@ -97,9 +97,9 @@ class Calibration:
             rate = max(_TYPICAL_RATE, 1 / (self._seen[tenth] + _WEIGHT))
             self.chances[tenth] += rate * ((i < accepted) - self.chances[tenth])
 
-    def doubts(self, least_chance: float, alpha: float) -> Doubts:
+    def stop_rule(self, least_chance: float, alpha: float) -> StopRule:
         """When a draft ends in a text of such an α: where one more token is less likely."""
-        return Doubts(list(self.chances), alpha, least_chance)
+        return StopRule(list(self.chances), alpha, least_chance)
 
 
 class Acceptance:

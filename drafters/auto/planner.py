@@ -23,11 +23,21 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-from drafters.plan import IDLE, FixedK, Plan, fixed, limit_of, nothing
-from drafters.pool import TREE, DrafterPool, Guess, Task
+from drafters.plan import (
+    IDLE,
+    Decision,
+    FixedK,
+    Guess,
+    Plan,
+    Task,
+    fixed,
+    limit_of,
+    nothing,
+)  # fmt: skip
+from drafters.pool import DrafterPool
 from drafters.tree import longest
 from runtime.sampling import confidence
-from runtime.values import Cycle, Decision, Draft, Model, TextSequence
+from runtime.values import Cycle, Draft, Model, TextSequence
 
 from .estimates import READ_ALONG, SHORTEST, Acceptance, Agreement, Certainty, Costs, Lengths
 
@@ -212,8 +222,8 @@ class Controller:
     @classmethod
     def of(cls, target: Model, drafters: dict[str, Any]) -> "Controller":
         """The controller for the core's target and its drafters by name."""
-        sizes = {name: getattr(each, "num_step_weights", 0) for name, each in drafters.items()}
-        at_once = {name: n for name, drafter in drafters.items() if (n := drafter.drafts_at_once)}
+        sizes = {name: drafter.num_step_weights for name, drafter in drafters.items()}
+        at_once = {name: n for name, drafter in drafters.items() if (n := drafter.block_size)}
         copies = [name for name, drafter in drafters.items() if drafter.is_copy]
         return cls(target.num_weights, sizes, at_once, copies=copies)
 
@@ -222,16 +232,18 @@ class Controller:
         return Planner(self, pool)
 
     def record(
-        self, name: str, rule: str, temperature: float = 0.0, certainty: Certainty | None = None
-    ) -> Acceptance:
+        self, name: str, rule: str, temperature: float = 0.0, certainty: Certainty | None = None,
+        is_merged: bool = False,
+    ) -> Acceptance:  # fmt: skip
         """A fresh record for a new request, whose drafts are judged by `rule`.
 
         It begins with what requests of about this temperature brought; at first there are none,
-        and the nearest ones say what to expect. `certainty` is that of the request's text.
+        and the nearest ones say what to expect. `certainty` is that of the request's text;
+        `is_merged` says that several drafters draft together under this name.
         """
         heat, known = int(temperature / _WARMER), self._typical.setdefault((name, rule), {})
         kind, is_copy = Acceptance, name in self._copies
-        if name != TREE and self.costs.runs_model(name):
+        if self.costs.runs_model(name) and not is_merged:
             kind = partial(Agreement, certainty or Certainty())
         if heat not in known:
             nearest = min(known, key=lambda other: abs(other - heat), default=heat)
@@ -272,16 +284,18 @@ class Planner(FixedK):
         self.candidates: dict[TextSequence, Candidate] = {}  # of all open sequences
         self._chosen: dict[TextSequence, Task] = {}  # what was chosen last
         self._owed_ms = 0.0  # for choosing
-        if model := pool.choices.get(TREE):  # a tree has its steps
-            controller.costs.shares[TREE] = controller.costs.shares.get(model[0], 0.0)
+        for name in pool.merging:  # drafters that draft together take the steps of the first
+            shares = controller.costs.shares
+            shares[name] = shares.get(pool.choices[name][0], 0.0)
 
     def open(self, s: TextSequence) -> None:
-        """Give each drafter of a new sequence a record, and a tree of them."""
+        """Give each drafter of a new sequence a record, and all of them together."""
         text, sampling = s.drafting, s.request.sampling
-        names = [*text.states, TREE] if len(self._pool.members(text, TREE)) > 1 else text.states
-        how = sampling.rule, sampling.temperature
         certainty = Certainty(self.controller.certainty.mean)
-        records = {name: self.controller.record(name, *how, certainty) for name in names}
+        how = sampling.rule, sampling.temperature, certainty
+        records = {name: self.controller.record(name, *how) for name in text.states}
+        if len(self._pool.members(text, text.merge)) > 1:
+            records[text.merge] = self.controller.record(text.merge, *how, is_merged=True)
         self.candidates[s] = Candidate({}, records=records, certainty=certainty)
         self.controller.join()
 
@@ -316,7 +330,7 @@ class Planner(FixedK):
         if s.request.fixed_k:
             return fixed(s)
         task = self._chosen.get(s, Task())
-        can = task.limit and (task.drafter in s.drafting.states or task.drafter == TREE)
+        can = task.limit and self._pool.members(s.drafting, task.drafter)
         if not can or (task.decision and task.decision.is_probe):
             return nothing(s)
         return task._replace(limit=min(task.limit, limit_of(s)))
@@ -347,11 +361,11 @@ class Planner(FixedK):
         candidates = [self.candidates[s] for s in asking]
         decisions = self.controller.decide(candidates, len(batch), may_read)
         for s, decision in zip(asking, decisions, strict=True):
-            self.decisions[decision.drafter], goes_on = decision, None
+            self.decisions[decision.drafter], stop_rule = decision, None
             if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain
                 record = self.candidates[s].records[decision.drafter]
-                goes_on = record.calibration.doubts(decision.least_chance, record.reach(1)[0])
-            self._chosen[s] = Task(decision.drafter, decision.num_tokens, goes_on, decision)
+                stop_rule = record.calibration.stop_rule(decision.least_chance, record.reach(1)[0])
+            self._chosen[s] = Task(decision.drafter, decision.num_tokens, stop_rule, decision)
         plan.choice_ms = (time.perf_counter() - began) * 1e3
         return decisions
 
@@ -365,8 +379,8 @@ class Planner(FixedK):
             if guess is None or guess.tokens:
                 able[name] = candidate.records[name].with_evidence(guess.evidence if guess else 0)
         able = {n: each for n, each in (able or candidate.records).items() if n in text.states}
-        if s.request.drafter == TREE and len(self._pool.members(text, TREE)) > 1:
-            able[TREE] = candidate.records[TREE]  # beside a chain of each of its drafters
+        if len(self._pool.members(text, text.merge)) > 1:
+            able[text.merge] = candidate.records[text.merge]  # beside each drafter for itself
         return able
 
     def learn(self, plan: Plan, s: TextSequence, cycle: Cycle) -> None:
@@ -378,9 +392,9 @@ class Planner(FixedK):
         records, text = self.candidates[s].records, s.drafting
         for name in text.drafts.keys() & records.keys():
             records[name].num_read = cycle.cached + 1  # it observes all at once
-        if TREE in records:
-            known = [records[name].num_read for name in self._pool.members(text, TREE)]
-            records[TREE].num_read = min(known, default=0)
+        if text.merge in records:
+            known = [records[name].num_read for name in self._pool.members(text, text.merge)]
+            records[text.merge].num_read = min(known, default=0)
         certainty, certain = self.candidates[s].certainty, list[float]()
         models = [name for name, record in records.items() if isinstance(record, Agreement)]
         if models and (certainty.count < _EACH or not cycle.number % _NOW_AND_THEN):
@@ -401,12 +415,12 @@ class Planner(FixedK):
         candidate, text = self.candidates[s], s.drafting
         record, draft = candidate.records[name], text.drafts.get(name)
         guess, tokens = candidate.guesses.get(name), [token.id for token in cycle.tokens]
-        places = cycle.path[: cycle.num_accepted] if name == TREE else None
+        places = cycle.path[: cycle.num_accepted] if name == text.merge else None
         if name == text.task.drafter:
             # What a cut has left of a draft does not say that the drafter stopped.
             asked = text.task.limit if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
-            if (sure := cycle.draft.confidence) and name != TREE:
+            if sure := cycle.draft.confidence:
                 judged = [sure[i] for i in cycle.path[: cycle.num_drafted]]
                 record.calibration.observe(judged, cycle.num_accepted)
         elif draft is not None:

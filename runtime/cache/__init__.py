@@ -2,7 +2,9 @@
 
 from .prefix import PrefixCache
 from .reading import Reading
-from .slots import Place, SlotLayer, Slots
+from .slots import Placement, SlotLayer, Slots, run_modules
 from .states import follow_rows
 
-__all__ = ["Place", "PrefixCache", "Reading", "SlotLayer", "Slots", "follow_rows"]
+__all__ = [
+    "Placement", "PrefixCache", "Reading", "SlotLayer", "Slots", "follow_rows", "run_modules",
+]  # fmt: skip

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from runtime import kernels
+from runtime.values import Model
+
 
 @dataclass
-class Place:
+class Placement:
     """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
 
     They are [B, T], where shorter texts are padded on the left. Pads are never written there.
@@ -126,7 +129,7 @@ class Slots(Cache):
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.lengths = [0] * num_rows  # tokens that each row holds
         self.rows: list[int] = []  # the open rows, by slot
-        self.current: Place  # of the current pass
+        self.current: Placement  # of the current pass
         self.recurrent: list[Any] = []  # layers with a recurrent state (see states.py)
         self._free = list(range(num_rows))[::-1]
         self._written = [0] * num_rows  # tokens written to each slot since it was zeroed
@@ -161,7 +164,7 @@ class Slots(Cache):
         self.lengths[row] = self._written[slot] = 0
         self._free.append(row)
 
-    def place(self, rows: list[int], counts: list[int]) -> Place:
+    def place(self, rows: list[int], counts: list[int]) -> Placement:
         """Place counts[b] >= 1 tokens after those of rows[b]. Raises ValueError if too many."""
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
         if (end := max(ends)) > self.max_length:
@@ -169,18 +172,50 @@ class Slots(Cache):
         slots = [self.slot(row) for row in rows]
         for slot, last in zip(slots, ends, strict=True):  # now: the pass may fail halfway
             self._written[slot] = max(self._written[slot], last)
-        self.current = Place(slots, counts, ends, end, self.device)
+        self.current = Placement(slots, counts, ends, end, self.device)
         return self.current
 
-    def advance(self, place: Place) -> None:
+    def advance(self, place: Placement) -> None:
         """Count the placed tokens as cached, after the pass that wrote them."""
         for slot, count in zip(place.slots, place.counts, strict=True):
             self.lengths[self.rows[slot]] += count
+
+    @torch.inference_mode()
+    def move(self, row: int, places: list[int], begin: int) -> None:
+        """Move a row's tokens at rising `places` together, so that they stand from `begin` on."""
+        slot, end = self.slot(row), begin + len(places)
+        for buffer in self.buffers():
+            buffer[slot, :, begin:end] = buffer[slot, :, places]
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of each layer that has any, each [slots, heads, max_length, width]."""
         written = [layer for layer in self.layers if layer.is_initialized]
         return [buffer for layer in written for buffer in (layer.keys, layer.values)]
+
+
+@kernels.exclusive()
+@torch.inference_mode()
+def run_modules(
+    cached: Model,
+    ids: Tensor,
+    place: Placement,
+    logits_to_keep: Tensor | int,
+    layers: tuple[int, ...],
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Run transformers' own modules. Logits and hidden states are arranged like `ids`."""
+    masks = {kind: place.mask(cached.model.dtype, n) for kind, n in cached.windows.items()}
+    result = cached.model(
+        input_ids=ids,
+        # A model whose kinds of layers differ in window takes a mask for each kind.
+        attention_mask=masks if len(set(cached.windows.values())) > 1 else [*masks.values()][0],
+        position_ids=place.positions,
+        past_key_values=cached.cache,
+        use_cache=True,
+        logits_to_keep=logits_to_keep,
+        output_hidden_states=[i if i < 0 else i + 1 for i in layers] or False,
+    )
+    # transformers lists the embeddings, then each block's output; the last one is normed.
+    return result.logits, {i: result.hidden_states[i if i < 0 else i + 1] for i in layers}
 
 
 def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:

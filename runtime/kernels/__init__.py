@@ -17,7 +17,7 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     can_choose, choose, survivors, leaders, confidence
                                  what runtime/sampling.py computes, with the same bits
     score_rows                   log-probabilities, with about those of torch
-    Panels, LANES                a matrix in panels of so many outputs: floats, or a file's bytes
+    PackedMatrix, LANES          a matrix in panels of so many outputs: floats, or a file's bytes
     lay_out, load                how its rows come to lie so; the compiled kernels
     put_panels, put_experts      let a module compute with panels; matrices_of names the experts'
     num_weights, why_not_int8    of a model, packed or not; why a device has no int8
@@ -44,7 +44,7 @@ _FILES = {
     ),
     "chain": ("draft_chain", "can_chain", "vocabulary_of"),
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence", "score_rows"),
-    "weights": ("Panels", "why_not_int8"),
+    "weights": ("PackedMatrix", "why_not_int8"),
     "patches": ("put_panels", "num_weights", "with_globals"),
     "experts": ("matrices_of", "put_experts"),
     "recurrent": ("Rule", "convolve", "convolve_in_python", "step", "step_in_python"),

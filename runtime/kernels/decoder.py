@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from runtime.values import KeyCache
 
 from . import library
-from .library import address, room
+from .library import address, empty_f32
 from .parts import Norm, Parts, norm_of, shape_of
 from .patches import panels_of, put_panels
 from .recurrent import Convolution, Rule
 from .structs import STRUCTS
-from .weights import Panels
+from .weights import PackedMatrix
 
 MOST_ROWS = 256  # of one call: their numbers lie in memory at once
 _LITTLE = 1 << 26  # bytes of weights times rows
@@ -35,7 +35,7 @@ BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
 _Vocabulary = STRUCTS["vocabulary"]
 
 
-def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
+def in_panels(layers: Sequence[nn.Module]) -> list[PackedMatrix]:
     """The weights of linear layers of one input, which compute with these panels from now on."""
     for layer in layers:
         put_panels(layer, panels_of(layer))
@@ -44,7 +44,7 @@ def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
     return matrices
 
 
-def read_alike(matrices: list[Panels]) -> None:
+def read_alike(matrices: list[PackedMatrix]) -> None:
     """Let matrices of one input read it in one way, as it is rounded for all."""
     if len({panels.reads for panels in matrices}) > 1:
         for panels in matrices:
@@ -105,9 +105,9 @@ class DeltaNet:
         rows = (self.channels, self.channels, rule.heads, rule.heads)
         return DeltaStates(
             tails, states,
-            [room(self.taps - 1, self.channels) for _ in tails],
-            [room(*state) for _ in states],
-            *(room(num_rows, width) for width in rows),
+            [empty_f32(self.taps - 1, self.channels) for _ in tails],
+            [empty_f32(*state) for _ in states],
+            *(empty_f32(num_rows, width) for width in rows),
         )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ class Block:
         names = "qkv", "out", "up", "down"
         self.matrices = {name: in_panels(group) for name, group in zip(names, layers, strict=True)}
         for name, matrices in self.matrices.items():
-            setattr(self.struct, name, Panels.side_by_side(matrices))
+            setattr(self.struct, name, PackedMatrix.side_by_side(matrices))
 
     def _attend(self, parts: Parts, window: int | None) -> None:
         """Fill in the fields of the structure that attention reads."""
@@ -236,10 +236,10 @@ class Rows:
 class Decoder:
     """The forward of a causal language model whose layers are all plain blocks."""
 
-    embedding: Panels | None = None
-    positions: Panels | None = None
-    output: Panels | None = None
-    entrance: Panels | None = None
+    embedding: PackedMatrix | None = None
+    positions: PackedMatrix | None = None
+    output: PackedMatrix | None = None
+    entrance: PackedMatrix | None = None
     _cache: KeyCache | None = None
 
     def __init__(self, blocks: Sequence[Block], ropes: dict[str, Rope]) -> None:
@@ -285,7 +285,7 @@ class Decoder:
             self.point()
 
     @property
-    def panels(self) -> set[Panels]:
+    def panels(self) -> set[PackedMatrix]:
         """All matrices, each once."""
         ends = {self.embedding, self.positions, self.output, self.entrance} - {None}
         return ends.union(*(group for block in self.blocks for group in block.matrices.values()))
@@ -303,7 +303,7 @@ class Decoder:
         for block in self.attending:
             layer = cache.layers[block.layer_idx]
             if not layer.is_initialized:
-                like = room(1, block.kv_heads, 0, block.width).to(block.dtype)
+                like = empty_f32(1, block.kv_heads, 0, block.width).to(block.dtype)
                 layer.lazy_initialization(like, like)
             buffers.append((layer.keys, layer.values))
         self.attach(buffers)
@@ -325,7 +325,7 @@ class Decoder:
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
         assert bool(self.struct.has_states) == (hidden is not None)
-        logits = room(max(len(drafts), most_wanted), outputs + len(rarer))
+        logits = empty_f32(max(len(drafts), most_wanted), outputs + len(rarer))
         state_layers, references = (_Int * 1)(layer), list[Any]()
         struct, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, struct.output = outputs, ctypes.pointer(output)
@@ -336,7 +336,7 @@ class Decoder:
             words = _Vocabulary(max(rarer) + 1, address(ids, dtype=torch.int64))
         others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if hidden is not None:
-            hidden, states = self._states(hidden), room(len(hidden), self.hidden)
+            hidden, states = self._states(hidden), empty_f32(len(hidden), self.hidden)
             others |= {"input_states": address(hidden), "states": address(states), "num_states": 1}
         batch = rows.batch(references, **others, state_layers=ctypes.addressof(state_layers))
         structs = ctypes.byref(struct), ctypes.byref(batch), drafts, ctypes.byref(words)
@@ -356,10 +356,10 @@ class Decoder:
         computed.
         """
         count, references = len(rows.slots), list[Any]()
-        logits = room(len(rows.wanted), self.output.outputs if self.output else 0)
+        logits = empty_f32(len(rows.wanted), self.output.outputs if self.output else 0)
         others: dict[str, Any] = {"logits": address(logits), "shift": shift, "only_keys": only_keys}
         if layers:
-            states = room(len(layers), count, self.hidden)
+            states = empty_f32(len(layers), count, self.hidden)
             layer_numbers = (_Int * len(layers))(*layers)
             others |= {"states": address(states), "num_states": len(layers)}
             others["state_layers"] = ctypes.addressof(layer_numbers)

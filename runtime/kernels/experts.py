@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .patches import ShownWeight
-from .weights import DTYPES, Panels
+from .weights import DTYPES, PackedMatrix
 
 NAME = "kernels"  # transformers' name for this code
 
@@ -40,7 +40,7 @@ def matrices_of(part: nn.Module) -> tuple[str, str]:
     return "gate_up_proj" if part.has_gate else "up_proj", "down_proj"
 
 
-def put_experts(part: nn.Module, matrices: list[list[Panels]]) -> None:
+def put_experts(part: nn.Module, matrices: list[list[PackedMatrix]]) -> None:
     """Have experts compute with these panels, one for each expert, and not with parameters."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for name in matrices_of(part):
@@ -51,12 +51,12 @@ def put_experts(part: nn.Module, matrices: list[list[Panels]]) -> None:
     part.config._experts_implementation = NAME
 
 
-def _packed(part: nn.Module, name: str, quantize: str | None) -> list[Panels]:
+def _packed(part: nn.Module, name: str, quantize: str | None) -> list[PackedMatrix]:
     """The panels of parameter `name`: a matrix for each expert."""
     weights = getattr(part, name).detach()
     weights = weights.transpose(1, 2) if part.is_transposed else weights
     biases = getattr(part, f"{name}_bias").detach() if part.has_bias else [None] * len(weights)
-    return [Panels.of(*expert, quantize) for expert in zip(weights, biases, strict=True)]
+    return [PackedMatrix.of(*expert, quantize) for expert in zip(weights, biases, strict=True)]
 
 
 def experts_forward(

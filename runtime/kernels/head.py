@@ -15,7 +15,7 @@ from .experts import pack_experts
 from .parts import Parts, is_same, norm_of, parts_of
 from .patches import PanelEmbedding, PanelLinear, ReleasedModule, pack
 from .reading import FULL, can_tabulate, ropes_of
-from .weights import DTYPES, Panels
+from .weights import DTYPES, PackedMatrix
 
 _NUM_COMPARED = 8  # tokens on which modules and C are compared
 
@@ -105,7 +105,7 @@ def _head_of(
         return None
     count = min(_NUM_COMPARED, length)
     random = torch.Generator().manual_seed(0)
-    embeds, states = library.room(2, count, like.shape[0]).normal_(generator=random).to(like)
+    embeds, states = library.empty_f32(2, count, like.shape[0]).normal_(generator=random).to(like)
     mask = like.new_full((count, count), torch.finfo(like.dtype).min).triu_(1)
     positions = torch.arange(count)[None] + shift
     expected = run(embeds[None], states[None], positions, mask[None, None])[0]
@@ -116,7 +116,7 @@ def _head_of(
     }
     for name, value in {"has_states": True, **fields, **norm_structs}.items():
         setattr(decoder.struct, name, value)
-    decoder.entrance = entrance and Panels.of(entrance.weight)
+    decoder.entrance = entrance and PackedMatrix.of(entrance.weight)
     decoder.point()
     decoder.attach_zeros(count)
     where.chain(0, 0, count)

@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,7 +56,7 @@ _outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thre
 is_used = False
 
 
-def room(*shape: int) -> "Tensor":
+def empty_f32(*shape: int) -> "Tensor":
     """Memory for numbers that C writes: torch's defaults may be of another type and device."""
     import torch
 
@@ -146,7 +146,7 @@ def load(compiles: bool = True) -> ctypes.CDLL:
         raise ValueError(reason)
     try:
         place = own_folder() / f"{_key()}.so"
-        if (file := _whole(place)) is None:
+        if not place.is_file():  # a pipe would be waited for
             if (refused := place.with_suffix(".refused")).exists():
                 raise ValueError(f"the compiler failed before (remove {refused} to try again)")
             if not compiles:
@@ -156,9 +156,7 @@ def load(compiles: bool = True) -> ctypes.CDLL:
             except ValueError:
                 refused.touch()
                 raise
-            file = _whole(place) or open(place, "rb")  # another process may be between the two
-        with file:  # what was hashed; the number stays, as another file of it would pass for this
-            library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
+        library = ctypes.CDLL(str(place))
         library.describe.restype = ctypes.c_char_p
         _library = library
         return library
@@ -268,17 +266,6 @@ def _passed(path: Path) -> Iterator[Path]:
         yield place
 
 
-def _whole(place: Path) -> IO[bytes] | None:
-    """The library, opened, if it is as it was compiled: half of one would end the process."""
-    digest = place.with_suffix(".sha256")
-    if not (place.is_file() and digest.is_file()):  # a pipe would be waited for
-        return None
-    file = open(place, "rb")
-    if hashlib.sha256(file.read()).hexdigest() == digest.read_text("utf-8"):
-        return file
-    return file.close()
-
-
 def _key() -> str:
     """A hash of all that the compiled code depends on."""
     cpu = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
@@ -323,7 +310,6 @@ def _compile(file: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_run, *_FLAGS, "-x", "c", "-c", "-o"), objects, sources))
         _run(*_LINKING, "-o", made, *objects, "-lm")
-        digest = made.with_suffix(".sha256")
-        digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), "utf-8")
+        with open(made, "rb") as written:  # whole, whenever the power is cut
+            os.fsync(written.fileno())
         made.replace(file)
-        digest.replace(file.with_suffix(".sha256"))

@@ -21,19 +21,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from runtime.cache.slots import run_modules
 from runtime.values import KeyCache, Model
 
 from . import library
 from .decoder import BlockStruct, Rows
 from .patches import panels_in
 from .rowwise import RowWise
-from .weights import DTYPES, Panels
+from .weights import DTYPES, PackedMatrix
 
 NAME = "kernels"  # transformers' name for our attention
 
 
-class FlatPlace:
-    """Where the rows of a forward go in the cache; stands in for a Place of cache/slots.py."""
+class FlatPlacement:
+    """Where the rows of a forward go in the cache; stands in for a Placement of cache/slots.py."""
 
     def __init__(self, place: Any, fed: Rows) -> None:
         self.slots, self.counts, self.ends = place.slots, place.counts, place.ends
@@ -74,8 +75,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: query [1, H, N, D] -> ([1, N, H, D], no weights).
 
-    key and value [slots, Hkv, L, width] are what `FlatPlace.write` returned, or made of it. A call
-    without our mask gets transformers' sdpa.
+    key and value [slots, Hkv, L, width] are what `FlatPlacement.write` returned, or made of it. A
+    call without our mask gets transformers' sdpa.
     """
     place = getattr(attention_mask, "place", None)
     if place is None and softcap is None and s_aux is None:
@@ -102,7 +103,7 @@ def attention_forward(
         capacity=capacity, keys=key.data_ptr(), values=value.data_ptr(),
         sinks=library.address(sinks, heads),
     )  # fmt: skip
-    attended = library.room(count, heads, value.shape[3])
+    attended = library.empty_f32(count, heads, value.shape[3])
     structs = ctypes.byref(block), ctypes.byref(place.batch)
     library.compute("run_attention", *structs, *map(library.address, (queries, attended)))
     return attended[None].to(query.dtype), None
@@ -144,7 +145,7 @@ class Modules:
         self.num_threads = torch.get_num_threads()
 
     @property
-    def panels(self) -> set[Panels]:
+    def panels(self) -> set[PackedMatrix]:
         return panels_in(self._cached.model)
 
     def follow(self, cache: KeyCache) -> None:
@@ -156,10 +157,10 @@ class Modules:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [n, V] of the rows wanted, and states [N, D] behind each of `layers`."""
         cache = self._cached.cache
-        place = cache.current = FlatPlace(cache.current, rows)
+        place = cache.current = FlatPlacement(cache.current, rows)
         ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
-        with self._mode:  # `run` needs no gradients, and leaves the cores to the kernels
-            logits, states = self._cached.run(ids, place, wanted, layers)
+        with self._mode:  # it needs no gradients, and leaves the cores to the kernels
+            logits, states = run_modules(self._cached, ids, place, wanted, layers)
         if place.num_attended < place.num_written // 2:
             raise TypeError("layers attend by code of their own")
         return logits[0, : len(rows.wanted)].float(), {i: state[0] for i, state in states.items()}

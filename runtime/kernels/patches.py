@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .parts import linear_of
-from .weights import DTYPES, Panels
+from .weights import DTYPES, PackedMatrix
 
 
 def with_globals(module: nn.Module, forward: Any, functions: dict[str, Callable[..., Any]]) -> Any:
@@ -74,7 +74,7 @@ class ReleasedModule(nn.Module):
         raise RuntimeError("this module's weights are in panels")
 
 
-def put_panels(module: nn.Module, panels: Panels, factor: float = 1.0) -> None:
+def put_panels(module: nn.Module, panels: PackedMatrix, factor: float = 1.0) -> None:
     """Have a linear layer or an embedding compute with these panels, in place.
 
     Other modules may share the module, as an output layer shares its embedding: so its class is
@@ -97,7 +97,7 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
     others = set(besides.modules()) if besides else set()
     for layer in set(module.modules()) - others:
         if (linear := linear_of(layer)) is not None and layer.weight.dtype in DTYPES:
-            put_panels(layer, Panels.of(*linear, quantize))
+            put_panels(layer, PackedMatrix.of(*linear, quantize))
         elif quantize and isinstance(layer, PanelLinear):
             layer.panels.quantise(quantize)
 
@@ -109,18 +109,18 @@ def quantise_embedding(model: nn.Module) -> None:
     # Gemma's embeddings have a scale for all words, and do nothing else.
     if type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale"):
         scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
-        put_panels(embedding, Panels.of(embedding.weight, None, "int8"), float(scale))
+        put_panels(embedding, PackedMatrix.of(embedding.weight, None, "int8"), float(scale))
         # Something has to be left of a model that modules can ask for its type.
         embedding.anchor = nn.Parameter(scale.new_empty(0), requires_grad=False)
 
 
-def panels_of(layer: nn.Module) -> Panels:
+def panels_of(layer: nn.Module) -> PackedMatrix:
     """The panels of a linear layer or an embedding; new ones if it is not packed yet."""
     packed = getattr(layer, "panels", None)
-    return packed or Panels.of(*(linear_of(layer) or (layer.weight, None)))
+    return packed or PackedMatrix.of(*(linear_of(layer) or (layer.weight, None)))
 
 
-def panels_in(model: nn.Module) -> set[Panels]:
+def panels_in(model: nn.Module) -> set[PackedMatrix]:
     """The panels of all modules of a model, each once."""
     experts = (getattr(part, "matrices", ()) for part in model.modules())
     packed = {panels for matrices in experts for side in matrices for panels in side}

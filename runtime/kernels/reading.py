@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from . import library
 from .decoder import ACTIVATIONS, Block, Decoder, Rope, Rows, norm_struct
-from .library import address, room
+from .library import address, empty_f32
 from .parts import Norm, Parts, norm_of, parts_of
 from .patches import ReleasedModule, panels_of, put_panels
 from .weights import DTYPES
@@ -37,7 +37,7 @@ def layers_of(decoder: nn.Module) -> tuple[Any, Any]:
 @torch.no_grad()
 def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, Rope]:
     """Tables of cos and sin by kind of layer, for positions below `length`."""
-    inputs, ropes = (room(1, 1, 1), torch.arange(length)[None]), {}
+    inputs, ropes = (empty_f32(1, 1, 1), torch.arange(length)[None]), {}
     for kind in dict.fromkeys(kinds):
         cos, sin = module(*inputs, kind) if isinstance(module.rope_type, dict) else module(*inputs)
         width = cos.shape[-1]

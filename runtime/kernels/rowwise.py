@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .weights import DTYPES, Panels
+from .weights import DTYPES, PackedMatrix
 
 
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
@@ -86,7 +86,7 @@ class RowWise(TorchFunctionMode):
         """Weights of `model` that its code multiplies with by itself are put in panels, once."""
         super().__init__()
         self._storages = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-        self._panels: dict[tuple[Any, ...], Panels] = {}
+        self._panels: dict[tuple[Any, ...], PackedMatrix] = {}
         self.unsteady = set[str]()  # torch's functions that ran and are not row by row
 
     def __torch_function__(
@@ -122,7 +122,7 @@ class RowWise(TorchFunctionMode):
         """x [..., in] with a weight [out, in] -> [..., out]."""
         key = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
         if (panels := self._panels.get(key)) is None:
-            panels = Panels.of(weight)
+            panels = PackedMatrix.of(weight)
             if self._is_weight(weight):  # for as long as the model is there
                 self._panels[key] = panels
         result = panels(x).to(x.dtype)

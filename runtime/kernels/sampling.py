@@ -24,9 +24,9 @@ def choice_of(transforms: Transforms, seed: int = 0) -> ctypes.Structure:
     return STRUCTS["choice"](temperature, top_p, min_p, seed, max(0, min(top_k, _MOST_TOKENS)))
 
 
-def doubts_of(chances: list[float], mean: float, least: float) -> ctypes.Structure:
-    """sampling.h's `doubts`, by which a draft stops."""
-    return STRUCTS["doubts"](tuple(chances), mean, least)
+def stop_rule_of(chances: list[float], mean: float, least: float) -> ctypes.Structure:
+    """sampling.h's `stop_rule`, by which a draft stops."""
+    return STRUCTS["stop_rule"](tuple(chances), mean, least)
 
 
 def can_choose() -> bool:
@@ -87,7 +87,7 @@ def score_rows(
     if len(tokens) != count or not all(0 <= token < vocab for token in tokens):
         raise IndexError(f"a token from 0 to {vocab - 1} is needed for each of {count} rows")
     asked, integers = torch.tensor(tokens), partial(torch.empty, dtype=torch.int64, device="cpu")
-    logprobs, tops = library.room(count), library.room(count, most)
+    logprobs, tops = library.empty_f32(count), library.empty_f32(count, most)
     ranks, ids = integers(count), integers(count, most)
     at, threads = partial(address, dtype=torch.int64), 1 if count == 1 else None
     rest = at(asked), most, address(logprobs), at(ranks), at(ids), address(tops)

@@ -1,8 +1,8 @@
 """Weight matrices in panels, as linear.h lays them out, and products with them.
 
-    Panels.of(weight, bias)                  float32 or bfloat16, as the weight is
-    Panels.of(weight, bias, "int8")          8-bit blocks made of it, or "int4"
-    Panels("Q4K", shape, pieces)             rows of bytes, as a GGUF file has them
+    PackedMatrix.of(weight, bias)               float32 or bfloat16, as the weight is
+    PackedMatrix.of(weight, bias, "int8")       8-bit blocks made of it, or "int4"
+    PackedMatrix("Q4K", shape, pieces)          rows of bytes, as a GGUF file has them
 
 An 8-bit block is 32 successive inputs of an output: whole numbers and a scale.
 """
@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would d
 _Matrix, _Layer = STRUCTS["matrix"], STRUCTS["layer"]
 
 
-class Panels:
+class PackedMatrix:
     """A weight matrix [outputs, inputs] in one of FORMS, with a bias or without."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Panels:
         """Take over a GGUF tensor's rows, as `lay_out` takes them or as it has made them."""
         self.outputs, self.inputs = shape
         self.struct = _Matrix(outputs=self.outputs, inputs=self.inputs)
-        self._alone = Panels.side_by_side([self])
+        self._alone = PackedMatrix.side_by_side([self])
         self._fill(form, rows)
         self.set_bias(bias)
 
@@ -57,8 +57,8 @@ class Panels:
     @torch.no_grad()
     def of(
         cls, weight: Tensor, bias: Tensor | None = None, quantize: str | None = None
-    ) -> "Panels":
-        """Panels of a weight [outputs, inputs] in float32 or bfloat16."""
+    ) -> "PackedMatrix":
+        """The matrix of a weight [outputs, inputs] in float32 or bfloat16."""
         weight, shape = weight.detach(), tuple(weight.shape)
         if quantize == "int8":
             return cls("Q8", shape, _rounded(weight), bias)
@@ -70,7 +70,7 @@ class Panels:
         return panels
 
     @staticmethod
-    def side_by_side(matrices: Sequence["Panels"]) -> ctypes.Structure:
+    def side_by_side(matrices: Sequence["PackedMatrix"]) -> ctypes.Structure:
         """linear.h's `layer` of these matrices, which the caller holds."""
         return _Layer(len(matrices), tuple(ctypes.pointer(matrix.struct) for matrix in matrices))
 
@@ -114,20 +114,20 @@ class Panels:
         library.compute("apply_linear", ctypes.byref(self._alone), len(rows), *addresses)
         return y.view(*x.shape[:-1], self.outputs)
 
-    def some(self, ids: Tensor) -> "Panels":
+    def some(self, ids: Tensor) -> "PackedMatrix":
         """A matrix of the rows `ids` [n], int64, which must be there."""
         panels = room_for(self.form, len(ids), self.inputs)
         to = library.address(ids, dtype=torch.int64), ctypes.c_void_p(panels.ctypes.data)
         library.load().gather(ctypes.byref(self.struct), len(ids), *to)
         bias = None if self.bias is None else self.bias[ids]
-        return Panels(self.form, (len(ids), self.inputs), panels, bias)
+        return PackedMatrix(self.form, (len(ids), self.inputs), panels, bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [...] of the matrix -> [..., inputs] float32: an embedding."""
         flat = ids.reshape(-1).to(torch.int64).contiguous()
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.outputs:
             raise IndexError(f"rows must be from 0 to {self.outputs - 1}")
-        embeddings = library.room(len(flat), self.inputs)
+        embeddings = library.empty_f32(len(flat), self.inputs)
         indexes, written = library.address(flat, dtype=torch.int64), library.address(embeddings)
         library.load().read_rows(ctypes.byref(self.struct), len(flat), indexes, written)
         return embeddings.view(*ids.shape, self.inputs)

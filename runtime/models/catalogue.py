@@ -108,7 +108,7 @@ def likely(name: str) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def place_of(name: str) -> str:
+def resolve_model(name: str) -> str:
     """Where a model is: an embedded one's folder, a GGUF file of the catalogue or of the hub.
 
     Fetched if need be. Any other name stays as it is. Raises NotFetched or BadFile.
@@ -140,7 +140,7 @@ def with_model(options: Any) -> Any:
     if options.model is not None:
         return options
     try:
-        place_of(DEFAULT)
+        resolve_model(DEFAULT)
     except NotFetched as error:
         PROGRESS.warning("%s. The embedded model runs instead, and it only babbles", error)
         return replace(options, model=FALLBACK)

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -52,7 +52,7 @@ _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
     11: "<i8", 12: "<f8",
 }  # fmt: skip
-_WHOLE = ("None", "0", "1")  # what split.count says of a file without other parts
+
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _length = struct.Struct("<Q").unpack_from
 
@@ -123,8 +123,12 @@ class GgufFile(AbstractContextManager):
             for part in range(len(self.paths)):
                 self._add(part)
             num_tensors = len(self.tensors)
+            # As a text, for it may be anything.
             if str(self.metadata.get("split.tensors.count", num_tensors)) != str(num_tensors):
-                raise BadFile(f"{path} has not all its tensors, only {num_tensors} in its parts")
+                raise BadFile(
+                    f"{path} has not all its tensors, only {num_tensors} in its parts: give all "
+                    "parts their names back, which end in -00001-of-00003.gguf and so on"
+                )
         except BaseException:
             self.close()
             raise
@@ -184,18 +188,9 @@ class GgufFile(AbstractContextManager):
         _fill(file, first, 0, path)
         head = _Head(first, state.st_size, path)
         metadata, tensors = head.read(part)
-        self._digest.update(head.seen)
-        # As texts, for they may be anything.
-        count, number = (str(metadata.get(key)) for key in ("split.count", "split.no"))
-        if count not in _WHOLE and (count, number) != (str(len(self.paths)), str(part)):
-            raise BadFile(
-                f"{path} is part {number!r:.20} (from 0) of {count!r:.20} of a model: give all "
-                "parts their names back, which end in -00001-of-00003.gguf and so on"
-            )
-        if twice := self.tensors.keys() & tensors.keys():
-            raise BadFile(f"{path} has the tensor {min(twice)!r:.80}, as another part has")
         self.tensors |= tensors
         self.metadata = self.metadata or metadata
+        self._digest.update(first[: head.at])
         sample = bytearray(min(_SAMPLE, state.st_size))
         for i in range(_NUM_SAMPLES):  # the last one is the file's end
             _fill(file, sample, (state.st_size - len(sample)) * (i + 1) // _NUM_SAMPLES, path)
@@ -233,11 +228,7 @@ class _Head:
     """The first bytes of a file of `size` bytes, and how far they have been read."""
 
     def __init__(self, first: bytearray, size: int, path: str) -> None:
-        self._bytes, self._size, self._path, self._at = first, size, path, 0
-
-    @property
-    def seen(self) -> bytearray:
-        return self._bytes[: self._at]
+        self._bytes, self._size, self._path, self.at = first, size, path, 0
 
     def bad(self, what: str) -> BadFile:
         return BadFile(f"{self._path} is damaged or cut off: {what} (delete it and fetch it again)")
@@ -256,7 +247,7 @@ class _Head:
     def _read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if self._bytes[:4] != _MAGIC:
             raise BadFile(f"{self._path} is no GGUF file: those begin with GGUF (fetch it again)")
-        self._at = 4
+        self.at = 4
         (version,) = self._unpack("<I")
         if version not in _VERSIONS:
             order = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
@@ -273,21 +264,22 @@ class _Head:
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self.bad(f"general.alignment is {alignment!r:.80}, which is no power of two")
-        entries = [self._entry() for _ in range(num_tensors)]
-        data = -(-self._at // alignment) * alignment
+        entries = sorted((self._entry(part) for _ in range(num_tensors)), key=lambda t: t.offset)
+        begin = -(-self.at // alignment) * alignment  # of the data
         tensors: dict[str, Tensor] = {}
-        end, before = data, ""
-        for name, kind, shape, offset, num_bytes in sorted(entries, key=lambda entry: entry[3]):
-            if offset % alignment:
+        end, before = 0, ""  # of the tensor before, from there on
+        for tensor in entries:
+            name = tensor.name
+            if tensor.offset % alignment:
                 raise self.bad(f"the tensor {name!r:.80} is not aligned")
-            if data + offset < end:
+            if tensor.offset < end:
                 raise self.bad(f"the tensors {before!r:.80} and {name!r:.80} overlap")
-            end, before = data + offset + num_bytes, name
-            if end > self._size:
+            end, before = tensor.offset + tensor.num_bytes, name
+            if begin + end > self._size:
                 raise self.bad(f"the tensor {name!r:.80} ends behind its end")
             if name in tensors:
                 raise self.bad(f"it has the tensor {name!r:.80} twice")
-            tensors[name] = Tensor(name, kind, shape, part, data + offset, num_bytes)
+            tensors[name] = replace(tensor, offset=begin + tensor.offset)
         return metadata, tensors
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
@@ -295,14 +287,14 @@ class _Head:
 
     def _take(self, count: int) -> int:
         """Go on by `count` bytes; where they begin. Raises EOFError if they are not there."""
-        begin, self._at = self._at, self._at + count
-        if self._at > len(self._bytes):
+        begin, self.at = self.at, self.at + count
+        if self.at > len(self._bytes):
             raise EOFError
         return begin
 
     def _text(self) -> bytearray:
         begin = self._take(*self._unpack("<Q"))
-        return self._bytes[begin : self._at]
+        return self._bytes[begin : self.at]
 
     def _value(self, kind: int) -> Any:
         """A number, a text, an array of numbers, or Texts."""
@@ -313,9 +305,9 @@ class _Head:
         kind, count = self._unpack("<IQ")
         if kind != _TEXT:
             return self._numbers(kind, count)
-        if 8 * count > len(self._bytes) - self._at:  # each text has a length
+        if 8 * count > len(self._bytes) - self.at:  # each text has a length
             raise EOFError
-        starts, head, begin = array("q", bytes(8 * (count + 1))), self._bytes, self._at
+        starts, head, begin = array("q", bytes(8 * (count + 1))), self._bytes, self.at
         at = begin
         for i in range(count):  # 0.1 µs each
             at += 8 + _length(head, at)[0]
@@ -331,8 +323,8 @@ class _Head:
         begin = self._take(count * form.itemsize)
         return np.frombuffer(self._bytes, form, count, begin).copy()
 
-    def _entry(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int, int]:
-        """Name, type, shape, offset and bytes of a tensor."""
+    def _entry(self, part: int) -> Tensor:
+        """An entry of the table; its offset is still that into the data."""
         name = self._text().decode()
         (dimensions,) = self._unpack("<I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -346,4 +338,5 @@ class _Head:
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if not all(sizes) or sizes[0] % block:
             raise self.bad(f"the tensor {name!r:.80} in {kind.name} has the shape {sizes[::-1]}")
-        return name, kind, tuple(reversed(sizes)), offset, prod(sizes) // block * block_bytes
+        num_bytes = prod(sizes) // block * block_bytes
+        return Tensor(name, kind, tuple(reversed(sizes)), part, offset, num_bytes)

@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.gguf import GGUF_ARCHS
 
 from runtime import kernels
-from runtime.kernels import Panels, matrices_of, put_experts, put_panels
+from runtime.kernels import PackedMatrix, matrices_of, put_experts, put_panels
 
 from . import StartError
 from .ahead import open_file
@@ -32,6 +32,7 @@ from .gguf_tensors import Tables, Weights, for_all_tensors, unpacked
 
 LOG = logging.getLogger("loading")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
+Matrices = dict[str, PackedMatrix | list[PackedMatrix]]  # by the parameter's name
 Report = dict[str, Any]  # what transformers tells of the weights: missing_keys and so on
 
 
@@ -106,7 +107,7 @@ def load_model(
         _note_unpacked({each.tensor.type.name for each in without_form}, file, is_strict)
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
-    matrices: dict[str, Panels | list[Panels]] = {}
+    matrices: Matrices = {}
 
     def read(tensor: Tensor) -> None:
         conversion = conversions[tensor.name]
@@ -214,7 +215,7 @@ def _note_unpacked(types: set[str], file: GgufFile, is_strict: bool) -> None:
 
 
 @torch.no_grad()
-def _use_panels(model: PreTrainedModel, matrices: dict[str, Panels | list[Panels]]) -> None:
+def _use_panels(model: PreTrainedModel, matrices: Matrices) -> None:
     """Have the modules compute with these in the place of their parameters, biases included."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = output is not None and output.weight is embedding.weight

@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from runtime.kernels import Panels
+from runtime.kernels import PackedMatrix
 
 from .files import returned_pages
 from .gguf_file import FORMS, BadFile, GgufFile, Tensor
@@ -142,17 +142,17 @@ class Conversion:
         with returned_pages():
             return torch.tensor(weights, dtype=dtype)
 
-    def panels(self, file: GgufFile) -> Panels:
+    def panels(self, file: GgufFile) -> PackedMatrix:
         """The tensor's weights [outputs, inputs] in panels."""
         made = file.laid_out(self.tensor)
         if self.form and self._order is not None:
             rows = file.read(self.tensor).reshape(len(self._order), -1)[self._order]
-            return Panels(self.form, self.tensor.shape, [rows])
+            return PackedMatrix(self.form, self.tensor.shape, [rows])
         if self.form:
             rows = made if made is not None else file.rows(self.tensor, _PIECE_BYTES)
-            return Panels(self.form, self.tensor.shape, rows)
+            return PackedMatrix(self.form, self.tensor.shape, rows)
         floats = self.floats(file, torch.bfloat16)
-        return Panels.of(floats.T if self.is_transposed else floats)
+        return PackedMatrix.of(floats.T if self.is_transposed else floats)
 
 
 class Experts:
@@ -180,14 +180,14 @@ class Experts:
         with returned_pages():
             return torch.cat(parts, 1)
 
-    def panels(self, file: GgufFile) -> list[Panels]:
+    def panels(self, file: GgufFile) -> list[PackedMatrix]:
         """A matrix for each expert."""
         count, outputs, inputs = self.shape
         if not self.form:
-            return [Panels.of(weight) for weight in self.floats(file, torch.bfloat16)]
-        sizes, matrices = [part.num_bytes // count for part in self._parts], list[Panels]()
+            return [PackedMatrix.of(weight) for weight in self.floats(file, torch.bfloat16)]
+        sizes, matrices = [part.num_bytes // count for part in self._parts], list[PackedMatrix]()
         for i in range(count):
             parts = zip(self._parts, sizes, strict=True)
             rows = np.concatenate([file.read(part, i * size, size) for part, size in parts])
-            matrices.append(Panels(self.form, (outputs, inputs), [rows.reshape(outputs, -1)]))
+            matrices.append(PackedMatrix(self.form, (outputs, inputs), [rows.reshape(outputs, -1)]))
         return matrices

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,11 +24,11 @@ from runtime.values import Json, in_short
 
 from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
-from .catalogue import entry_of, likely, place_of
+from .catalogue import entry_of, likely, resolve_model
 from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
 from .fim import fim_of
 from .gguf_config import config_of
-from .gguf_file import GgufFile, Texts, is_gguf
+from .gguf_file import GgufFile, is_gguf
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer, call_form
@@ -81,8 +81,8 @@ def _explained(name: str, part: str, options: ModelOptions) -> Iterator[None]:
 
 
 @dataclass
-class _Read:
-    """What a file or a folder holds."""
+class Loaded:
+    """What a file or a folder holds; with a length and a structure it can be served."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -90,14 +90,8 @@ class _Read:
     fingerprint: str | None = None  # of a GGUF file that is served as it is
     # For an unpacked file: makes a copy of the model compute with the blocks of the file.
     pack_copy: Callable[[PreTrainedModel], None] | None = None
-
-
-@dataclass(kw_only=True)
-class Loaded(_Read):
-    """A model that can be served."""
-
-    length: int  # of the context
-    structure: Structure
+    length: int = field(init=False)  # of the context
+    structure: Structure = field(init=False)
 
     @property
     def eos_ids(self) -> set[int]:
@@ -109,33 +103,17 @@ class Loaded(_Read):
         return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 
-def check_pair_early(
-    target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]
-) -> None:
-    """Refuse a draft model before its target is read, which takes long.
+def check_early(name: str, options: ModelOptions) -> None:
+    """Refuse a draft model that is broken or missing before its target is read: that takes long.
 
-    Raises StartError for one that is broken or missing, and what `compare` raises for the names and
-    the tokens of two GGUF files.
+    Raises StartError.
     """
-    if not draft:
-        return
-    names, vocabularies = [draft, target], list[Texts | None]()
-    for name in names:
-        with _explained(name, "", options):
-            vocabularies.append(_tokens_of(place_of(name)))
-    if all(vocabularies) and vocabularies[0].tobytes() != vocabularies[1].tobytes():
-        with _explained(draft, "its tokens: ", options):
-            ids = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
-        compare(names, ids)
-
-
-def _tokens_of(place: str) -> Texts | None:
-    """The vocabulary of a GGUF file; None of other models. Raises BadFile or StartError."""
-    if not is_gguf(place):
-        _check_folder(place)
-        return None
-    file = _opened[place] = open_model(place)
-    return file.metadata["tokenizer.ggml.tokens"]
+    with _explained(name, "", options):
+        place = resolve_model(name)
+        if is_gguf(place):
+            _opened[place] = open_model(place)
+        else:
+            _check_folder(place)
 
 
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:
@@ -143,7 +121,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
-    place = place_of(name)
+    place = resolve_model(name)
     PROGRESS.info("reading the weights of %s", Path(place).name)
     device, dtype = options.device, options.dtype
     if device == "auto":
@@ -157,21 +135,23 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     if dtype == "packed" and not is_file:
         raise StartError(f"--dtype packed is for GGUF files, and {name} is none")
     with _explained(place, "", options):
-        read = (_read_file if is_file else _read_folder)(place, dtype, options)
-        check_weights(place, read.report)
-        read.model = read.model.to(device).eval()
+        loaded = (_read_file if is_file else _read_folder)(place, dtype, options)
+        check_weights(place, loaded.report)
+        loaded.model = loaded.model.to(device).eval()
         # Else they change with their file. transformers' disable_mmap holds them twice for a while.
-        unmap_weights(read.model)
-    _bound_cache(read.tokenizer)
-    _show_tags(read.tokenizer)
-    if getattr(read.tokenizer, "chat_template", None):
+        unmap_weights(loaded.model)
+    _bound_cache(loaded.tokenizer)
+    _show_tags(loaded.tokenizer)
+    if getattr(loaded.tokenizer, "chat_template", None):
         with _explained(place, "its chat_template: ", options):
-            call_form(read.tokenizer)
+            call_form(loaded.tokenizer)
         renderer.start()  # by its first prompt it will be ready
-    return _fit(read, name, options)
+    loaded.structure = _fit(loaded.model, name, options)
+    loaded.length = loaded.structure.length
+    return loaded
 
 
-def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
+def _read_file(name: str, dtype: str, options: ModelOptions) -> Loaded:
     """Read a GGUF file, in a dtype of torch or packed."""
     with _opened.pop(name, None) or open_model(name) as file:
         config = config_of(file)
@@ -187,17 +167,12 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> _Read:
         model, report = load_model(
             file, config, None if is_packed else getattr(torch, dtype), options.dtype == "packed"
         )
-        return _Read(
-            model,
-            tokenizer,
-            report,
-            fingerprint=file.fingerprint if is_packed else None,
-            pack_copy=None if is_packed or reason else partial(pack_copy, file.name),
-        )
+        copy = None if is_packed or reason else partial(pack_copy, file.name)
+        return Loaded(model, tokenizer, report, file.fingerprint if is_packed else None, copy)
 
 
 @returned_pages()
-def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
+def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
     """Read a folder or a hub id. The weights come last, once all else is checked."""
     _check_folder(name)
     trust = {"trust_remote_code": options.trust_remote_code}
@@ -229,7 +204,7 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> _Read:
         )
     if not packed:
         check_types(name, model, tensors)
-    return _Read(model, tokenizer, report)
+    return Loaded(model, tokenizer, report)
 
 
 def _check_folder(name: str) -> None:
@@ -361,9 +336,12 @@ def _show_tags(tokenizer: Tokenizer) -> None:
     tokenizer._tokenizer = Backend.from_str(json.dumps(content))
 
 
-def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:
-    """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
-    model, config = read.model, read.model.config.get_text_config()
+def _fit(model: PreTrainedModel, name: str, options: ModelOptions) -> Structure:
+    """What the KV cache must know of the model, for a context that suits it.
+
+    Raises StartError if the KV cache cannot serve it.
+    """
+    config = model.config.get_text_config()
     title = f"{name} ({config.model_type})"
     longest = getattr(config, "max_position_embeddings", None)
     longest = LONGEST_DEFAULT if longest in (None, -1) else longest  # XLNet says -1
@@ -386,4 +364,4 @@ def _fit(read: _Read, name: str, options: ModelOptions) -> Loaded:
             f"give --max-model-len {structure.length} or less"
         )
     fix_rotations(model, structure.length)
-    return Loaded(**vars(read), length=structure.length, structure=structure)
+    return structure

@@ -1,7 +1,5 @@
 """From a text, ids or a conversation to a prompt's token ids, or an error that names the field.
 
-Where another engine tokenises there is no tokenizer here: texts and conversations are checked, and
-stay what they are.
 
 Long texts are read one at a time and with pauses, so that reading never holds up decoding. A chat
 template is code that comes with the model, and runs in a process with limits (template.py).
@@ -13,25 +11,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime.values import TOO_SLOW, Json, Model, RequestError, check_prompt
+from runtime.values import TOO_SLOW, Json, RequestError, check_prompt
 
 from .calls import Form, form_of
 from .catalogue import ROOT
 from .template import renderer
 from .tokenizer_bounds import panics_caught
-from .tools import Tools, check_results, read_calls, turns_for_template
+from .tools import Tools, bad_field, check_results, read_calls, turns_for_template
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
 _MESSAGE_COST = 50  # characters that take as long as a message
 _TEMPLATE_LIMIT_S = 5.0  # of a processor: a thousand times what templates take
+_FOR_TEMPLATE = "chat_template_kwargs"  # what a client hands to the template
 TEMPLATE_FIELDS = (
-    "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", _FOR_TEMPLATE,
 )  # fmt: skip
 _MOST_OF_TEMPLATE = 10_000
 _TEMPLATES_OWN = {  # names that the renderer itself gives, or takes for its own
@@ -42,7 +40,7 @@ _REASONING = "reasoning_content"
 _ROLES = "system", "developer", "user", "assistant", "tool"
 
 
-class Turns:
+class FairLock:
     """Lets requests do long work one at a time and with pauses, so that decoding keeps its pace.
 
     The engine's thread needs the interpreter's lock for every operation, and each thread that wants
@@ -76,8 +74,8 @@ class Turns:
 
 _LONG_TEXT = 20_000  # characters
 _places = threading.BoundedSemaphore(8)
-large_bodies = Turns("large bodies", 32 << 10, 5e-8, _places)  # bytes; pauses of 50 ms for 1 MiB
-long_texts = Turns("long prompts", _LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
+large_bodies = FairLock("large bodies", 32 << 10, 5e-8, _places)  # bytes; pauses of 50 ms for 1 MiB
+long_texts = FairLock("long prompts", _LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
 
 
 def is_text(value: Any) -> bool:
@@ -86,6 +84,15 @@ def is_text(value: Any) -> bool:
         return isinstance(value, str) and value.encode("utf-8") != b""
     except UnicodeEncodeError:
         return False
+
+
+def _joined(content: Any) -> str | None:
+    """The text of a content, which may be a list of parts of type text; None of anything else."""
+    if isinstance(content, list):
+        of_text = (isinstance(part, dict) and part.get("type") == "text" for part in content)
+        texts = [part.get("text") for part in content] if all(of_text) else [None]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    return content if isinstance(content, str) else None
 
 
 @lru_cache(1)
@@ -154,16 +161,15 @@ class Conversation(list[int]):
     """The ids of a prompt that a chat template wrote."""
 
 
-def prompt_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
+def prompt_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> list[int]:
     """The ids of a prompt that is continued as it stands: a text, or ids already.
 
     Raises RequestError for anything else, and for a text that cannot fit `max_length` tokens.
     """
     if isinstance(value, str) and value:
         if not is_text(value):
-            raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")
-        ids = value if tokenizer is None else tokenize(value, tokenizer, max_length)
-        if ids:
+            raise bad_field("prompt holds a lone surrogate, which is not text")
+        if ids := tokenize(value, tokenizer, max_length):
             return ids
     elif (
         isinstance(value, list)
@@ -172,9 +178,7 @@ def prompt_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
         and all(isinstance(i, int) and not isinstance(i, bool) for i in value[:max_length])
     ):
         return value
-    raise RequestError(
-        "prompt must be a non-empty string or a non-empty list of token ids", param="prompt"
-    )
+    raise bad_field("prompt must be a non-empty string or a non-empty list of token ids")
 
 
 @contextmanager
@@ -209,17 +213,17 @@ def list_ids(
     return every
 
 
-def chat_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
+def chat_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> list[int]:
     """The ids of a conversation by the tokenizer's chat template.
 
     `value` is a text, which is a user's first message, or a list of messages.
     """
-    if tokenizer is not None and not tokenizer.chat_template:
-        raise RequestError("chat: this model has no chat template", param="chat")
+    if not tokenizer.chat_template:
+        raise bad_field("chat: this model has no chat template")
     is_list = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
     if not value or not (is_list or isinstance(value, str)):
-        message = "prompt must be a non-empty string or messages where chat is true, not token ids"
-        raise RequestError(message, param="prompt")
+        what = "a non-empty string or messages where chat is true, not token ids"
+        raise bad_field(f"prompt must be {what}")
     turns = value if is_list else [{"role": "user", "content": value}]
     try:
         return chat_prompt(turns, tokenizer, max_length)
@@ -235,33 +239,31 @@ def template_options(fields: Json) -> Json:
 
     Returns what chat_prompt's `how` is. Raises RequestError.
     """
-    how = {name: fields.pop(name, None) for name in TEMPLATE_FIELDS}
-    more = how.pop("chat_template_kwargs")
-    for name, value in how.items():
-        if not isinstance(value, bool | None):
-            raise RequestError(f"{name} must be true or false", param=name)
-    name = "chat_template_kwargs"
-    if not isinstance(more, dict | None):
-        raise RequestError(f"{name} must be an object", param=name)
+    sent = {
+        name: value for name in TEMPLATE_FIELDS if (value := fields.pop(name, None)) is not None
+    }
+    for name, value in sent.items():
+        if name != _FOR_TEMPLATE and not isinstance(value, bool):
+            raise bad_field(f"{name} must be true or false")
+    if not isinstance(more := sent.get(_FOR_TEMPLATE, {}), dict):
+        raise bad_field(f"{_FOR_TEMPLATE} must be an object")
     try:
         is_short = len(json.dumps(more)) <= _MOST_OF_TEMPLATE
     except RecursionError:
         is_short = False
     if not is_short:
-        raise RequestError(f"{name} has more than {_MOST_OF_TEMPLATE} characters", param=name)
-    if wrong := sorted((more or {}).keys() & _TEMPLATES_OWN):
-        raise RequestError(f"{name} cannot set {wrong[0]}", param=name)
-    if how["continue_final_message"] and how["add_generation_prompt"]:
-        why = "add_generation_prompt must be false with continue_final_message"
-        raise RequestError(why, param="add_generation_prompt")
-    sent = how | {name: more}
-    return {name: value for name, value in sent.items() if value is not None}
+        raise bad_field(f"{_FOR_TEMPLATE} has more than {_MOST_OF_TEMPLATE} characters")
+    if wrong := sorted(more.keys() & _TEMPLATES_OWN):
+        raise bad_field(f"{_FOR_TEMPLATE} cannot set {wrong[0]}")
+    if sent.get("continue_final_message") and sent.get("add_generation_prompt"):
+        raise bad_field("add_generation_prompt must be false with continue_final_message")
+    return sent
 
 
 def chat_prompt(
-    messages: Any, tokenizer: Tokenizer | None, max_length: int, tools: Tools | None = None,
+    messages: Any, tokenizer: Tokenizer, max_length: int, tools: Tools | None = None,
     how: Json | None = None,
-) -> Any:  # fmt: skip
+) -> Conversation:  # fmt: skip
     """The ids of a conversation with these tools, by the tokenizer's chat template.
 
     `how` has the TEMPLATE_FIELDS that were sent. Raises RequestError for messages that are none,
@@ -269,12 +271,10 @@ def chat_prompt(
     """
     turns, how = read_turns(messages), how or {}
     if how.get("continue_final_message") and turns[-1]["role"] != "assistant":
-        why = "continue_final_message goes with a last message of the assistant"
-        raise RequestError(why, param="continue_final_message")
-    if tokenizer is None:
-        return turns
+        raise bad_field("continue_final_message goes with a last message of the assistant")
     if not tokenizer.chat_template:
-        raise _wrong("this model's tokenizer has no chat template: use /v1/completions")
+        why = "this model's tokenizer has no chat template: use /v1/completions"
+        raise RequestError(why, param="messages")
     count = sum(map(_num_characters, turns)) + len(tools.text if tools else "")
     check_characters(count, tokenizer, max_length)
     with long_texts.take(count + _MESSAGE_COST * len(turns)):
@@ -298,19 +298,15 @@ def _num_characters(turn: Json) -> int:
     return sum(map(len, [*said, *(text for call in calls for text in call.values())]))
 
 
-def _wrong(what: str) -> RequestError:
-    return RequestError(what, param="messages")
-
-
 def read_turns(messages: Any) -> list[Json]:
     """The messages of a conversation, checked, each as {role, content}. Raises RequestError.
 
     One that calls tools has `tool_calls`, in OpenAI's shape, and a tool's result `tool_call_id`.
     """
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages must be a non-empty list")
+        raise bad_field("messages must be a non-empty list")
     if len(messages) > _MAX_MESSAGES:
-        raise _wrong(f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read")
+        raise bad_field(f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read")
     turns = [_turn(message, i) for i, message in enumerate(messages)]
     check_results(turns)
     return turns
@@ -329,7 +325,7 @@ def _render(
     is_continued = how.get("continue_final_message", False)
     has_prompt = how.get("add_generation_prompt", True) and not is_continued
     asked = {"add_generation_prompt": has_prompt, "continue_final_message": is_continued}
-    asked |= how.get("chat_template_kwargs", {})
+    asked |= how.get(_FOR_TEMPLATE, {})
     try:
         source = tokenizer.get_chat_template(tools=[] if has_tools else None)
         turns = _in_roles(turns, source)
@@ -341,13 +337,13 @@ def _render(
         named = tokenizer.special_tokens_map
         asked |= {name: token for name, token in named.items() if name not in _TEMPLATES_OWN}
         text = renderer.render(_TEMPLATE_LIMIT_S, asked)
+        if text and not is_text(text):
+            raise ValueError("wrote a lone surrogate, which is not text")
     except TimeoutError:  # no mistake of the client's
         why = f"the model's chat template took longer than {_TEMPLATE_LIMIT_S:g} s on this machine"
         raise RequestError(why, status=503, code=TOO_SLOW) from None
     except ValueError as error:
-        raise _wrong(f"the chat template {error}") from error
-    if text and not is_text(text):
-        raise _wrong("the chat template wrote a lone surrogate, which is not text")
+        raise RequestError(f"the chat template {error}", param="messages") from error
     return text
 
 
@@ -365,7 +361,7 @@ def _in_roles(turns: list[Json], source: str) -> list[Json]:
         role = turn["role"]
         # Templates have "" and "function", a tool's type, and neither is a role.
         if role not in _ROLES and (role in ("", "function") or not is_known(role)):
-            raise _wrong(f"messages[{i}].role must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+            raise bad_field(f"messages[{i}].role must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
     others = {} if is_known("developer") else {"developer": "system"}
     return [turn | {"role": others.get(turn["role"], turn["role"])} for turn in turns]
 
@@ -373,27 +369,21 @@ def _in_roles(turns: list[Json], source: str) -> list[Json]:
 def _turn(message: Any, i: int) -> Json:
     where = f"messages[{i}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _wrong(f"{where} must be an object with a role")
+        raise bad_field(f"{where} must be an object with a role")
     if message.get("function_call"):
-        raise _wrong(f"{where} has a function_call, which is not supported: tool_calls are")
+        raise bad_field(f"{where} has a function_call, which is not supported: tool_calls are")
     turn = {"role": message["role"], "content": ""} | _about_tools(message, where)
     if turn["role"] == "assistant" and isinstance(thought := message.get(_REASONING), str):
         turn[_REASONING] = thought  # some templates write that of an answer under way
-    content = message.get("content")
-    if isinstance(content, list) and content:
-        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
-        is_plain = all(p.get("type") == "text" for p in content if isinstance(p, dict))
-        if not (is_plain and all(isinstance(part, str) for part in parts)):
-            raise _wrong(f"{where}: only parts of type text are supported")
-        content = "".join(parts)
-    if content or "tool_calls" not in turn:
-        if not isinstance(content, str):
-            raise _wrong(f"{where} must have a content of text")
-        turn["content"] = content
-    try:
-        json.dumps(turn, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise _wrong(f"{where} holds a lone surrogate") from None
+    if (content := message.get("content")) or "tool_calls" not in turn:
+        text = None if content == [] else _joined(content)
+        if text is None and content and isinstance(content, list):
+            raise bad_field(f"{where}: only parts of type text are supported")
+        if text is None:
+            raise bad_field(f"{where} must have a content of text")
+        turn["content"] = text
+    if not is_text(json.dumps(turn, ensure_ascii=False)):
+        raise bad_field(f"{where} holds a lone surrogate")
     return turn
 
 
@@ -401,72 +391,35 @@ def _about_tools(message: Json, where: str) -> Json:
     """The calls that a message has, or the id of the call whose result it is."""
     if calls := message.get("tool_calls"):
         if message["role"] != "assistant":
-            raise _wrong(f"{where} has tool_calls, and its role is not assistant")
+            raise bad_field(f"{where} has tool_calls, and its role is not assistant")
         return {"tool_calls": read_calls(calls, f"{where}.tool_calls")}
     if message["role"] != "tool":
         return {}
     if not isinstance(number := message.get("tool_call_id"), str):
-        raise _wrong(f"{where} has the role tool, and must have a tool_call_id")
+        raise bad_field(f"{where} has the role tool, and must have a tool_call_id")
     return {"tool_call_id": number}
 
 
-def prediction_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> tuple[int, ...]:
+def prediction_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> tuple[int, ...]:
     """The ids of the text that a client expects, as they would stand in the answer.
 
     `value` is a text, or OpenAI's {"type": "content", "content": a text, or parts of type text}.
-    Without a tokenizer it is checked, and has no ids. Raises RequestError for anything else, and
-    for more tokens than `max_length`.
+    Raises RequestError for anything else, and for more tokens than `max_length`.
     """
-    text = value
-    if isinstance(value, dict) and value.get("type") == "content":
-        text = value.get("content")
-    if isinstance(text, list) and text is not value:
-        parts = [p.get("text") for p in text if isinstance(p, dict) and p.get("type") == "text"]
-        is_whole = len(parts) == len(text) and all(isinstance(part, str) for part in parts)
-        text = "".join(parts) if is_whole else None
+    is_content = isinstance(value, dict) and value.get("type") == "content"
+    text = _joined(value.get("content")) if is_content else value
     if not isinstance(text, str):
         what = 'a text, or {"type": "content", "content": a text or a list of parts of type text}'
-        raise RequestError(f"prediction must be {what}", param="prediction")
-    if not text or tokenizer is None:
+        raise bad_field(f"prediction must be {what}")
+    if not text:
         return ()
     if not is_text(text):
-        raise RequestError("prediction holds a lone surrogate", param="prediction")
+        raise bad_field("prediction holds a lone surrogate")
     ids = tokenize(text, tokenizer, max_length, name="prediction", add_special_tokens=False)
     if len(ids) > max_length:
         what = f"the prediction's {len(ids)} tokens are more than a context of {max_length} holds"
         raise RequestError(what, param="prediction")
     return tuple(ids)
-
-
-def prompts_of(path: str | Path) -> dict[str, str]:
-    """The prompts of a file by name.
-
-    A .jsonl file has a JSON object per line: {"name": …, "prompt": …}, where the name may be left
-    out. Any other file has a prompt per line; empty lines do not count. Raises ValueError.
-    """
-    lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-    entries: list[Any] = [{"prompt": line} for line in lines]
-    if Path(path).suffix == ".jsonl":
-        entries = list(map(json.loads, lines))
-    prompts = {}
-    for i, entry in enumerate(entries, 1):
-        text = entry.get("prompt") if isinstance(entry, dict) else None
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{path}: prompt {i} is not an object with the field prompt, a text")
-        prompts[str(entry.get("name", i))] = text
-    if not prompts or len(prompts) < len(entries):
-        raise ValueError(f"{path}: {'a name stands twice' if prompts else 'there are no prompts'}")
-    return prompts
-
-
-def ids_of(texts: dict[str, str], target: Model, is_raw: bool = False) -> dict[str, list[int]]:
-    """Token ids of these prompts, in the model's chat template if it has one and `is_raw` is false.
-
-    Raises RequestError for a prompt that does not fit.
-    """
-    tokenizer, length = target.tokenizer, target.max_length
-    read = chat_ids if tokenizer.chat_template and not is_raw else prompt_ids
-    return {name: read(text, tokenizer, length) for name, text in texts.items()}
 
 
 def kind_of(name: str) -> str:

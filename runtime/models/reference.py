@@ -14,21 +14,21 @@ Both sides compute with the same config and weights. So the weights of a GGUF fi
 it is are compared with gguf's, too. That a model was compared is noted in the user's cache folder,
 and its next start does without.
 
-Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
-of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
-a rounding may also choose another expert for a token, which changes that token a lot and those
-after it a little. So there it is the median token that has to be near.
+Sums of floats depend on their order, so equal means equal but for roundings. In a mixture of
+experts a rounding may also choose another expert for a token, which changes that token a lot and
+those after it a little. So there it is the median token that has to be near.
 """
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, cycle
 from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime import kernels
@@ -42,16 +42,16 @@ _LENGTHS = 320, 48  # tokens of the two texts, where the context holds as many
 _LENGTHS_PACKED = 24, 8  # of weights in blocks: large models, whose modules are slow
 _NUM_COMPARED = 128  # the last tokens of a text
 _ROUNDINGS = 32  # of the largest logit, that may add up
-_SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
-_SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
+_LEAST_SHARE = 1e-3  # of the largest logit, which may be off in any case: roundings grow in layers
+_SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 # What a comparison depends on.
 _CODE = "*.py", "runtime/**/*.py", "runtime/kernels/c/*"
-_SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 _OF_THE_COPY = "_name_or_path", "transformers_version"  # in a configuration
 _SAMPLED = 128  # numbers of a weight, three times
 _FOREIGN = "transformers_modules"  # code that a model's folder brings, which may change
-_MOST_NOTES = 100  # of models that were compared; a new version of this code writes them anew
-_BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
+
+# In turn: tokens of the text, of its neighbour, and of a draft behind the text's, which is refused.
+_BATCHES = (6, 1, 2), (1, 4, 2), (3, 6, 2), (2, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -86,26 +86,26 @@ class Reference:
         texts = random_texts(cached, [min(each, length) for each in lengths])
         try:
             logits = [_plain(model, text) for text in texts]
-            with model.get_input_embeddings().register_forward_hook(_shaken):
-                shaken = _plain(model, texts[1])
         except Exception as error:
             raise StartError(f"transformers cannot run {cached.name}: {in_short(error)}") from error
         largest = max(float(expected.abs().nan_to_num(posinf=0).max()) for expected in logits)
         if any(expected.isnan().any() for expected in logits) or not largest:
             raise StartError(f"{cached.name} gives no numbers: are its weights damaged?")
-        rounding = torch.finfo(model.dtype).eps * largest
-        moved = float(_distances(shaken, logits[1]).max())
-        tolerance, is_mixture = max(_ROUNDINGS * rounding, _SHAKES * moved), cached.has_experts
-        if is_mixture:
-            tolerance = max(tolerance, _SHARE_OF_LARGEST * largest)
-        if cached.fingerprint:
-            tolerance = max(tolerance, _SHARE_PACKED * largest)
-        return cls(texts, logits, tolerance, is_mixture, note)
+        share = _SHARE_PACKED if cached.fingerprint else _LEAST_SHARE
+        tolerance = max(_ROUNDINGS * torch.finfo(model.dtype).eps, share) * largest
+        return cls(texts, logits, tolerance, cached.has_experts, note)
 
     def check(self, cached: Model) -> None:
         """Raises StartError if the CachedModel, as it is now, gives other logits."""
-        with refusal(cached):
-            distance = self._distance(cached)
+        parts = [torch.zeros(1)]  # how far the logits of each token are from those expected
+        with refusal(cached), torch.inference_mode():
+            for text, end, logits in _readings(cached, self.texts):
+                first = len(self.texts[text]) - len(self.logits[text])  # the first token compared
+                if end > first:
+                    expected = self.logits[text][: end - first][-len(logits) :]
+                    parts.append(_distances(logits[-len(expected) :], expected).cpu())
+        distances = torch.cat(parts)
+        distance = float(distances.median() if self.is_mixture else distances.max())
         if not distance <= self.tolerance:  # as NaN is not
             raise StartError(
                 f"{_title(cached)} cannot be served: its logits are {distance:.2g} away from "
@@ -116,21 +116,6 @@ class Reference:
             with suppress(OSError):  # then the next start compares again
                 self.note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.note.touch()
-                notes = sorted(self.note.parent.iterdir(), key=lambda note: note.stat().st_mtime)
-                for oldest in notes[:-_MOST_NOTES]:
-                    oldest.unlink()
-
-    @torch.inference_mode()
-    def _distance(self, cached: Model) -> float:
-        """How far the tokens' logits are from those expected: the farthest, or the median."""
-        parts = [torch.zeros(1)]
-        for text, end, logits in _readings(cached, self.texts):
-            first = len(self.texts[text]) - len(self.logits[text])  # the first token compared
-            if end > first:
-                expected = self.logits[text][: end - first][-len(logits) :]
-                parts.append(_distances(logits[-len(expected) :], expected).cpu())
-        distances = torch.cat(parts)
-        return float(distances.median() if self.is_mixture else distances.max())
 
 
 def _note(cached: Model) -> Path:
@@ -196,38 +181,29 @@ def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int,
     Gives (text, tokens fed of it, logits [n, V] of the last of them).
     """
     cache, texts = cached.cache, texts[: cached.cache.num_rows]
-    rows, fed, length = [cache.open_row() for _ in texts], [0] * len(texts), len(texts[0])
-
-    def feed(*counts: int, num_refused: int = 0) -> Iterator[tuple[int, int, Tensor]]:
-        """The next tokens of each text; behind the first text's, a draft that is then refused."""
-        begins = list(fed)
-        for i, count in enumerate(counts[: len(texts)]):
-            fed[i] = min(begins[i] + count, len(texts[i]))
-        active = [i for i, begin in enumerate(begins) if fed[i] > begin]
-        if not active:
-            return
-        tokens = [texts[i][begins[i] : fed[i]] for i in active]
-        draft = texts[0][: min(num_refused, length - fed[0])] if 0 in active else []
-        num_logits = [min(len(new), _NUM_COMPARED) for new in tokens]
-        tokens[0], num_logits[0] = tokens[0] + draft, num_logits[0] + len(draft)
-        logits = cached.forward([rows[i] for i in active], tokens, num_logits).logits
-        if draft:
-            cache.truncate(rows[0], fed[0])
-            logits[0] = logits[0][: -len(draft)]
-        yield from ((i, fed[i], scores) for i, scores in zip(active, logits, strict=True))
-
-    try:
-        yield from feed(length * 3 // 5)
-        yield from feed(length * 3 // 10)
-        yield from feed(1, num_refused=4)
-        if len(texts) > 1:
-            yield from feed(0, len(texts[1]) // 2)
-        while fed[0] < length:
-            for counts in _BATCHES:
-                yield from feed(*counts, num_refused=2)
-    finally:
-        for row in rows:
-            cache.close_row(row)
+    length, fed = len(texts[0]), [0] * len(texts)
+    chunks = [(length * 3 // 5, 0, 0), (length * 3 // 10, 0, 0), (1, len(texts[-1]) // 2, 4)]
+    with ExitStack() as opened:
+        rows = [cache.open_row(opened) for _ in texts]
+        for *counts, num_refused in chain(chunks, cycle(_BATCHES)):
+            if fed[0] == length:
+                return
+            ahead = zip(texts, fed, counts, strict=False)  # texts may be fewer
+            new = [text[begin : begin + count] for text, begin, count in ahead]
+            fed = [begin + len(tokens) for begin, tokens in zip(fed, new, strict=True)]
+            draft = texts[0][: min(num_refused, length - fed[0])] if new[0] else []
+            if not (active := [i for i, tokens in enumerate(new) if tokens]):
+                continue  # in a short context
+            num_logits = [min(len(new[i]), _NUM_COMPARED) for i in active]
+            if draft:
+                new[0], num_logits[0] = new[0] + draft, num_logits[0] + len(draft)
+            tokens = [new[i] for i in active]
+            logits = cached.forward([rows[i] for i in active], tokens, num_logits).logits
+            if draft:
+                cache.truncate(rows[0], fed[0])
+                logits[0] = logits[0][: -len(draft)]
+            for i, scores in zip(active, logits, strict=True):
+                yield i, fed[i], scores
 
 
 @contextmanager
@@ -269,12 +245,6 @@ def _plain(model: PreTrainedModel, text: list[int]) -> Tensor:
     """[n, V] float32 of the text's last tokens: one forward without a cache."""
     ids = torch.tensor([text], device=model.device)
     return model(input_ids=ids, use_cache=False).logits[0, -_NUM_COMPARED:].float().clone()
-
-
-def _shaken(module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """A forward hook: each number changed by about one rounding, always in the same directions."""
-    signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
 
 
 def _distances(actual: Tensor, expected: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ Another rule, such as llama4's chunks, is served for the positions at which it a
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -87,33 +88,6 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
     return Structure(windows, num_cache_layers, length, has_experts)
 
 
-@dataclass
-class _Watch:
-    """Notes which masks are made, by which rule, and which layers get them."""
-
-    made: list[tuple[Tensor, Rule]] = field(default_factory=list)
-    rules: dict[int, Rule] = field(default_factory=dict)  # by the layer's index
-
-    def note(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A forward hook. A block comes before its attention, so the attention's mask stays."""
-        for argument in (*args, *options.values()):
-            for mask, rule in self.made:
-                if mask is argument:
-                    self.rules[module.layer_idx] = rule
-
-    def watched(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The replacement of one of transformers' mask makers."""
-
-        def make_and_note(*args: Any, mask_function: Rule, **options: Any) -> Tensor:
-            # Where transformers leaves a mask out there would be nothing to note.
-            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            mask = make(*args, mask_function=mask_function, **options)
-            self.made.append((mask, mask_function))
-            return mask
-
-        return make_and_note
-
-
 @kernels.exclusive()
 @torch.inference_mode()
 def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
@@ -122,15 +96,27 @@ def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
     Returns each layer's rule, how many layers of a cache it uses, and whether some of these hold
     states. Layers that make masks themselves have no rule here. Raises UnsupportedModel.
     """
-    ids, watch = torch.ones(1, _NUM_READ, dtype=torch.long, device=model.device), _Watch()
+    ids = torch.ones(1, _NUM_READ, dtype=torch.long, device=model.device)
+    made, rules = list[tuple[Tensor, Rule]](), dict[int, Rule]()  # by the layer's index
+
+    def make(usual: Callable[..., Tensor], *args: Any, mask_function: Rule, **options: Any) -> Any:
+        """A mask of one of transformers' mask makers; it is not left out, and it is noted."""
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        made.append((usual(*args, mask_function=mask_function, **options), mask_function))
+        return made[-1][0]
+
+    def note(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A forward hook. A block comes before its attention, so the attention's mask stays."""
+        for argument in (*args, *options.values()):
+            rules.update((module.layer_idx, rule) for mask, rule in made if mask is argument)
+
     with ExitStack() as stack:
         for name in ("sdpa", "eager"):
-            _MAKERS[name] = watch.watched(_MAKERS[name])
+            _MAKERS[name] = partial(make, _MAKERS[name])
             stack.callback(_MAKERS.pop, name)  # transformers' makers are visible again
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                hook = module.register_forward_pre_hook(watch.note, with_kwargs=True)
-                stack.enter_context(hook)
+                stack.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         try:
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
         except Exception as error:
@@ -148,7 +134,7 @@ def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
         raise UnsupportedModel("has recurrent layers only, not supported yet")
     if any(layer.number_of_states > 1 for layer in recurrent):
         raise UnsupportedModel("keeps several states in one layer")
-    return watch.rules, len(layers), bool(recurrent)
+    return rules, len(layers), bool(recurrent)
 
 
 def window_of(rule: Rule, length: int, device: Any = "cpu") -> tuple[int | None, int]:

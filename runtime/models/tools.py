@@ -57,58 +57,57 @@ class Tools:
         return "\n".join(["You can call these tools:", *listed, "", when, call])
 
 
-def read_tools(fields: Json, form: Form | None) -> Tools | None:
+def bad_field(what: str) -> RequestError:
+    """A caller's mistake in the field that this sentence begins with."""
+    return RequestError(what, param=re.match(r"\w+", what)[0])
+
+
+def read_tools(fields: Json, form: Form) -> Tools | None:
     """Take the tools out of a request's fields; None where there are none, or none may be called.
 
-    `form` is None for an engine that cannot be bound to a grammar. Raises RequestError.
+    Raises RequestError.
     """
     names = "tools", "tool_choice", "parallel_tool_calls"
     tools, choice, is_parallel = (fields.pop(name, None) for name in names)
     if not isinstance(is_parallel, bool | None):
-        raise _wrong("parallel_tool_calls must be true or false")
+        raise bad_field("parallel_tool_calls must be true or false")
     if not isinstance(tools, list | None):
-        raise _wrong("tools must be a list")
-    listed = _check_tools(tools or [])
+        raise bad_field("tools must be a list")
+    listed = _names_of(tools or [])
     named = _chosen(choice, listed)
     if choice == "none" or not listed:
         return None
-    if form is None:
-        raise _wrong("tools are not supported with --engine: it is not bound to a grammar")
     is_forced = choice == "required" or named is not None
     return Tools(tools, form, named, is_forced, is_parallel is not False)
 
 
-def _wrong(what: str) -> RequestError:
-    return RequestError(what, param=re.match(r"\w+", what)[0])
-
-
-def _check_tools(tools: list[Any]) -> set[str]:
-    """The tools' names."""
+def _names_of(tools: list[Any]) -> set[str]:
+    """The tools' names; all else of them is checked, too. Raises RequestError."""
     if len(tools) > _MOST_TOOLS:
-        raise _wrong(f"tools has {len(tools)} entries; at most {_MOST_TOOLS} are read")
+        raise bad_field(f"tools has {len(tools)} entries; at most {_MOST_TOOLS} are read")
     names = set[str]()
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise _wrong(f"{where} must be an object with type: function")
+            raise bad_field(f"{where} must be an object with type: function")
         function = tool.get("function")
         where += ".function"
         if not isinstance(function, dict):
-            raise _wrong(f"{where} must be an object")
+            raise bad_field(f"{where} must be an object")
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise _wrong(f"{where}.name must be 1 to 64 letters, digits, _ or -")
+            raise bad_field(f"{where}.name must be 1 to 64 letters, digits, _ or -")
         if name in names:
-            raise _wrong(f"{where}.name: there are two tools with the name {name}")
+            raise bad_field(f"{where}.name: there are two tools with the name {name}")
         names.add(name)
         for key, kind, what in (
             ("description", str, "a text"), ("strict", bool, "true or false"),
             ("parameters", dict, "a JSON schema of an object"),
         ):  # fmt: skip
             if not isinstance(function.get(key), kind | None):
-                raise _wrong(f"{where}.{key} must be {what}")
+                raise bad_field(f"{where}.{key} must be {what}")
         if (function.get("parameters") or {}).get("type", "object") != "object":
-            raise _wrong(f"{where}.parameters must be a JSON schema of an object")
+            raise bad_field(f"{where}.parameters must be a JSON schema of an object")
     return names
 
 
@@ -122,30 +121,29 @@ def _chosen(choice: Any, names: set[str]) -> str | None:
         named = function.get("name") if isinstance(function, dict) else None
     if not isinstance(named, str) and choice not in _CHOICES:
         form = '{"type": "function", "function": {"name": "…"}}'
-        raise _wrong(f"tool_choice must be {', '.join(_CHOICES)} or {form}")
+        raise bad_field(f"tool_choice must be {', '.join(_CHOICES)} or {form}")
     if not names:
-        raise _wrong("tool_choice goes with tools")
+        raise bad_field("tool_choice goes with tools")
     if named is not None and named not in names:
-        raise _wrong("tool_choice names a tool that is not among tools")
+        raise bad_field("tool_choice names a tool that is not among tools")
     return named
 
 
-# ----------------------------------------------------------------------------- conversations
 def read_calls(calls: Any, where: str) -> list[Json]:
     """The calls in an assistant's message, checked. Raises RequestError."""
     if not isinstance(calls, list):
-        raise _wrong(f"{where} must be a list")
+        raise bad_field(f"{where} must be a list")
     return [_read_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
 def _read_call(call: Any, where: str) -> Json:
     if not isinstance(call, dict) or call.get("type", "function") != "function":
-        raise _wrong(f"{where} must be an object with type: function")
+        raise bad_field(f"{where} must be an object with type: function")
     function = call.get("function") if isinstance(call.get("function"), dict) else {}
     texts = {"id": call.get("id")} | {key: function.get(key) for key in ("name", "arguments")}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise _wrong(f"{where}: {key} must be a text")
+            raise bad_field(f"{where}: {key} must be a text")
     return {"id": texts.pop("id"), "type": "function", "function": texts}
 
 
@@ -155,7 +153,7 @@ def check_results(turns: list[Json]) -> None:
     for i, turn in enumerate(turns):
         called |= {call["id"] for call in turn.get("tool_calls", ())}
         if turn["role"] == "tool" and turn["tool_call_id"] not in called:
-            raise _wrong(f"messages[{i}] has a tool_call_id that no message before it has")
+            raise bad_field(f"messages[{i}] has a tool_call_id that no message before it has")
 
 
 def turns_for_template(turns: list[Json], form: Form, tools: Tools | None) -> list[Json]:

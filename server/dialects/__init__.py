@@ -15,7 +15,7 @@ from flask import Flask
 from werkzeug.exceptions import NotFound
 
 from runtime.values import Json, RequestError
-from server.parsing import model_id, unknown_model
+from server.parsing import check_model, model_id
 from server.service import Service
 
 from . import anthropic, chat, completions, responses
@@ -40,8 +40,7 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.get("/v1/models/<path:wanted>")
     def model(wanted: str) -> Json:
         """Describe the model. Raises RequestError, a 404, for any other name."""
-        if wanted != name:
-            raise unknown_model(wanted, name)
+        check_model(wanted, service.name)
         return card
 
     @app.errorhandler(NotFound)

@@ -20,7 +20,6 @@ from flask import Flask, Response, current_app, g
 
 import server.dialects.translation as to_chat
 from runtime.models.calls import AnswerReader, Call, Part, Thought
-from runtime.models.prompts import Conversation
 from runtime.values import Json, RequestError
 from server.fields import known_fields
 from server.parsing import check_model
@@ -66,8 +65,6 @@ def register_routes(app: Flask, service: Service) -> None:
         with errors_name(sent):
             _translate(fields, sent)
             read_chat(service, fields, sent)
-        if not isinstance(fields["prompt"], Conversation):
-            raise RequestError("tokens are not counted with --engine, which reads texts itself")
         return {"input_tokens": len(fields["prompt"])}
 
 
@@ -170,48 +167,44 @@ class Messages(InParts):
         super().__init__(fields, new_reader=new_reader)
         self._head = {"id": f"msg_{g.id}", "type": "message", "role": "assistant"}
         self._head["model"] = current_app.extensions["model"]
-        self._id, self._kind, self._index = g.id, "", -1  # kind and index of the block being told
+        self._id, self._content = g.id, list[Json]()  # blocks, of which the last is under way
 
     @property
     def opening(self) -> str:
         """A stream begins with the message without its content."""
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        prompt = self._fields["prompt"]
-        count = len(prompt) if isinstance(prompt, Conversation) else 0
-        message = self._head | nothing | {"usage": _usage(count)}
+        message = self._head | nothing | {"usage": _usage(len(self._fields["prompt"]))}
         return event("message_start", message=message) + event("ping")
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
-        """The events of a part, which goes on with a block or begins one."""
+        """Go on with a block, or begin one. Returns the events that tell of it."""
         (block, delta), told = _said(part), ""
-        if block["type"] != self._kind or isinstance(part, Call):
+        kind, is_call = block["type"], isinstance(part, Call)
+        if is_call or not self._content or self._content[-1]["type"] != kind:
             told = self._stop()
-            self._kind, self._index = block["type"], self._index + 1
-            told += event("content_block_start", index=self._index, content_block=block)
-        return told + event("content_block_delta", index=self._index, delta=delta)
+            told += event("content_block_start", index=len(self._content), content_block=block)
+            self._content.append(block)
+        if is_call:
+            self._content[-1] = block | {"input": to_chat.arguments_of(part) or {}}  # if it was cut
+        else:
+            self._content[-1][kind] += delta[kind]
+        return told + event("content_block_delta", index=len(self._content) - 1, delta=delta)
 
     def _stop(self) -> str:
         """The event that ends the block, if there is one."""
-        return event("content_block_stop", index=self._index) if self._kind else ""
+        count = len(self._content)
+        return event("content_block_stop", index=count - 1) if count else ""
 
     def whole(self, body: Json) -> Json:
-        """The message. A call that was cut has no input."""
-        content = list[Json]()
+        """The message."""
         for part in [*self.parts(0, body["text"])] or [""]:
-            block, delta = _said(part)
-            kind = block["type"]
-            if isinstance(part, Call):
-                content.append(block | {"input": to_chat.arguments_of(part) or {}})
-            elif content and content[-1]["type"] == kind:
-                content[-1][kind] += delta[kind]
-            else:
-                content.append(block | {kind: delta[kind]})
-        return self._head | {"content": content} | self._ending(body) | _figures(body)
+            self.part(0, part)
+        return self._head | {"content": self._content} | self._ending(body) | _figures(body)
 
     def last(self, body: Json) -> Iterator[str]:
         """The rest of the blocks, and why the message ended, with figures."""
         yield from (self.part(0, part) for part in self.readers[0].finish())
-        yield ("" if self._kind else self.part(0, "")) + self._stop()
+        yield ("" if self._content else self.part(0, "")) + self._stop()
         yield event("message_delta", delta=self._ending(body), **_figures(body))
         yield event("message_stop")
 

@@ -22,7 +22,7 @@ from server.formats import FIELDS, constraint_of
 from server.parsing import KNOWN
 from server.service import Service, read_body
 
-from .shapes import InParts, Logprobs, OpenAIShape, by_id, bytes_of, refuse_streamed_scores
+from .shapes import InParts, Logprobs, OpenAIShape, bytes_of
 
 _OF_TOOLS = "tools", "tool_choice", "parallel_tool_calls"
 NAMES = KNOWN - {"prompt", "chat"} | {"messages", "top_logprobs", *_OF_TOOLS, *TEMPLATE_FIELDS}
@@ -35,7 +35,6 @@ def register_routes(app: Flask, service: Service) -> None:
     def chat() -> Response | Json:
         """Answer a conversation."""
         fields, sent = known_fields(read_body(), NAMES), dict[str, str]()
-        refuse_streamed_scores(fields)
         with errors_name(sent):
             new_reader = read_chat(service, fields, sent)
             return service.respond(fields, Chat(service, fields, new_reader=new_reader))
@@ -156,11 +155,6 @@ class Chat(InParts, OpenAIShape):
     def end(self, index: int, reason: str) -> Json:
         """The choice in the chunk that ends it, which says nothing more."""
         return self._choice(index, self._reason(index, reason), delta={})
-
-    def whole(self, body: Json) -> Json:
-        """The body, with the scores of its prompt if they were asked for."""
-        scores = body.get("prompt_logprobs")
-        return super().whole(body) | ({"prompt_logprobs": by_id(scores)} if scores else {})
 
     def _reason(self, index: int, reason: str) -> str:
         has_called = self.readers[index].num_calls  # a call that a stop string cut is none

@@ -5,19 +5,19 @@ usual parts an answer, and a stream's last chunk, has `metrics.speculative_decod
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from flask import Flask, Response
 
 from runtime.models.prompts import is_text
-from runtime.values import Json, RequestError
+from runtime.values import Json
 from server.fields import known_fields, wrong
 from server.parsing import KNOWN
 from server.service import Service, read_body
 
-from .shapes import Logprobs, OpenAIShape, Places, bodies, by_id, refuse_streamed_scores
+from .shapes import Logprobs, OpenAIShape, Places
 
 _NAMES = KNOWN - {"chat"} | {"echo", "suffix"}
 _MOST_PROMPTS = 128
@@ -31,48 +31,39 @@ def register_routes(app: Flask, service: Service) -> None:
         """Continue a prompt, or each of a list."""
         fields = known_fields(read_body(), _NAMES)
         if not isinstance(echo := fields.pop("echo", False), bool):
-            raise RequestError("echo must be true or false", param="echo")
-        fill_in(service, fields)
-        refuse_streamed_scores(fields)
-        is_scored, begins = fields.get("prompt_logprobs") is not None, list[Begin]()
-        prompts = _prompts_of(fields.get("prompt"))
-        is_list = len(prompts) > 1
-        if echo or is_list:
-            prompts = service.read_list(sent := prompts, "echo" if echo else "prompt")
+            raise wrong("echo", "must be true or false")
+        _fill_in(service, fields)
+        prompts, shape = _prompts_of(fields.get("prompt")), Completion(service, fields)
+        shape.num_prompts = len(prompts)
+        if echo or len(prompts) > 1:
+            sent, prompts = prompts, service.read_list(prompts)
         if echo:
-            if fields.get("truncate_prompt_tokens") is not None:
-                raise wrong("truncate_prompt_tokens", "does not go with echo")
-            # What is repeated is scored where log-probabilities are asked for, if it can be.
-            count, scored = _num_top(fields), fields.get("prompt_logprobs")
-            if count is not None and isinstance(scored, int | None):
-                fields["prompt_logprobs"] = max(count, scored or 0)
-            for each, ids in zip(sent, prompts, strict=True):
-                text = each  # of ids it is what they say, as in the answer
-                if not isinstance(each, str):
-                    text = service.tokenizer.decode(ids, skip_special_tokens=True)
-                has_name = fields.get("return_tokens_as_token_ids") is True
-                first = f"token_id:{ids[0]}" if has_name else service.tokenizer.decode(ids[:1])
-                begins.append(Begin(text, {"id": ids[0], "token": first}))
+            shape.begins = _begins(service, fields, sent, prompts)
         fields["prompt"] = prompts[0]
-        shape = Completion(service, fields, len(prompts), begins, is_scored)
-        return service.respond(fields, shape, prompts if is_list else None)
+        return service.respond(fields, shape, prompts if len(prompts) > 1 else None)
 
 
-def fill_in(service: Service, fields: Json) -> None:
+def _fill_in(service: Service, fields: Json) -> None:
     """Where there is a suffix, put the prompt of the text with the gap in front of it.
 
     Raises RequestError for what is no text, and for a model that cannot fill in.
     """
-    if (suffix := fields.pop("suffix", "")) != "":
-        before = check_text(fields.get("prompt") or "", "prompt")
-        service.read_infill(before, check_text(suffix, "suffix"), fields)
+    if (suffix := fields.pop("suffix", "")) == "":
+        return
+    before = fields.get("prompt") or ""
+    for name, value in ("prompt", before), ("suffix", suffix):
+        if value != "" and not is_text(value):
+            raise wrong(name, "must be a text, where a gap is to be filled in")
+    service.read_infill(before, suffix, fields)
 
 
-def check_text(value: Any, name: str) -> str:
-    """A text as it is, which may be empty. Raises RequestError for anything else."""
-    if value != "" and not is_text(value):
-        raise RequestError(f"{name} must be a text, where a gap is to be filled in", param=name)
-    return value
+def _prompts_of(prompt: Any) -> list[Any]:
+    """The prompts of a list of texts, or of lists of ids; anything else is one."""
+    if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))):
+        return [prompt]
+    if len(prompt) > _MOST_PROMPTS:
+        raise wrong("prompt", f"has {len(prompt)} entries; at most {_MOST_PROMPTS} are taken")
+    return prompt
 
 
 class Begin(NamedTuple):
@@ -80,6 +71,28 @@ class Begin(NamedTuple):
 
     text: str
     first: Json  # its first token, which has no log-probability
+
+
+def _begins(
+    service: Service, fields: Json, sent: list[Any], prompts: list[list[int]]
+) -> list[Begin]:
+    """What an echo repeats of each prompt: `sent` as a text or ids, and its ids.
+
+    It is scored where log-probabilities are asked for, if it can be.
+    """
+    if fields.get("truncate_prompt_tokens") is not None:
+        raise wrong("truncate_prompt_tokens", "does not go with echo")
+    count, scored = _num_top(fields), fields.get("prompt_logprobs")
+    if count is not None and isinstance(scored, int | None):
+        fields["prompt_logprobs"] = max(count, scored or 0)
+    has_names, decode = fields.get("return_tokens_as_token_ids") is True, service.tokenizer.decode
+    return [
+        Begin(
+            each if isinstance(each, str) else decode(ids, skip_special_tokens=True),
+            {"id": ids[0], "token": f"token_id:{ids[0]}" if has_names else decode(ids[:1])},
+        )
+        for each, ids in zip(sent, prompts, strict=True)
+    ]
 
 
 def _num_top(fields: Json) -> int | None:
@@ -90,56 +103,30 @@ def _num_top(fields: Json) -> int | None:
     return logprobs if isinstance(logprobs, int) else None
 
 
-def _prompts_of(prompt: Any) -> list[Any]:
-    """The prompts of a list of texts, or of lists of ids; anything else is one."""
-    if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))):
-        return [prompt]
-    check_number(prompt)
-    return prompt
-
-
-def check_number(prompts: list[Any]) -> None:
-    """Raises RequestError for more prompts than a list may have."""
-    if len(prompts) > _MOST_PROMPTS:
-        raise wrong("prompt", f"has {len(prompts)} entries; at most {_MOST_PROMPTS} are taken")
-
-
 class Completion(OpenAIShape):
     """The shape of /v1/completions: the choices of the first prompt, then those of the next."""
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self, service: Service, fields: Json, num_prompts: int = 1,
-        begins: Sequence[Begin] = (), is_scored: bool = False,
-    ) -> None:  # fmt: skip
-        """`begins` has, for an echo, what stands before the choices of each prompt.
+    begins: list[Begin] = []  # for an echo, what stands before the choices of each prompt
 
-        `is_scored`: the client asks for `prompt_logprobs`.
-        """
+    def __init__(self, service: Service, fields: Json) -> None:
         super().__init__(fields)
-        self.num_prompts, self._begins, self._is_scored = num_prompts, begins, is_scored
         self._places = defaultdict[int, Places](partial(Places, service.tokenizer))  # by choice
 
-    def whole(self, body: Json) -> Json:
-        self._scores = [each.get("prompt_logprobs") for each in bodies(body)]
-        return super().whole(body)
-
     def choice(self, index: int, body: Json) -> Json:
-        scores = self._scores[index - index % self.per_prompt]
         text, logprobs = body["text"], body.get("logprobs")
-        if self._begins:
-            before, scored = self._echo(index, scores)
+        if self.begins:
+            before, scored = self._echo(index, self.scores[index // self.per_prompt])
             text, logprobs = before + text, logprobs if scored is None else [*scored, *logprobs]
-        choice = self._choice(index, text, logprobs, body["finish_reason"])
-        return choice | ({"prompt_logprobs": by_id(scores)} if self._is_scored else {})
+        return self._choice(index, text, logprobs, body["finish_reason"])
 
     def end(self, index: int, reason: str) -> Json:
         return self._choice(index, "", None, reason)
 
     def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
         """A chunk that repeats the prompt."""
-        if not self._begins or number >= self.num_choices:
+        if not self.begins or number >= self.num_choices:
             return ""
         return self.chunk(self._choice(number, *self._echo(number, scores())))
 
@@ -151,7 +138,7 @@ class Completion(OpenAIShape):
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
-        begin = self._begins[index // self.per_prompt]
+        begin = self.begins[index // self.per_prompt]
         if _num_top(self._fields) is None:
             return begin.text, None
         first = {"logprob": None, "top_logprobs": None}

@@ -18,7 +18,6 @@ from server.fields import wrong
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
-_OF_PROMPTS = {"prompt_logprobs": None, "prompt_token_ids": None}  # as vLLM has them: null first
 Logprobs = list[Json] | None
 
 
@@ -35,12 +34,6 @@ def event(kind: str, **data: Any) -> str:
 def bodies(body: Json) -> list[Json]:
     """The answers of /generate to each choice."""
     return body.get("choices", [body])
-
-
-def refuse_streamed_scores(fields: Json) -> None:
-    """Raises RequestError where a stream is to have a prompt's scores."""
-    if fields.get("prompt_logprobs") is not None and fields.get("stream"):
-        raise wrong("prompt_logprobs", "goes with stream: false")
 
 
 def by_id(scores: list[Json | None]) -> list[Json | None]:
@@ -114,10 +107,14 @@ class OpenAIShape(Shape):
     """OpenAI's shape of an answer: a body with choices, or chunks of them and then the figures."""
 
     prefix, kind, kind_of_chunk = "", "", ""
-    has_own_prompts = True  # whether a choice tells its prompt's ids, or the body does
+    has_own_prompts = True  # whether a choice tells of its prompt, or the body does
 
     def __init__(self, fields: Json) -> None:
+        """Raises RequestError where a stream is to have a prompt's scores."""
         super().__init__(fields)
+        self._is_scored = fields.get("prompt_logprobs") is not None
+        if self._is_scored and fields.get("stream"):
+            raise wrong("prompt_logprobs", "goes with stream: false")
         self._head = {"id": f"{self.prefix}-{g.id}"}  # the X-Request-Id
         self._head |= {"object": self.kind, "created": int(time.time())}
         self._head["model"] = current_app.extensions["model"]
@@ -125,11 +122,9 @@ class OpenAIShape(Shape):
         self._has_ids, self._num_tokens = fields.get("return_token_ids") is True, Counter[int]()
         self._new_ids = defaultdict[int, list[int]](list)  # by choice: those that no chunk has had
         self._told = set[int]()  # whose prompt a chunk has had
-        self._counts = all(map(self._option, ("include_usage", "continuous_usage_stats")))
-
-    def _option(self, name: str) -> bool:
-        options = self._fields.get("stream_options")
-        return isinstance(options, dict) and options.get(name) is True
+        options = fields.get("stream_options")
+        options = options.items() if isinstance(options, dict) else ()
+        self._options = {name for name, value in options if value is True}
 
     def choice(self, index: int, body: Json) -> Json:
         """A choice of a whole answer, from /generate's answer to it."""
@@ -141,15 +136,24 @@ class OpenAIShape(Shape):
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once, from /generate's answer."""
-        own, absent = (_OF_PROMPTS, {}) if self.has_own_prompts else ({}, _OF_PROMPTS)
-        own = {"token_ids": None} | own
-        choices = [_stop(each) | own | self.choice(i, each) for i, each in enumerate(bodies(body))]
-        self._new_ids |= enumerate(each.get("token_ids") for each in bodies(body))
-        return self._head | absent | self._with_ids(choices) | figures(body)
+        every = bodies(body)
+        self.scores = [each.get("prompt_logprobs") for each in every[:: self.per_prompt]]
+        # vLLM's form: of what was not asked for there are nulls.
+        of_prompts = [
+            {"prompt_logprobs": by_id(one) if self._is_scored else None, "prompt_token_ids": None}
+            for one in self.scores
+        ]
+        choices = list[Json]()
+        for i, each in enumerate(every):
+            own = of_prompts[i // self.per_prompt] if self.has_own_prompts else {}
+            choices.append(_stop(each) | {"token_ids": None} | own | self.choice(i, each))
+            self._new_ids[i] = each.get("token_ids")
+        of_all = {} if self.has_own_prompts else of_prompts[0]
+        return self._head | of_all | self._with_ids(choices) | figures(body)
 
     def note(self, event: Json, number: int) -> None:
         """Count the tokens of an event, and keep their ids for the choice's next chunk."""
-        if number < self.num_choices and (self._has_ids or self._counts):
+        if number < self.num_choices:
             ids = [token["id"] for token in event["tokens"]]
             self._new_ids[number] += ids
             self._num_tokens[number] += len(ids)
@@ -163,22 +167,22 @@ class OpenAIShape(Shape):
         """A part of a body: choices, and the ids that are news, where the request wants them."""
         if not self._has_ids:
             return {"choices": list(choices)}
-        parts, prompt = list[Json](), {}
+        parts, of_all = list[Json](), Json()
         for choice in choices:
             index = choice["index"]
-            part = choice | {"token_ids": self._new_ids.pop(index, [])}
+            parts.append(choice | {"token_ids": self._new_ids.pop(index, [])})
             if index not in self._told and (self.has_own_prompts or not self._told):
                 self._told.add(index)
-                prompt = {"prompt_token_ids": self.requests[index].prompt}
-            parts.append(part | (prompt if self.has_own_prompts else {}))
-        return {"choices": parts} | ({} if self.has_own_prompts else prompt)
+                place = parts[-1] if self.has_own_prompts else of_all
+                place["prompt_token_ids"] = self.requests[index].prompt
+        return {"choices": parts} | of_all
 
     def chunk(self, *choices: Json, **more: Any) -> str:
         """A chunk of a stream."""
         kind = {"object": self.kind_of_chunk}
-        if self._counts and choices:
+        if choices and self._options >= {"include_usage", "continuous_usage_stats"}:
             more["usage"] = self._usage(choices[0]["index"])
-        elif self._option("include_usage"):
+        elif "include_usage" in self._options:
             more.setdefault("usage", None)
         return sse(self._head | kind | self._with_ids(choices) | more)
 
@@ -186,7 +190,7 @@ class OpenAIShape(Shape):
         """Why each choice ended, at last with figures; or these with the usage, if asked for."""
         counted = figures(body)
         ends = [self.end(i, each["finish_reason"]) for i, each in enumerate(bodies(body))]
-        if self._option("include_usage"):
+        if "include_usage" in self._options:
             yield from map(self.chunk, ends)
             yield self.chunk(**counted)
         else:

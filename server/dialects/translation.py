@@ -107,10 +107,7 @@ def arguments_of(call: Call) -> Json | None:
 
 def counts(body: Json) -> tuple[int, int, int, int]:
     """Tokens of an answer: of its prompt, those that a cache had, written ones, of reasoning."""
-    usage = body.get("usage") or {}
-    cached, reasoning = (
-        (usage.get(f"{of}_tokens_details") or {}).get(name) or 0
-        for of, name in (("prompt", "cached_tokens"), ("completion", "reasoning_tokens"))
-    )
-    prompt, written = (usage.get(f"{of}_tokens") or 0 for of in ("prompt", "completion"))
-    return prompt, cached, written, reasoning
+    usage = body["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning

@@ -18,14 +18,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from flask import Flask
 from flask.testing import FlaskClient
 from tqdm import tqdm
+
+from runtime.models.catalogue import FALLBACK, with_model
+from server.curve import cpu_name
+from server.options import Options
+from server.parsing import model_id
 
 from . import FOLDER, INDEX, files, index
 
@@ -55,14 +62,17 @@ _MOST = 8  # entries of a distribution
 _CURVE_S, _DRAIN_S = 120.0, 10.0  # at most: to measure a curve, and to end what runs
 
 
-def write(folder: str, load: Callable[[], tuple[str, Flask]], machine: str) -> int:
-    """Record the application that `load` gives, with its model's name, and write it into a folder.
+def write(folder: str, load: Callable[[Options], Flask], options: Options) -> int:
+    """Record the application that `load` makes of the options, and write it into a folder.
 
     Returns the exit status. Raises OSError for a folder that cannot be had, before anything is
     loaded, and ValueError where nothing could be recorded.
     """
     with _room_in(Path(folder)) as room:
-        name, app = load()
+        options = replace(with_model(options), api_key=None)  # nobody else can ask
+        name = FALLBACK if options.is_embedded else model_id(options.title)
+        app, count = load(options), torch.get_num_threads()
+        machine = f"{cpu_name()}, {count} thread{'s' * (count > 1)}"
         day = datetime.now(UTC).date().isoformat()
         recording = {"model": name, "recorded_at": day, "machine": machine}
         try:

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x
 import torch
 from transformers import PreTrainedModel
 
-from runtime.models.catalogue import place_of
+from runtime.models.catalogue import resolve_model
 from runtime.models.loading import load_pretrained
 from server.options import Options
 
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens", "rate")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
     plan = Plan(
-        given.kind, place_of(given.target), given.work, given.out or given.work / given.kind,
+        given.kind, resolve_model(given.target), given.work, given.out or given.work / given.kind,
         verifier=given.verifier or given.target, begin=given.begin, **sizes,
     )  # fmt: skip
     print(json.dumps(run(plan, given.stage)))

@@ -7,7 +7,7 @@
 
 typedef struct {  // a text's draft by a chain of forwards (chain.c)
   choice how;
-  const doubts *may_stop;  // or NULL: a draft has as many tokens as it may
+  const stop_rule *may_stop;  // or NULL: a draft has as many tokens as it may
   int32_t limit, count;    // of tokens: at most, and how many were drawn
   int32_t before, forwards;  // forwards that it took
   int64_t position;        // of the first one in the text
