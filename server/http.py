@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
+from math import inf
 from typing import Any, NoReturn
 
 from flask import Flask, Response, current_app, g, request
@@ -24,7 +26,7 @@ from runtime.models.catalogue import abandon
 from runtime.values import TOO_SLOW, Json, RequestError, engine_failure, in_short
 from server.page import register_page
 
-from .connection import CLIENT_BEHIND, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
+from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
 from .log import Progress, log_to_stderr, name_requests
 from .options import Options
 from .parsing import model_id
@@ -35,7 +37,7 @@ _OTHER_CONNECTIONS = 448  # beside those that have a thread
 _OTHER_FILES = 128 + MAX_ACCEPTED  # beside connections
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
 _HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
-_OPEN = ("/page/", "/prompts")  # these, / and /health need no API key
+_OPEN = re.compile("/|/health|/page/.*|/prompts.*")  # paths that need no API key
 LOG = logging.getLogger(__name__)
 
 
@@ -47,15 +49,14 @@ def base_app(options: Options) -> Flask:
     app.url_map.merge_slashes = False  # /v1//models gets a 404: a redirect would be HTML
     name_requests(app)
     register_errors(app)
-    guard = Guard(options)
 
     @app.before_request
     def check() -> Response | None:
         """Refuse callers without access. Answer OPTIONS where other pages may call."""
         if refusal := request.environ.get(REFUSAL):
             raise refusal
-        if CLIENT_BEHIND not in request.environ:  # the server has checked heads that it read
-            guard.check(request.environ)
+        if WHEN_LEFT not in request.environ:  # the server has checked heads that it read
+            check_head(options, request.environ)
         # A browser asks before it calls, and without a key.
         is_question = options.allow_origin and request.method == "OPTIONS"
         return Response(status=204) if is_question else None
@@ -78,66 +79,50 @@ def base_app(options: Options) -> Flask:
     return app
 
 
-class Guard:
-    """Access control, by the API key or by the host names that the server may be called by."""
+def check_head(options: Options, environ: Json) -> None:
+    """Raises RequestError for a request that is refused whatever its body says.
 
-    def __init__(self, options: Options) -> None:
-        self._key = options.api_key
-        self._names = {"localhost", options.host.lower(), *map(str.lower, options.allowed_host)}
-
-    def check(self, environ: Json) -> None:
-        """Raises RequestError for a head whose body need not be read."""
-        asked = Request(environ, populate_request=False)
-        if self._key is None:
-            self._check_host(asked.headers.get("Host", ""))
-        elif not _is_open(asked.path) and asked.method != "OPTIONS":
-            self._check_key(asked.headers)
-        has_body = asked.content_length or "Transfer-Encoding" in asked.headers
-        if asked.method == "POST" and has_body:
-            check_kind(asked)
-
-    def _check_host(self, host: str) -> None:
-        """Without a key a page elsewhere must not call under a name that it made point to us.
-
-        Such a page's browser sends that name (DNS rebinding). HTTP/1.0 may send none; no browser
-        does.
-        """
-        name = re.sub(r":\d*$", "", host).lower()
-        if not name or self._names & {name, "*"} or _is_ip(name):
-            return
-        why = f"this server does not go by the name {in_short(name)[:100]}"
-        hint = "start it with --allowed-host NAME, or with an API key"
-        raise RequestError(f"{why}: {hint}", status=403, code="unknown_host")
-
-    def _check_key(self, headers: EnvironHeaders) -> None:
-        """Either header may have the key: Anthropic's clients send X-Api-Key."""
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
-        given = key if scheme.lower() == "bearer" else "", headers.get("X-Api-Key", "")
-        # WSGI hands bytes over as Latin-1, whatever they are.
-        if not any([hmac.compare_digest(k.encode("latin-1"), self._key.encode()) for k in given]):
-            how = "Authorization: Bearer KEY, or as X-Api-Key: KEY"
-            raise RequestError(f"give the API key as {how}", status=401, code="invalid_api_key")
-
-
-def check_kind(asked: Request) -> None:
-    """Raises RequestError for a request whose body is not JSON, or is compressed."""
+    Who asks needs the API key. Without one the server answers to its own names alone. A body has to
+    be JSON, and not compressed.
+    """
+    asked = Request(environ, populate_request=False)
+    if options.api_key is None:
+        _check_host(options, asked.headers.get("Host", ""))
+    elif asked.method != "OPTIONS" and not _OPEN.fullmatch(asked.path):
+        _check_key(options.api_key, asked.headers)
+    has_body = asked.content_length or "Transfer-Encoding" in asked.headers
+    if asked.method != "POST" or not has_body:
+        return
     if not asked.is_json:
         raise RequestError("the Content-Type must be application/json", status=415)
     if asked.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError("a compressed body is not supported", status=415)
 
 
-def _is_open(path: str) -> bool:
-    return path in ("/", "/health") or path.startswith(_OPEN)
+def _check_host(options: Options, host: str) -> None:
+    """Without a key a page elsewhere must not call under a name that it made point to us.
 
-
-def _is_ip(name: str) -> bool:
-    is_v6 = name.startswith("[") and name.endswith("]")
+    Such a page's browser sends that name (DNS rebinding). HTTP/1.0 may send none; no browser does.
+    """
+    name = re.sub(r":\d*$", "", host).lower()
+    if {name, "*"} & {"", "localhost", options.host.lower(), *map(str.lower, options.allowed_host)}:
+        return
     try:
-        ip_address(name[1:-1] if is_v6 else name)
+        ip_address(name.strip("[]"))  # an address points where it says
     except ValueError:
-        return False
-    return is_v6 or ":" not in name
+        why = f"this server does not go by the name {in_short(name)[:100]}"
+        hint = "start it with --allowed-host NAME, or with an API key"
+        raise RequestError(f"{why}: {hint}", status=403, code="unknown_host") from None
+
+
+def _check_key(expected: str, headers: EnvironHeaders) -> None:
+    """Either header may have the key: Anthropic's clients send X-Api-Key."""
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    given = key if scheme.lower() == "bearer" else "", headers.get("X-Api-Key", "")
+    # WSGI hands bytes over as Latin-1, whatever they are.
+    if not any([hmac.compare_digest(k.encode("latin-1"), expected.encode()) for k in given]):
+        how = "Authorization: Bearer KEY, or as X-Api-Key: KEY"
+        raise RequestError(f"give the API key as {how}", status=401, code="invalid_api_key")
 
 
 def body_of(error: RequestError) -> Json:
@@ -196,31 +181,26 @@ def loading_app(options: Options, error_forms: Json) -> Flask:
     return app
 
 
-def num_threads(options: Options) -> int:
-    """One for each request that runs or waits, and others."""
-    return options.max_running + options.max_queued + _OTHER_THREADS
+def room_for(options: Options) -> tuple[int, int]:
+    """How many threads may answer, and how many connections may be open.
 
-
-def room_for_connections(needed: int) -> int:
-    """How many connections may be open: more than are needed, where the system lets it.
-
-    Raises this process's limit of open files if need be and if it may. Raises ValueError if fewer
-    are possible than are needed.
+    A request that runs or waits has a thread. Raises this process's limit of open files if need be,
+    and ValueError if fewer connections are possible than there are threads.
     """
-    limit = needed + _OTHER_CONNECTIONS
-    with suppress(ImportError, ValueError, OSError):  # elsewhere than on Unix there is none
+    needed = options.max_running + options.max_queued + _OTHER_THREADS
+    room = needed + _OTHER_CONNECTIONS
+    with suppress(ImportError, ValueError, OSError):  # elsewhere than on Unix there is no limit
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = limit + _OTHER_FILES
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            limit = allowed - _OTHER_FILES
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if needed > limit:
-        why = f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)}"
+        if soft != resource.RLIM_INFINITY and soft < room + _OTHER_FILES:
+            most = inf if hard == resource.RLIM_INFINITY else hard
+            room = min(room, most - _OTHER_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (room + _OTHER_FILES, hard))
+    if needed > room:
+        why = f"--max-running and --max-queued ask for {needed} connections, and {max(0, room)}"
         raise ValueError(f"{why} are possible here (ulimit -n sets how many files may be open)")
-    return limit
+    return needed, room
 
 
 def wait_for(reports: "queue.SimpleQueue[Any]") -> Any:
@@ -243,58 +223,45 @@ def serve(load: Callable[[], Flask], port: int, options: Options, error_forms: J
     Raises OSError if the address is taken, ValueError if too few connections are possible, and what
     `load` raises.
     """
-    limit = room_for_connections(num_threads(options))
+    num_threads, num_connections = room_for(options)
     # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
     ends: queue.SimpleQueue[None] = queue.SimpleQueue()
-    is_ending, is_loading = False, True
+    is_loading = True
 
-    def stop(number: int, *_: Any) -> None:
-        """Handle a signal: the first one ends orderly, the second one at once."""
-        nonlocal is_ending
-        if is_ending and number != _HANGUP:  # a terminal that closes sends several
-            abandon()
-            os._exit(1)
-        is_ending = True
+    def stop(*_: Any) -> None:
+        _handle_signals(_quit, signal.SIG_IGN)  # a terminal that closes sends several hang-ups
         ends.put(None)
         if is_loading:
-            end(flush_log)
+            _end(flush_log)
 
     # Have all threads take memory from two places: what one gives back, another can use. With a
     # place for each thread, as glibc has it, memory grows for ten thousands of requests.
     _ask_glibc("mallopt", -8, 2)  # M_ARENA_MAX
     flush_log = log_to_stderr()
-    handle_signals(stop)
-    check = Guard(options).check
-    server = Server(
-        loading_app(options, error_forms), check, options.host, port, num_threads(options), limit
-    )
+    _handle_signals(stop, stop)
+    loading, check = loading_app(options, error_forms), partial(check_head, options)
+    server = Server(loading, check, options.host, port, num_threads, num_connections)
     server.start(at_end=lambda: ends.put(None))
     url = url_of(options.host, port)
-    say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
-    server.app = app = _loaded(load, flush_log)
+    _say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
+    try:
+        server.app = app = load()
+    finally:
+        flush_log()  # an error in loading is printed after the lines of the log
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
+    _ask_glibc("malloc_trim", 0)  # what only loading needed goes back to the system
     is_loading = False
-    say(f"serving on {url}: open it in a browser, or send requests (POST /generate, /v1/…)")
+    _say(f"serving on {url}: open it in a browser, or send requests (POST /generate, /v1/…)")
     wait_for(ends)
     if not server.has_died:
         _drain(app.extensions["worker"], server, options.grace_period)
-    end(flush_log, int(server.has_died))
+    _end(flush_log, int(server.has_died))
 
 
 def url_of(host: str, port: int) -> str:
     """A server's URL. Example: ::1, 5000 -> http://[::1]:5000."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
-    """Load the app. An error in loading is printed after the lines of the log."""
-    try:
-        app = load()
-    finally:
-        flush_log()
-    gc.collect()
-    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
-    _ask_glibc("malloc_trim", 0)  # what only loading needed goes back to the system
-    return app
 
 
 def _ask_glibc(function: str, *arguments: int) -> None:
@@ -303,37 +270,42 @@ def _ask_glibc(function: str, *arguments: int) -> None:
         getattr(ctypes.CDLL(None), function)(*arguments)
 
 
-def handle_signals(stop: Callable[..., None]) -> None:
-    """Have `stop` called by what is sent to end a server."""
+def _handle_signals(stop: Callable[..., None], at_hangup: Any) -> None:
+    """Have what is sent to end a server call these."""
     # Also where a shell has started the job in the background, with SIGINT ignored.
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     if _HANGUP and signal.getsignal(_HANGUP) is not signal.SIG_IGN:  # as nohup has it
-        signal.signal(_HANGUP, stop)
+        signal.signal(_HANGUP, at_hangup)
 
 
 def _drain(worker: Worker, server: Server, grace_s: float) -> None:
     """Let answers be finished and sent."""
     deadline = time.monotonic() + grace_s
     if waited_for := worker.num_running + worker.num_waiting:
-        say(f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once")
+        _say(f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once")
     if cut_off := worker.drain(grace_s):
-        say(f"{cut_off} requests were cut off")
+        _say(f"{cut_off} requests were cut off")
     while server.is_busy and time.monotonic() < deadline + _LAST_WORDS_S:
         time.sleep(0.02)
 
 
-def say(line: str) -> None:
+def _say(line: str) -> None:
     """Tell whoever reads stdout, if anybody does: the disk may be full, the terminal closed."""
     with suppress(OSError, ValueError):
         print(line, flush=True)
 
 
-def end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
-    """End the process at once. Python's exit would wait for threads, or end one inside torch."""
-    abandon()
+def _end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
+    """End the process. Python's own exit would wait for threads, or end one inside torch."""
     # While a thread waits for somebody to read the log, stderr is locked: flush would wait, too.
     for stream in (sys.stdout, sys.stderr) if flush_log() else (sys.stdout,):
         with suppress(OSError, ValueError):
             stream.flush()
+    _quit(status=status)
+
+
+def _quit(*_: Any, status: int = 1) -> NoReturn:
+    """End the process at once: what a second signal does."""
+    abandon()
     os._exit(status)

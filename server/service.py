@@ -30,7 +30,7 @@ from .comparison import runs_to_compare
 from .connection import WHEN_LEFT
 from .curve import register_curve
 from .formats import reasoning_of
-from .http import base_app, check_kind
+from .http import base_app
 from .metrics import register_metrics
 from .options import Options
 from .parsing import model_id, parse_json, parse_list, parse_request
@@ -44,7 +44,6 @@ def read_body(takes_place: bool = True) -> Json:
     """
     if takes_place:
         current_app.extensions["worker"].expect_place()
-    check_kind(request)
     return parse_json(request.get_data(cache=False))
 
 

@@ -33,7 +33,7 @@ from runtime.grammars import probe
 from runtime.models import prompts as reading
 from runtime.models.prompts import chat_prompt, tokenize
 from runtime.values import RequestError
-from server.connection import CLIENT_BEHIND
+from server.connection import WHEN_LEFT
 from server.fields import NEUTRAL
 from server.parsing import KNOWN
 
@@ -177,7 +177,7 @@ def test_a_wrong_path_or_method_is_a_json_error(client, wanted, method, path):
 
 def test_access_is_checked_once(client):
     """By the server, when it has read a head; by the application where there is no server."""
-    for environ, status in (({}, 403), ({CLIENT_BEHIND: bool}, 200)):
+    for environ, status in (({}, 403), ({WHEN_LEFT: bool}, 200)):
         asked = {"headers": {"Host": "evil.example"}, "environ_overrides": environ}
         assert client.get("/health", **asked).status_code == status
 

@@ -32,7 +32,7 @@ import server.demo as terminal
 from runtime.models import loading, startup
 from runtime.values import RequestError
 from server import core, http
-from server.http import Guard
+from server.http import check_head
 from server.options import KEY_VARIABLE, Options, parse_arguments
 from server.parsing import parse_request
 
@@ -271,9 +271,9 @@ def test_a_key_may_come_from_where_ps_does_not_show_it(monkeypatch, capsys):
     _, options = parse_arguments(["--port", "1"])
     given = "Bearer schlüssel".encode().decode("latin-1")  # as WSGI has it
     head = {"REQUEST_METHOD": "GET", "PATH_INFO": "/metrics", "HTTP_AUTHORIZATION": given}
-    Guard(options).check(head)
+    check_head(options, head)
     with pytest.raises(RequestError, match="give the API key"):
-        Guard(options).check(head | {"HTTP_AUTHORIZATION": "Bearer schluessel"})
+        check_head(options, head | {"HTTP_AUTHORIZATION": "Bearer schluessel"})
     with pytest.raises(SystemExit):
         parse_arguments(["--port", "1", "--api-key", "a"])
     assert "give it once" in capsys.readouterr().err

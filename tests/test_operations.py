@@ -41,7 +41,7 @@ from started import (
 
 from runtime.kernels import library
 from server import core, log
-from server.http import num_threads, room_for_connections
+from server.http import room_for
 from server.options import MAX_QUEUED, Options
 from server.page import INDEX, files
 
@@ -74,10 +74,10 @@ def test_every_queue_in_its_range_starts_where_so_many_files_may_be_open(monkeyp
         monkeypatch.setattr(resource, "setrlimit", lambda _, limits, to=asked: to.append(limits))
         if allowed < options.max_queued:
             with pytest.raises(ValueError, match="--max-queued ask for 4384 connections, and 640 "):
-                room_for_connections(num_threads(options))
+                room_for(options)
         else:
-            room = room_for_connections(num_threads(options))
-            assert num_threads(options) < room < asked[0][0] <= allowed
+            num_threads, room = room_for(options)
+            assert num_threads < room < asked[0][0] <= allowed
     monkeypatch.undo()
     queue = ("--max-queued", str(MAX_QUEUED), "--max-running", "256")
     with serving(*gate.arguments, *queue) as server:
