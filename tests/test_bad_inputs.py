@@ -24,18 +24,8 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import TARGET, TEMPLATE, closed, module_client  # noqa: F401 for the table
-from started import (
-    BODIES,
-    LIMIT_S,
-    ROUTES,
-    is_error,
-    module_server,
-    parse,
-    read_all,
-    request,
-    until,
-)
+from conftest import LIMIT_S, TARGET, TEMPLATE, closed, module_client  # noqa: F401 for the table
+from started import BODIES, ROUTES, is_error, module_server, parse, read_all, request, until
 from test_fields import routes_of, rows_of
 from transformers import AutoTokenizer
 

@@ -14,18 +14,7 @@ import pytest
 import torch
 from conftest import TARGET
 from prometheus_client.parser import text_string_to_metric_families
-from started import (
-    AT_WORK,
-    BODIES,
-    CHAT,
-    COLOURS,
-    MESSAGES,
-    RESPONSES,
-    is_error,
-    module_server,
-    request,
-    until,
-)  # fmt: skip
+from started import AT_WORK, BODIES, COLOURS, is_error, module_server, request, until
 from transformers import AutoTokenizer
 
 from runtime.models.reference import contents_of, system_fingerprint
@@ -33,6 +22,7 @@ from server import core
 from server.dialects.shapes import bytes_of
 from server.options import Options
 
+*_, CHAT, MESSAGES, COUNT, RESPONSES = BODIES
 KEY, ORIGIN = "secret key", "https://example.org"
 GUARDED = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 server = module_server("--api-key", KEY, "--allow-origin", ORIGIN, "--fixed-k")

@@ -135,7 +135,7 @@ def test_flags_of_the_whole_server_are_followed(server):
     if state["compiled"]:
         assert state["exactness"]["reason"].startswith("by construction")
     defaults = ("--temperature", "1.1", "--top-k", "30", "--seed", "5")
-    with serving("--no-kernels", *defaults) as other:
+    with serving("--no-kernels", "--drafter", "none", *defaults) as other:
         assert other.health()["bitwise_lossless"] is False
         body = {"prompt": "Once upon a time", "max_tokens": 24}
         first, second = (other.generate(**body)[1] for _ in range(2))

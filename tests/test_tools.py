@@ -83,12 +83,13 @@ class Canned(Service):
 
     def write(self, job, run):
         for i in range(0, len(self.text), self.size) if self.logprobs is None else ():
-            job.push_event(run, {"pieces": [(self.text[i : i + self.size], "bonus")]})
+            pieces = [(self.text[i : i + self.size], "bonus")]
+            job.push_event(run, {"pieces": pieces, "tokens": []})
         begin = 0
         for entry in self.logprobs or ():
             end = begin + len(entry["token"])
             event = {"pieces": [(self.text[begin:end], "bonus")], "logprobs": [entry]}
-            job.push_event(run, event)
+            job.push_event(run, event | {"tokens": []})
             begin = end
 
     def answer(self, runs, notes):
