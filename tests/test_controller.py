@@ -584,7 +584,7 @@ def lived_through(clients, step_ms=6.0, length=96, **texts):
         waiting, running = 16, list[simulated.Text]()
         while waiting or running:
             for _ in range(min(waiting, clients - len(running))):
-                text = simulated.Text.of("role", 0.0, random.Random(waiting))
+                text = simulated.Text("role", 0.0, random.Random(waiting))
                 text.length, waiting = length, waiting - 1
                 if "is_right" in texts:
                     text.is_right = [texts["is_right"]] * len(text.is_right)
@@ -618,7 +618,7 @@ def test_a_curve_is_believed_as_far_as_passes_confirm_it():
     machine = simulated.MACHINES["pair"]
     server, counts = simulated.Server(machine, False, 0), []
     server.planner.controller.costs.start_from(Curve({1: 17.9, 64: 18.0}))
-    text = simulated.Text.of("edit", 0.0, random.Random(0))
+    text = simulated.Text("edit", 0.0, random.Random(0))
     text.copied, text.guess = [0] * 200, lambda limit: simulated.Guess([-1] * limit, 3)
     server.open(text)
     plain_ms, propose = machine.a_pass(1) * text.length, server.propose

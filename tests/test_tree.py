@@ -5,7 +5,6 @@ far its branch came.
 """
 
 import random
-from argparse import Namespace
 from unittest.mock import Mock
 
 import pytest
@@ -13,12 +12,12 @@ import torch
 from conftest import ScriptedDrafter, assert_lossless, failing, run, run_beside_fresh
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
+from drafters.auto.planner import Controller, Planner
 from drafters.base import ModelState
 from drafters.tree import TreeBuilder, longest, merged
 from runtime.sampling import Noise
 from runtime.values import Cycle, Draft, Request
 from server import core
-from tools.fixed_clock import FixedClock
 
 pytestmark = needs_compiler
 SAMPLED = core.Sampling(repetition_penalty=1.1, temperature=0.9, top_k=50, top_p=0.95)
@@ -143,11 +142,22 @@ def test_a_tree_has_the_named_model_or_the_first_choice(several, named, model):
     assert engine.pool.choices["tree"] == (model, "ngram")
 
 
+class FixedClock(Planner):
+    """A planner whose passes and steps take what they are said to take, in ms."""
+
+    def record_cycle(self, plan, drafts, cycles, times):
+        for name, (counts, _) in self._pool.spent.items():
+            runs_model = self.controller.costs.runs_model(name)
+            self._pool.spent[name] = counts, (0.5 if runs_model else 0.005) * max(counts)
+        rows = sum(len(draft.tokens) + 1 for draft in drafts)
+        ms = 1.6 + 0.09 * rows + sum(ms for _, ms in self._pool.spent.values())
+        super().record_cycle(plan, drafts, cycles, times and [0.0, ms / 1e3])
+
+
 def test_a_tree_of_several_keeps_the_text_under_the_controller(prompts):
     """Passes and steps take what they are said to take: no busy machine decides who drafts."""
     engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
-    ms = {"pass_ms": 1.4, "row_ms": 0.09, "step_ms": 0.5, "other_ms": 0.2, "choice_ms": 0.0}
-    engine.planner = FixedClock(engine, Namespace(**ms))
+    engine.planner = FixedClock(Controller.of(engine.target, engine.pool.drafters), engine.pool)
     for prompt in prompts.values():
         assert_lossless(engine, prompt, 12, "tree")
     costs, used = engine.planner.controller.costs, engine.totals.by_drafter

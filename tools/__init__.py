@@ -15,20 +15,22 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from statistics import quantiles
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.models.prompts import chat_ids, prompt_ids, read_prompts
+from runtime.models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
 from runtime.statistics import Statistics
 from runtime.values import Engine, Model, Request, RequestError
 from server import core
+from server.curve import cpu_name
 from server.options import ROOT, Options, between
 
 SPECIAL = "grammar", "prediction"  # drafters for requests that bring one
@@ -52,11 +54,19 @@ def load_engine(**options: Any) -> Engine:
     return core.load_engine(Options(**{"model": "embedded"} | FORGETFUL | options))
 
 
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Options as a command line has them. Example: fixed_k=True, k=4 -> --fixed-k --k 4."""
+    found = list[str]()
+    for name, value in options.items():
+        found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return found
+
+
 def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What stands under each name, by kind (easy, hard, …: how names begin) and name."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, prompt in prompts.items():
-        found[name.partition("_")[0]][name] = prompt
+        found[kind_of(name)][name] = prompt
     return found
 
 
@@ -176,11 +186,6 @@ def interleave(methods: dict[Any, Callable[[], Any]], runs: int, title: str) -> 
     return timed
 
 
-def in_all(figures: Iterable[list[float]]) -> list[float]:
-    """The sums of each run, from the figures of several methods, a list of all runs each."""
-    return [sum(of_run) for of_run in zip(*figures, strict=True)]
-
-
 def by_run(timed: dict[Any, Calls], *begins: Any) -> list[tuple]:
     """What came of each run, of the methods whose names begin so."""
     chosen = [each.results for key, each in timed.items() if key[: len(begins)] == begins]
@@ -194,18 +199,18 @@ class Spread(NamedTuple):
     quartiles: list[float]
 
 
-def spread(figures: list[float]) -> Spread:
+def spread(figures: Sequence[float]) -> Spread:
     """The median and the quartiles of the figures of all runs."""
-    low, middle, high = quantiles(figures * (1 + (len(figures) == 1)), method="inclusive")
-    return Spread(round(middle, 3), [round(low, 3), round(high, 3)])
+    low, middle, high = np.quantile(figures, (0.25, 0.5, 0.75)).round(3).tolist()
+    return Spread(middle, [low, high])
 
 
-def speedup(before: list[float], after: list[float]) -> Spread:
+def speedup(before: Sequence[float], after: Sequence[float]) -> Spread:
     """How many times as fast `after` is as `before`: the times of one run in each other's.
 
     Example: speedup([10, 30, 20], [5, 10, 20]) is Spread(2.0, [1.5, 2.5]).
     """
-    return spread([old / new for old, new in zip(before, after, strict=True)])
+    return spread(np.divide(before, after))
 
 
 def places(value: float | None, count: int = 3) -> float | None:
@@ -251,8 +256,8 @@ def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
         "command": " ".join(["python -m", module, *words]),
         "commit": _commit(),
         "hardware": {
-            "cpu": _cpu("model name"),
-            "flags": sorted(_FLAGS & set(_cpu("flags").split())),
+            "cpu": cpu_name(),
+            "kernels": torch.backends.cpu.get_cpu_capability(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -262,24 +267,11 @@ def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
     }
 
 
-_FLAGS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
-
-
-def _cpu(what: str) -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith(what)]
-    return found[0] if found else platform.processor() or platform.machine()
-
-
 def _commit() -> str | None:
     """The repository's short hash, with a plus if files differ from it. None outside of git."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--dirty=+"]
-    try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return None
-    return result.stdout.strip() or None
+    with suppress(OSError):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

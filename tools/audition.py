@@ -186,10 +186,8 @@ def verdict(turns: Turns) -> tuple[str | None, list[str]]:
 
 def command_line(fields: dict[str, Any]) -> str:
     """The server's, with these options as far as they are not the defaults."""
-    words = ["python", "08_speculative_decoding.py", "--port", "5000"]
-    for name, value in fields.items():
-        if value not in (None, getattr(Options, name)):
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    chosen = {n: v for n, v in fields.items() if v not in (None, getattr(Options, n))}
+    words = ["python", "08_speculative_decoding.py", "--port", "5000", *bench.as_words(chosen)]
     return shlex.join(words)
 
 

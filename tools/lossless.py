@@ -7,11 +7,7 @@ the third and of all three together are compared. A p-value says how often two s
 distribution would differ by so much: below 1e-6 something is broken, and values spread over 0 … 1
 are what lossless looks like.
 
-A second table shows what each rule keeps of the drafts: accepted share and tokens per pass over the
-demo prompts with K = 5, every drafter by itself.
-
-    python -m tools.lossless [--samples 4096] [--seeds 3] [--max-tokens 96]
-        [--drafter mine.py:Mine] [--json]
+    python -m tools.lossless [--samples 4096] [--drafter mine.py:Mine] [--json]
 
 Source: Leviathan et al., arXiv 2211.17192, appendix A.1, for what must hold; Pearson's chi-squared
 test of homogeneity for the comparison.
@@ -20,7 +16,6 @@ test of homogeneity for the comparison.
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from functools import partial
 from operator import ne
 from typing import Any, NamedTuple
 
@@ -39,12 +34,6 @@ SAMPLINGS = {
     "min_p 0.05": Sampling(temperature=1.3, min_p=0.05),
     "repetition_penalty 1.2": Sampling(temperature=0.7, repetition_penalty=1.2),
     "all of them": Sampling(0.9, 1.2, 40, 0.95, 0.01),
-}
-KEPT = {
-    "temperature 0.8": Sampling(temperature=0.8),
-    "temperature 1": Sampling(temperature=1.0),
-    "0.8, top_k 50": Sampling(temperature=0.8, top_k=50),
-    "1, top_p 0.9": Sampling(temperature=1.0, top_p=0.9),
 }
 VIEWS = {"2nd token": slice(1, 2), "3rd token": slice(2, 3), "all three": slice(0, 3)}
 K, BATCH, NUM_TOKENS = 3, 64, 3
@@ -130,24 +119,6 @@ def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_kept(engine: Engine, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
-    """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
-    prompts, rows = bench.flat(bench.demo_prompts(engine)).values(), []
-    cases = [(name, s, d) for name, s in KEPT.items() for d in bench.names_of(engine)]
-    progress = tqdm(desc="whole texts", total=len(cases) * 2 * num_seeds * len(prompts))
-    for name, coupled, drafter in cases:
-        row: dict[str, Any] = {"sampling": name, "drafter": drafter}
-        for sampling in (coupled, replace(coupled, verification="rejection")):
-            asked = partial(Request, max_tokens=max_tokens, drafter=drafter, sampling=sampling)
-            requests = [asked(ids, seed=seed) for seed in range(num_seeds) for ids in prompts]
-            done = bench.run_together(engine, requests, at_once=1, at_end=progress.update)
-            found = bench.total(done)
-            figures = ("draft_acceptance_rate", "tokens_per_pass")
-            row[sampling.rule] = {name: getattr(found, name) for name in figures}
-        rows.append(row)
-    return rows
-
-
 def readable(row: dict[str, Any]) -> dict[str, Any]:
     """A row for the table: dictionaries in it become columns, a test its p-value."""
     flat_row: dict[str, Any] = {}
@@ -165,15 +136,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__, runs=None)
     bench.add_count(options, "--samples", 16, 10**6, 4096, "of a case")
-    bench.add_count(options, "--max-tokens", 2, 10**6, 96, "of a request in the second table")
-    bench.add_count(options, "--seeds", 1, 100, 3, "of each prompt in the second table")
     options.add_argument("--drafter", help="one of your own, as file.py:Class")
     flags = options.parse_args(arguments)
     short = {"max_running": BATCH, "max_model_len": 32, "drafter": flags.drafter}
-    results = {
-        "rows": measure(bench.load_engine(fixed_k=True, **short), flags.samples),
-        "kept": measure_kept(bench.load_engine(fixed_k=True), flags.max_tokens, flags.seeds),
-    }
+    engine = bench.load_engine(fixed_k=True, **short)
+    results = {"rows": measure(engine, flags.samples)}
     bench.report(__spec__.name, arguments, flags, results, readable)
 
 

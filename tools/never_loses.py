@@ -15,85 +15,35 @@ geometric means, and `below_1`, a share of cells. `differing` counts texts that 
 decoding's.
 
     python -m tools.never_loses [--kinds chat code …] [--temperatures 0 0.8 1.2] [--runs 7]
-        [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME] [--mixture]
+        [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME]
         [--order pairs] [--fixed draft_model:3 ngram:5] [--json]
 
-Ctrl-C ends the rounds and shows what they gave. With --mixture the target is a mixture of experts
-that is made of --model (mixture.py). The memory's speed is measured before and after.
+Ctrl-C ends the rounds and shows what they gave. The memory's speed is measured before and after.
 """
 
 import random
+import tomllib
 from collections import defaultdict
 from contextlib import suppress
 from itertools import count, islice, permutations, product
+from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
 
 import tools as bench
-from runtime.models.catalogue import entry_of
 from runtime.values import PLAIN
 from server.options import between
-from tools.mixture import folder_of
 from tools.servers import FORGETFUL, OURS, Server, at_once, memory_gb_per_s, started
 
 WAYS = bench.AUTO, "plain", "control"
 ORDERS = [*permutations(WAYS)]
 
 # --------------------------------------------------------------------------------- the prompts
-NAMES = """Ada Bruno Clara David Elif Farid Greta Hugo Ines Jonas Keiko Lars Mona Nils Olga Pavel
-    Rosa Sven Tara Umar Vera Wanda Yusuf""".split()
-TOWNS = """Aarhus Basel Cork Dakar Essen Fargo Genoa Hanoi Izmir Jaipur Kyoto Lagos Malaga Nantes
-    Oslo Porto Quito Riga Seoul Turin Utrecht Vienna Warsaw Xiamen Yerevan Zagreb Lima Bergen
-    Tampa""".split()
-THINGS = """apples books candles drums engines flutes gloves hats islands jackets kettles lamps
-    mirrors needles oranges pencils quilts robots spoons tents umbrellas violins wheels boats
-    yachts clocks bridges kites stamps bottles chairs""".split()
-CODE = '''class {thing}Of{town}:
-    """What {name} keeps in {town}."""
-
-    def __init__(self, limit={number}):
-        self.limit = limit
-        self.items = []
-
-    def push(self, item):
-        if len(self.items) >= self.limit:
-            raise ValueError("no room for {thing}")
-        self.items.append(item)
-
-    def pop(self):
-        return self.items.pop()
-'''
-ARTICLE = """{name} was born in {town} and came back {number} years later, after a long career as a
-maker of {thing} in several countries. In the summer old friends met at the lake, where they talked
-about the bridges that had been built, the money that was lost, and the people who had left. The
-newspapers of {town} wrote about it for weeks, although nobody knew what had really happened. In the
-end {name} sold all {thing} and gave the money to a school, which still has {number} of them."""
-KINDS = {  # templates, which take turns; each has two of the lists above
-    "chat": ("Tell me something surprising about {thing} in {town}.",
-             "I am {name}, and I will travel to {town} with {number} {thing}. What should I know?",
-             "Why do people in {town} like {thing} so much? {name} asked me."),
-    "code": ("Write a Python class for a shop in {town} that sells {thing}, with add and total.",
-             "Write a Python function that reads {town}.csv and prints {number} of its {thing}.",
-             "Write tests with pytest for count_{thing}(town), which is {number} for {town}."),
-    "edit": (f"Rename push to add, and write the whole file again:\n\n{CODE}",
-             f"Add type hints to all methods, and write the whole file again:\n\n{CODE}"),
-    "translation": ("Translate into German: {name} has bought {number} {thing} in {town}.",
-                    "Translate into French: The train to {town} is full of {thing}, says {name}."),
-    "extraction": (f"Which person and which town does this name? Only the two.\n\n{ARTICLE}",
-                   f"What was made, and how many are left? In five words.\n\n{ARTICLE}"),
-    "summary": (f"Summarise in two sentences:\n\n{ARTICLE}",
-                f"{ARTICLE}\n\nWrite a headline and one sentence about this."),
-    "question": ("{name} asks: which country is {town} in? Answer in one sentence.",
-                 "What are {thing} made of in {town}? Answer {name} in one sentence."),
-    "mathematics": ("{name} in {town} sells {number} boxes of {thing} for 7 each, and gives 10 "
-                    "percent off. What does that cost? Think step by step.",
-                    "A train to {town} carries {number} {thing} in each of 12 cars, and loses a "
-                    "third. How many does {name} get? Show all steps."),
-    "list": ("List ten places in {town} where {name} can buy {thing}.",
-             "List what {name} has to pack for {number} days in {town}, and for the {thing}."),
-    "JSON": ("Write {name} from {town}, who is {number} and likes {thing}, as a JSON object.",
-             "Make up a customer like {name} of {town} who ordered {number} {thing}. JSON only."),
-}  # fmt: skip
+DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+WORDS = {name: DATA[f"{name}s"].split() for name in ("name", "town", "thing")}
+WORDS["number"] = [*map(str, range(11, 100))]
+TEXTS = {"CODE": DATA["code"], "ARTICLE": DATA["article"].rstrip()}
+KINDS: dict[str, list[str]] = DATA["kinds"]
 _TEXT = {"type": "string", "maxLength": 40}
 _FIELDS = {"name": _TEXT, "town": _TEXT, "number": {"type": "integer"}, "remark": _TEXT}
 _SCHEMA = {"type": "object", "properties": _FIELDS, "required": [*_FIELDS],
@@ -104,9 +54,10 @@ MORE = {"JSON": {"response_format": _FORMAT}}  # fields of the requests of a kin
 
 def prompt(kind: str, number: int) -> str:
     """One of a kind's prompts: 1,334 in a row, two times 23 × 29, are all different."""
-    lists = {"name": NAMES, "town": TOWNS, "thing": THINGS, "number": range(11, 100)}
-    words = {name: words[number % len(words)] for name, words in lists.items()}
-    return KINDS[kind][number % len(KINDS[kind])].format(**words)
+    template = KINDS[kind][number % len(KINDS[kind])]
+    for name, text in TEXTS.items():
+        template = template.replace(name, text)
+    return template.format(**{name: words[number % len(words)] for name, words in WORDS.items()})
 
 
 # --------------------------------------------------------------------------------- the rounds
@@ -227,13 +178,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--draft-model", help="for draft_model, where the target brings none")
     options.add_argument("--order", choices=("chance", "pairs"), default="chance")
     options.add_argument("--fixed", nargs="+", default=[], metavar="DRAFTER:K")
-    options.add_argument("--mixture", action="store_true", help="of --model, which is a Llama")
     flags = options.parse_args(arguments)
-    own = entry_of(flags.model) if flags.mixture else None  # a folder brings no draft model
-    draft = flags.draft_model or (own and own.draft)
     command = [*OURS, *FORGETFUL, "--max-running", str(max(flags.clients))]
-    command += ["--model", folder_of(flags.model) if flags.mixture else flags.model]
-    command += ["--draft-model", draft] if draft else []
+    command += ["--model", flags.model]
+    command += ["--draft-model", flags.draft_model] if flags.draft_model else []
     cells = [Cell(*each) for each in product(flags.kinds, flags.temperatures, flags.clients)]
     before = memory_gb_per_s()
     with started(command) as server:

@@ -28,6 +28,7 @@ from runtime import kernels
 from runtime.models.catalogue import resolve_model
 from server.options import between
 from tools.servers import memory_gb_per_s
+from tools.training.heads import write_gguf
 
 # The format's names of matrices, and its numbers of files with them.
 KINDS = {"float32": ("F32", 0), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}
@@ -40,18 +41,9 @@ def retype(source: str, path: str, kind: str) -> None:
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     writer.add_file_type(number)
     written = "GGUF.", "general.architecture", "general.file_type"  # by the writer itself
-    for name, field in reader.fields.items():
-        if not name.startswith(written):
-            elements = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
-            writer.add_key_value(name, field.contents(), field.types[0], **elements)
-    for tensor in reader.tensors:
-        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        stored = gguf.GGMLQuantizationType[matrices if weights.ndim > 1 else "F32"]
-        writer.add_tensor(tensor.name, gguf.quants.quantize(weights, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    fields = [field for name, field in reader.fields.items() if not name.startswith(written)]
+    weights = ((t.name, gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors)
+    write_gguf(writer, fields, ((n, w, matrices if w.ndim > 1 else "F32") for n, w in weights))
 
 
 def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:

@@ -23,10 +23,10 @@ compared in tools.pair and tools.passes.
 import os
 import time
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -128,15 +128,13 @@ def measure(engine: Engine, peer: Peer, flags: Any) -> list[dict[str, Any]]:
     ]
 
 
-def per_token(calls: list[bench.Calls], of_later: bool = False) -> list[float]:
+def per_token(calls: list[bench.Calls], of_later: bool = False) -> np.ndarray:
     """Milliseconds a token of each run over all prompts; of the tokens after the first ones."""
     results = [of_prompt.results[0] for of_prompt in calls]
     count = sum(len(each.tokens) - of_later * each.num_first for each in results)
-    of_runs = bench.in_all(
-        [ms - of_later * one.prompt_ms for ms, one in zip(*of_prompt, strict=True)]
-        for of_prompt in calls
-    )
-    return [ms / max(count, 1) for ms in of_runs]
+    ms = np.array([of_prompt.ms for of_prompt in calls])  # [prompts, runs]
+    prompt_ms = np.array([[one.prompt_ms for one in of_prompt.results] for of_prompt in calls])
+    return (ms - of_later * prompt_ms).sum(0) / max(count, 1)
 
 
 def row_of(ours: list[bench.Calls], theirs: list[bench.Calls]) -> dict[str, Any]:
@@ -148,8 +146,8 @@ def row_of(ours: list[bench.Calls], theirs: list[bench.Calls]) -> dict[str, Any]
     pairs = [(mine.tokens, other.tokens) for mine, other in zip(*results, strict=True)]
     ours_passes, their_passes = (sum(each.num_passes for each in side) for side in results)
     return {
-        "ours_tokens_per_s": round(1e3 / median(own), 1),
-        "generate_tokens_per_s": round(1e3 / median(other), 1),
+        "ours_tokens_per_s": round(1e3 / np.median(own), 1),
+        "generate_tokens_per_s": round(1e3 / np.median(other), 1),
         "ratio": gain.median, "quartiles": gain.quartiles, "decode_ratio": later.median,
         "ours_passes": ours_passes, "generate_passes": their_passes,
         "num_tokens": sum(len(mine) for mine, _ in pairs),

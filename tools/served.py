@@ -40,7 +40,6 @@ Tokens = tuple[float, float, list[list[int]]]
 def measure(case: str, flags: Any) -> list[dict[str, Any]]:
     """One row per drafter and number of clients."""
     engine, rows = bench.load_engine(**CASES[case]), []
-    model = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
     texts = read_prompts(bool(engine.target.tokenizer.chat_template))
     prompts = list(bench.ids_of(texts, engine.target).values())
 
@@ -60,7 +59,7 @@ def measure(case: str, flags: Any) -> list[dict[str, Any]]:
         ms = (time.perf_counter() - began) * 1e3
         return ms, ms, outputs
 
-    with started([*OURS, *FORGETFUL, *model]) as server:
+    with started([*OURS, *FORGETFUL, *bench.as_words(CASES[case])]) as server:
         for drafter, clients in product(flags.drafters, flags.clients):
             calls = {
                 (method, count, begin): partial(

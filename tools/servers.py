@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 START_S, CURVE_S, STOP_S = 300.0, 30.0, 60.0
 PAUSE_S = 0.1  # after which the idle threads of another server are asleep
 OURS = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
-FORGETFUL = ["--prefix-cache-mb", "0", "--suffix-cache", "0"]  # as bench.load_engine has it
+FORGETFUL = bench.as_words(bench.FORGETFUL)
 
 
 class Lost(RuntimeError):

@@ -17,7 +17,6 @@ that kind: both of the kind that fares worst.
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
 from types import SimpleNamespace
@@ -95,64 +94,35 @@ MACHINES = {
 }
 
 
-@dataclass(eq=False)
 class Text:
     """A request under way, as the planner sees one of the core's sequences."""
 
-    name: str
-    request: Request
-    truth: list[int]  # its tokens, and some more
-    length: int
-    certainties: list[float]
-    is_right: list[bool]  # whether the draft model gets a token right
-    confidence: list[float]  # the draft model's
-    copied: list[int]  # how many tokens a copy that begins here has
-    tokens: list[int] = field(default_factory=list)
-    num_steps: int = 0
-    num_read: int = 0  # tokens that the draft model knows
-    finish_reason: str | None = None
-
-    @classmethod
-    def of(cls, name: str, temperature: float, chance: random.Random) -> "Text":
+    def __init__(self, name: str, temperature: float, chance: random.Random) -> None:
         """Draw a text of this kind."""
-        kind = KINDS[name]
-        count = _MAX_TOKENS + 20
+        kind, count = KINDS[name], _MAX_TOKENS + 20
+        self.name, self.length, sampling = name, kind.length, Sampling(temperature=temperature)
+        self.request = Request([0] * kind.prompt, _MAX_TOKENS, AUTO, MOST_K, sampling=sampling)
         mean = kind.certainty * (_SAMPLED if temperature else 1.0) + chance.gauss(0, _SPREAD)
         # A part of the tokens is nearly certain. With the pair .09 + .91 p of them are accepted.
         part, more = max(0.05, min(1.0, (mean - 0.55) / 0.43)), chance.gauss(0, _OTHERWISE)
-        certainties = [
+        self.certainties = [
             chance.uniform(0.95, 1.0) if chance.random() < part else chance.uniform(0.15, 0.95)
             for _ in range(count)
         ]
-        is_right = [chance.random() < 0.09 + 0.91 * p + more for p in certainties]
-        sure = [
+        # Whether the draft model gets a token right, and how sure it is.
+        self.is_right = [chance.random() < 0.09 + 0.91 * p + more for p in self.certainties]
+        self.confidence = [
             0.5 * p + 0.5 * (chance.betavariate(6, 1) if right else chance.betavariate(2, 3))
-            for p, right in zip(certainties, is_right, strict=True)
+            for p, right in zip(self.certainties, self.is_right, strict=True)
         ]
-        copied = list[int]()
-        while len(copied) < count:
+        self.copied = list[int]()  # how many tokens a copy that begins here has
+        while len(self.copied) < count:
             is_copy = chance.random() < kind.copies
             length = 1 + int(chance.expovariate(1 / kind.stretch)) if is_copy else 0
-            copied += range(length, 0, -1) if length else [0]
-        return cls(
-            name,
-            Request(
-                [0] * kind.prompt,
-                _MAX_TOKENS,
-                AUTO,
-                sampling=Sampling(temperature=temperature),
-                num_speculative_tokens=MOST_K,
-            ),
-            [chance.randrange(1 << 30) for _ in range(count)],
-            min(kind.length, _MAX_TOKENS),
-            certainties,
-            is_right,
-            sure,
-            copied,
-        )
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+            self.copied += range(length, 0, -1) if length else [0]
+        self.truth = [chance.randrange(1 << 30) for _ in range(count)]  # its tokens, and some more
+        self.tokens, self.num_steps, self.finish_reason = [*self.request.prompt], 0, None
+        self.num_read = 0  # tokens that the draft model knows
         states = {"draft_model": None, "ngram": None}
         self.drafting = SimpleNamespace(
             states=states, drafts={}, draft=None, task=Task(), text=self, request=self.request,
@@ -220,8 +190,8 @@ class Server:
         self, machine: Machine, is_plain: bool, seed: int, fixed_k: int | None = None
     ) -> None:
         """With a `fixed_k` the draft model drafts so many tokens in each cycle."""
-        self.machine, self.is_plain, self.chance = machine, is_plain, random.Random(seed)
-        self.fixed_k = fixed_k
+        self.machine, self.fixed_k, self.chance = machine, fixed_k, random.Random(seed)
+        self.is_plain = is_plain
         self.spent: dict[str, tuple[list[int], float]] = {}
         weights = {"draft_model": int(1000 * machine.step_ms / machine.pass_ms[0]), "ngram": 0}
         self.planner = Simulated(Controller(1000, weights), self)  # type: ignore[arg-type]
@@ -309,7 +279,7 @@ def serve(server: Server, clients: int, temperature: float, flags: Any, seed: in
     running = list[Text]()
     while waiting or running:
         while waiting and len(running) < clients:
-            running.append(server.open(Text.of(waiting.pop(), temperature, chance)))
+            running.append(server.open(Text(waiting.pop(), temperature, chance)))
         server.step(running)
         running = [text for text in running if not text.finish_reason]
     return server
