@@ -89,6 +89,7 @@ class Liar(Drafter):
 """
 
 
+@pytest.mark.slow
 def test_losslessness_shows_a_drafter_that_lies_about_its_q(measure, monkeypatch, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     name = "temperature 1.3"
@@ -582,6 +583,7 @@ def test_under_a_fixed_clock_times_are_what_the_costs_say(measure):
     assert 0.8 < dear["mtp"] <= 1
 
 
+@pytest.mark.slow
 def test_on_a_machine_that_is_made_up_no_kind_of_text_loses_to_plain_decoding(measure):
     """Texts that end soon are read by no draft model where others last."""
     words = "--machines pair --clients 1 --temperatures 0 0.8 --rounds 10 --seeds 1"
