@@ -1,28 +1,17 @@
-"""Small random models of every family of causal language models, and whether we serve them right.
+"""Small random models of every family of causal language models.
 
 One table of field names makes the config of any family small; OVERRIDES has what a family needs
-besides. All parameters are random, norms and biases too, as ones and zeros hide faults. The usual
-loader loads each model, whose texts are compared with transformers'.
+besides. All parameters are random, norms and biases too, as ones and zeros hide faults.
 """
 
-import re
-import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
-from conftest import TARGET, load, together
-from exactness import assert_same_bits
+from conftest import TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from runtime.values import Request
-
-EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
-NUM_TOKENS = 12
 CONTEXT, WINDOW = 384, 24
 _LAYERS, _HEADS, _WIDTH, _INNER = 4, 4, 64, 96
 _SMALL: dict[str, Any] = {
@@ -71,9 +60,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "qwen2": {"use_sliding_window": True, "layer_types": _BOTH},
 }
-# What is large in other fields, or in parts that are no language model.
-HUGE = ("blt", "git", "phi4_multimodal")
-NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # every type that transformers has
 
 
 def small_config(name: str) -> Any:
@@ -114,73 +100,3 @@ def save_small(name: str, folder: Path, **changes: Any) -> Any:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
     return config
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a family, and a remark for the reader."""
-
-    kind: str
-    remark: str = ""
-
-
-def prompts(tokenizer: Any) -> list[list[int]]:
-    """Three texts of unequal lengths: a short one, one that repeats itself, a long one."""
-    chance = torch.Generator().manual_seed(3)
-    short, unit, long = (
-        torch.randint(10, len(tokenizer), (count,), generator=chance).tolist()
-        for count in (5, 11, 130)
-    )
-    return [short, unit * 5, long]
-
-
-def expected_texts(folder: Path, prompts: list[Any], use_cache: bool = True) -> list[list[int]]:
-    """What transformers' generate writes behind each prompt alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False,
-            eos_token_id=None, pad_token_id=0, use_cache=use_cache,
-        )  # fmt: skip
-        texts.append(out[0, len(prompt) :].tolist())
-    return texts
-
-
-def served_texts(engine: Any, requests: list[Any]) -> list[list[int]]:
-    """What the server writes for requests that run side by side."""
-    engine.eos_ids, sequences = set(), together(engine, requests)
-    assert not any(s.failure for s in sequences)
-    return [s.output for s in sequences]
-
-
-def outcome_of(name: str, folder: Path) -> Outcome:
-    """Build, load and compare. Fails where a text is wrong or a claim is false."""
-    if name in HUGE:
-        return Outcome(UNBUILT)
-    try:
-        config = save_small(name, folder)
-    except Exception as error:
-        print(name, error, file=sys.stderr)
-        return Outcome(UNBUILT)
-    try:
-        engine = load(folder, max_running=3)
-    except ValueError as error:  # as a StartError is
-        said = str(error).replace(str(folder), "").replace(f"({config.model_type})", "")
-        return Outcome(REFUSED, re.sub("are [0-9.e-]+ away.*", "differ", " ".join(said.split())))
-    remark = "" if config.model_type == name else "its text part"
-    texts = prompts(engine.target.tokenizer)
-    requests = [Request(text, NUM_TOKENS, "ngram") for text in texts]
-    plain = [replace(request, drafter=None) for request in requests]
-    alone = [text for request in requests for text in served_texts(engine, [request])]
-    served = [alone, served_texts(engine, requests), served_texts(engine, plain)]
-    expected = expected_texts(folder, texts)
-    if served[0] != expected:
-        expected = expected_texts(folder, texts, use_cache=False)
-        remark = "transformers' generate differs from its own forward, which is followed here"
-    assert served == [expected] * 3, f"{name} writes other texts than transformers"
-    if not engine.target.report.is_exact:
-        return Outcome(RIGHT, remark)
-    assert_same_bits(engine.target, 4, Random(3))
-    return Outcome(EXACT, remark)

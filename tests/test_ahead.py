@@ -14,7 +14,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 from conftest import ROOT, load, logits_of, needs_compiler
-from gguf_files import CASES, Q8_0, TINY, write
+from gguf_files import Q8_0, TINY, Case, write
 
 from runtime.models import ahead, gguf_model
 from runtime.models.gguf_file import BadFile, GgufFile
@@ -42,7 +42,7 @@ def begun(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_model_computes_with_what_was_laid_out_ahead(name, begun):
     """Rows that llama.cpp has put into another order are left to who knows the order."""
-    path, made = begun(CASES[name])
+    path, made = begun(Case(name))
     engine = load(path)
     used = {id(panels._data) for panels in engine.target.compiled.decoder.panels}
     assert len(made) > 10 and {id(matrix()) for matrix in made.values()} <= used
@@ -130,7 +130,7 @@ def test_an_error_is_the_one_that_reading_meets(damage, tmp_path, monkeypatch):
 
 def test_the_program_begins_before_torch_and_reads_no_more_than_it_needs(tmp_path):
     """Whatever is imported for it there would not be done beside torch's import, but before it."""
-    write(path := tmp_path / "model.gguf", CASES["qwen2"], Q8_0)
+    write(path := tmp_path / "model.gguf", Case("qwen2"), Q8_0)
     code = """
 import builtins, sys
 usual, seen = builtins.__import__, []

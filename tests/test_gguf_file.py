@@ -13,11 +13,12 @@ from unittest.mock import Mock
 import gguf
 import numpy as np
 import pytest
-from gguf_files import HUGE, MANY, fuzz, is_short_line, text
+from gguf_files import is_short_line, text
 
 from runtime.models.gguf_file import BadFile, GgufFile, Texts
 
 U32, F32, BOOL, TEXT, ARRAY, U64 = 4, 6, 7, 8, 9, 10
+HUGE = 1 << 60
 
 
 def texts(words):
@@ -225,18 +226,3 @@ def test_parts_that_do_not_belong_together_are_told(tmp_path):
     alone = str(tmp_path / "alone.gguf")
     os.rename(first, alone)
     assert lacking.format(1) in refused(alone)
-
-
-# ---------------------------------------------------------------------------- fuzz
-def read_all(path):
-    """What was read is no longer than the file."""
-    with GgufFile(path) as file:
-        read = sum(len(file.read(tensor)) for tensor in file.tensors.values())
-        texts = [len(value) for value in file.metadata.values() if isinstance(value, Texts)]
-        assert max(read, *texts, 0) <= os.path.getsize(path)
-
-
-@pytest.mark.parametrize("count", [200, MANY])
-def test_any_header_is_read_or_refused_in_one_line(tmp_path, count):
-    good = header() + DATA
-    fuzz(count, tmp_path / "fuzzed.gguf", good, [(0, len(header()) + 32)], read_all)

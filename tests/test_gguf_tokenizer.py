@@ -11,7 +11,7 @@ import tarfile
 
 import gguf
 import pytest
-from gguf_files import add_keys
+from gguf_files import add_keys, finish
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.models import gguf_tokenizer
@@ -19,7 +19,6 @@ from runtime.models.gguf_file import BadFile, GgufFile
 from runtime.models.gguf_tokenizer import tokenizer_of
 from runtime.models.prompts import chat_ids, prompt_ids, tokenize_plain
 from runtime.text import TextStream
-from tools.training.heads import write_gguf as finish
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = list(bytes_to_unicode().values())

@@ -515,6 +515,7 @@ def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
             load(path, kernels=kernels)
 
 
+@pytest.mark.slow
 def test_torch_s_compiler_is_imported_only_when_it_is_asked_for():
     code = """
 import sys
@@ -533,6 +534,7 @@ assert "torch._dynamo.convert_frame" in sys.modules
 needs_glibc = pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc")
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_weights_that_are_packed_one_by_one_go_back_to_the_system(tmp_path):
     """Else a model lies in memory twice while it is packed: glibc's heap keeps what is freed."""

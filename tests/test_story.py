@@ -1,20 +1,25 @@
 """The page opens from any file server, without a server of ours, and then a recording answers.
 
-An export and the repository's own folder are opened from `python -m http.server`. Whatever the
-browser asks for elsewhere is a failure, as is a word on its console. What the chapters say was
-worked out here once more, from what was recorded.
+An export holds what the server answers, is complete or leaves nothing. It and the repository's own
+folder are opened from `python -m http.server`. Whatever the browser asks for elsewhere is a
+failure, as is a word on its console. What the chapters say was worked out here once more, from what
+was recorded.
 
-    python -m pytest tests/test_story.py    needs playwright and chromium
+    python -m pytest tests/test_story.py    but for exports it needs playwright and chromium
 """
 
 import hashlib
+import json
 import re
 import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import date
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -22,22 +27,37 @@ import browsing
 import numpy as np
 import pytest
 from browsing import DONE, NARROW, READY, SIZES, WIDE, event, exactly, value
-from started import ROOT, free_port, until
-from test_export import cycles_of, read
+from started import free_port, until
 
+from drafters.auto.planner import Controller
 from server import core
+from server.page import FOLDER, INDEX, export, files
 
-pytestmark = pytest.mark.browser
 browser, open_page = browsing.browser, browsing.open_page
-SAYS, COUNT = "#scene-says", "#cycle-count"
+SAYS, COUNT, NEXT = "#scene-says", "#cycle-count", "#scene-movers >> text=Next pass"
+
+
+def read(folder, name):
+    return json.loads((folder / "recordings" / f"{name}.json").read_text("utf-8"))
+
+
+def cycles_of(run):
+    return [event for event in run["events"] if "step" in event]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def exported(tmp_path_factory):
+    """The export of the embedded model, as the command line makes it."""
+    folder = tmp_path_factory.mktemp("files") / "export"
+    assert core.main(["--export", str(folder), "--model", "embedded"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(exported):
     """A file server's address, with an export and the repository's page."""
-    folder, url = tmp_path_factory.mktemp("files"), f"http://127.0.0.1:{(port := free_port())}/"
-    assert core.main(["--export", str(folder / "export"), "--model", "embedded"]) == 0
-    shutil.copytree(ROOT / "server" / "page", folder / "page")
+    folder, url = exported.parent, f"http://127.0.0.1:{(port := free_port())}/"
+    shutil.copytree(FOLDER, folder / "page")
     command = [sys.executable, "-m", "http.server", "-b", "127.0.0.1", "-d", folder, str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
 
@@ -107,7 +127,7 @@ def times(factor):
     return f"{Decimal(factor).quantize(Decimal('0.01'), ROUND_HALF_UP)}×"
 
 
-TOLD = read(ROOT / "server" / "page", "smollm2")
+TOLD = read(FOLDER, "smollm2")
 CYCLES = runs_of("first")["draft_model"]
 TEXT = "".join(cycle["text"] for cycle in CYCLES)
 CUT = next(cycle for cycle in CYCLES if cycle["rejected"])
@@ -117,8 +137,7 @@ PARTS_MS = TOLD["curve"]["drafters"]["draft_model"]
 COST = (PARTS_MS["call_ms"] / 5 + PARTS_MS["step_ms"]) / pass_ms(1)
 TEN_GB = f"{10 * TOLD['health']['target']['weight_bytes'] / 1e9:.1f} GB"
 SAMPLED = next(run["events"][-1] for run in TOLD["runs"] if run["request"]["temperature"])
-RACED = {run["request"]["drafter"]: run["events"][-1]["compare"]
-         for run in TOLD["runs"] if run["prompt"] == "first"}  # fmt: skip
+
 
 # ------------------------------------------------------------------------------- the chapters
 
@@ -154,38 +173,30 @@ def rounds():
     begin, mine, theirs = len(first["tokens"]), 0, 0
     said = [token["id"] for cycle in rivals for token in cycle["tokens"]]
     for number, (wrong, gives) in enumerate([([], 5), ([1], 2), ([0, 2], 1), ([3], 4)], 1):
-        kept, given, mine = min([*wrong, 4]), mine, mine + gives
+        for at, token in enumerate(said[mine : mine + 4]):
+            button = f"button:not([data-id='{token}'])" if at in wrong else f"[data-id='{token}']"
+            seen = {SAYS: f"choose {3 - at} more token"} if at < 3 else {}
+            yield "click", f"#scene-movers {button} >> nth=0", seen
+        kept, mine = min([*wrong, 4]), mine + gives
         theirs += len(rivals[number - 1]["tokens"])
         judged = {
             SAYS: (f"Accepted: {kept} of your 4", f"gives {gives} token"),
             "#scene-pass .slot.accepted": kept, "#scene-pass .slot.rejected": len(wrong[:1]),
             "#scene-pass .slot.bonus": int(not wrong), "#scene-pass .cell.tail": 4 - kept,
             "#scene-text .token": begin + mine}  # fmt: skip
-        for row, (name, count) in enumerate(
-            {"you": mine, "draft": theirs, "plain": number}.items()
-        ):
+        scores = {"you": mine, "draft": theirs, "plain": number}
+        for row, (name, count) in enumerate(scores.items()):
             lane, took = f"#scene-plot .row >> nth={row}", f"{count} token{'s' * (count > 1)}"
             judged |= {f"{lane} >> .bar": count, lane: (name, f"{took} in {number} pass")}
         label = f"you: {mine} tokens in {number} pass"
         judged |= {f"#scene-plot [aria-label*='{label}'][aria-label*='plain: {number} token']": 1}
-        if number == 4:
-            winner = "you win" if mine > theirs else "a draw" if mine == theirs else "it wins"
-            judged[SAYS] += (f"You have {mine} tokens, draft_model has {theirs}: {winner}.",)
-        for at, token in enumerate(said[given : given + 4]):
-            button = f"button:not([data-id='{token}'])" if at in wrong else f"[data-id='{token}']"
-            seen = {SAYS: f"choose {3 - at} more token"} if at < 3 else judged
-            yield "click", f"#scene-movers {button} >> nth=0", seen
+        yield "look", "", judged
         if number < 4:
-            yield (
-                "click",
-                "#scene-movers >> text=Next pass",
-                {SAYS: "choose 4 more", "#scene-movers button": 3},
-            )
-    yield (
-        "click",
-        "#scene-movers >> text=Start again",
-        {SAYS: "choose 4 more tokens", "#scene-plot .bar": 0},
-    )
+            yield "click", NEXT, {SAYS: "choose 4 more", "#scene-movers button": 3}
+    winner = "you win" if mine > theirs else "a draw" if mine == theirs else "it wins"
+    told = f"You have {mine} tokens, draft_model has {theirs}: {winner}."
+    again = {SAYS: "choose 4 more tokens", "#scene-plot .bar": 0}
+    yield from [("look", "", {SAYS: told}), ("click", "#scene-movers >> text=Start again", again)]
 
 
 def as_p_says(rows):
@@ -294,6 +305,7 @@ CHAPTERS = {
 IN_SIGHT = "#scene", "#scene-movers", "#scene-legend", SAYS
 
 
+@pytest.mark.browser
 @SIZES
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_sight(
@@ -316,7 +328,7 @@ def test_a_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_sight
     page.act(*steps if size == WIDE else ())
     for pick in range(16 if chapter == "you" else 0):  # with a bonus, and with a cut
         if pick and pick % 4 == 0:
-            page.click("#scene-movers >> text=Next pass")
+            page.click(NEXT)
         page.locator("#scene-movers button").nth(pick % 3).click()
         assert page.flaws(*IN_SIGHT) == [], pick
     for slider in page.locator("#scene-movers input").all():
@@ -329,6 +341,7 @@ def test_a_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_sight
     assert page.violations("#story") == []
 
 
+@pytest.mark.browser
 def test_a_chapter_plays_up_to_its_question_and_on_with_the_answer(open_story):
     page = open_story(expected=READY, reduced_motion="no-preference")
     page.act(("reach", "guess", {}))
@@ -348,8 +361,10 @@ OTHERS = [{"prompt": "mine"}, {"temperature": 1}, {"json_schema": "{}"}]
 REFUSAL = "This page has no server", "ngram", "08_speculative_decoding.py --port 5000"
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize(("folder", "address", "name"), [
-    ("export", "", "embedded"), ("page", "", "smollm2"), ("page", "?model=embedded", "embedded")
+    ("export", "", "embedded"), ("page", "", "smollm2"),
+    pytest.param("page", "?model=embedded", "embedded", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
     folder, address, name, site, open_page
@@ -462,6 +477,7 @@ RECORDED = {
 }  # fmt: skip
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("claim", RECORDED)
 def test_a_recorded_page(claim, open_story):
     address, *steps = RECORDED[claim]
@@ -470,6 +486,7 @@ def test_a_recorded_page(claim, open_story):
     assert page.flaws() == page.violations() == []
 
 
+@pytest.mark.browser
 def test_the_text_the_cycle_and_the_race_fill_a_desktop_s_window(open_story):
     page = open_story()
     page.act(("click", "#race", RACED_NOW))
@@ -477,6 +494,7 @@ def test_the_text_the_cycle_and_the_race_fill_a_desktop_s_window(open_story):
     assert page.flaws("#request", "#text", "#cycle", "#racing", "#race-says") == []
 
 
+@pytest.mark.browser
 def test_a_tablet_that_is_turned_shows_the_chapter_that_is_read_in_slots_of_one_width(open_story):
     page = open_story(viewport={"width": 1024, "height": 1366})
     page.set_viewport_size({"width": 768, "height": 1024})
@@ -488,6 +506,7 @@ def test_a_tablet_that_is_turned_shows_the_chapter_that_is_read_in_slots_of_one_
     page.see({"#scene-plot": lambda plot: plot.evaluate("p => p.scrollHeight <= p.clientHeight")})
 
 
+@pytest.mark.browser
 def test_what_a_finger_presses_is_44_px_high_or_has_as_much_room(open_story):
     page = open_story(viewport=NARROW, has_touch=True, is_mobile=True)
     page.act(("click", "#race", RACED_NOW))
@@ -503,6 +522,7 @@ def test_what_a_finger_presses_is_44_px_high_or_has_as_much_room(open_story):
     assert page.flaws() == page.violations() == []
 
 
+@pytest.mark.browser
 def test_a_recording_takes_its_time_where_pictures_may_move_and_can_be_stopped(open_story):
     page = open_story(expected=READY, reduced_motion="no-preference")
     page.clock.install(time=0)
@@ -516,6 +536,7 @@ def test_a_recording_takes_its_time_where_pictures_may_move_and_can_be_stopped(o
     page.see({"#whole-text": TEXT.split("<")[0]})
 
 
+@pytest.mark.browser
 def test_a_model_without_a_drafter_has_its_story_too(open_story):
     """Whatever a chapter would show of drafts, it shows of plain cycles, and nothing fails."""
     run = TOLD["runs"][0]
@@ -535,6 +556,7 @@ def test_a_model_without_a_drafter_has_its_story_too(open_story):
         page.act(("click", f"{answer}button >> nth=0", {f"{answer}says": re.compile("Yes|Not so")}))
 
 
+@pytest.mark.browser
 def test_a_page_without_its_recording_says_so(open_story):
     missing = "There is no recording recordings/nobody.json"
     seen = {"#error": "no recording", "#story": missing}
@@ -542,8 +564,9 @@ def test_a_page_without_its_recording_says_so(open_story):
     page.act(("#prompt=mine", "", seen))
 
 
+@pytest.mark.browser
 def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_story):
-    folder = ROOT / "server" / "page" / "fonts"
+    folder = FOLDER / "fonts"
     licence = (folder / "OFL.txt").read_text("utf-8")
     files = {path.name: path.read_bytes() for path in folder.glob("*.woff2")}
     named = re.findall(r"^(\S+\.woff2) ", licence, re.MULTILINE)
@@ -553,3 +576,156 @@ def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_story):
     assert sum(map(len, files.values())) < 150_000
     loaded = "document.fonts.ready.then(() => [...document.fonts].map(font => font.status))"
     assert open_story().evaluate(loaded) == ["loaded"] * len(files)
+
+
+# ---------------------------------------------------------------------------- exports
+COMING_ALONG = sorted(path.stem for path in (FOLDER / "recordings").glob("*.json"))
+
+
+def entries_under(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_an_export_is_the_page_and_one_recording(exported):
+    own = [name for name in files() if not name.startswith("recordings/")]
+    found = {name for name in entries_under(exported) if (exported / name).is_file()}
+    assert found == {*own, "recordings/embedded.json"}
+    for name in own:
+        assert name == INDEX or (exported / name).read_bytes() == (FOLDER / name).read_bytes()
+    page, ours = ((folder / INDEX).read_text("utf-8") for folder in (exported, FOLDER))
+    assert 'data-recording="recordings/embedded.json"' in page and "data-server" not in page
+    assert re.sub("<html[^>]*>", "", page) == re.sub("<html[^>]*>", "", ours)
+
+
+@pytest.mark.parametrize("name", ["", *COMING_ALONG])
+def test_a_recording_has_all_that_the_page_asks_for(name, exported):
+    """Of every drafter: its own text is plain decoding's, and each choice is in what is shown.
+
+    Where a text repeats, looking up saves passes: it gives twice as many tokens a pass as in a
+    story, at the least.
+    """
+    folder = FOLDER if name else exported
+    told, per_pass = read(folder, name or "embedded"), {}
+    size = (folder / "recordings" / f"{told['model']}.json").stat().st_size
+    assert size <= 1.5e6 and date.fromisoformat(told["recorded_at"]) <= date.today()
+    assert re.search(r"\S+, \d+ threads?$", told["machine"])
+    assert told["health"]["status"] == "ok" and told["curve"]["status"] == "measured"
+    assert {"1", "2", "8"} <= told["curve"]["pass_ms"].keys() and told["curve"]["break_even"]
+    drafters = {*told["health"]["drafters"]} - {"auto", "tree", "prediction", "grammar"}
+    if told["curve"]["pass_ms"]["1"] >= export._LEAST_MS:
+        drafters.add("auto")
+    greedy = [run for run in told["runs"] if not run["request"]["temperature"]]
+    made = [(run["prompt"], run["request"]["drafter"]) for run in greedy]
+    assert sorted(made) == sorted((p, d) for p in ("first", "copy", "new") for d in drafters)
+    sampled = told["runs"][len(greedy) :]
+    rules = [(run["prompt"], run["request"]["verification"]) for run in sampled]
+    assert rules == [("new", "coupled"), ("new", "rejection")]
+    for run in told["runs"]:
+        request, cycles, answer = run["request"], cycles_of(run), run["events"][-1]
+        figures = answer["metrics"]["speculative_decoding"]
+        per_pass[run["prompt"], request["drafter"]] = figures["tokens_per_pass"]
+        plain = [event["plain"] for event in run["events"] if "plain" in event]
+        is_coupled = request["verification"] == "coupled"
+        assert answer["compare"]["identical"] is (True if is_coupled else None)
+        assert answer["text"] == "".join(cycle["text"] for cycle in cycles)
+        text = "".join(each["text"] for each in plain)
+        assert text == answer["compare"]["plain"]["text"]
+        assert text == answer["text"] or not is_coupled
+        assert [*plain[0]] == ["step", "tokens", "text", "ms"] and "trace" not in answer
+        for cycle in cycles:
+            for token, entries in zip(cycle["tokens"], cycle["distributions"], strict=True):
+                assert token["id"] in {entry["id"] for entry in entries} and len(entries) <= 8
+                assert {str(entry["id"]) for entry in entries} <= cycle["texts"].keys()
+                assert all(entry["p"] == float(f"{entry['p']:.4g}") for entry in entries)
+    assert per_pass["copy", "ngram"] >= 2 * per_pass["new", "ngram"]
+
+
+def test_the_story_begins_with_words_a_whole_draft_accepted_and_then_a_cut():
+    """In the recording on which the page opens."""
+    runs = read(FOLDER, "smollm2")["runs"]
+    by_name = {(run["prompt"], run["request"]["drafter"]): cycles_of(run) for run in runs}
+    _, first, *later = by_name["first", "draft_model"]
+    assert any(cycle["proposals"] for cycle in by_name["copy", "auto"])
+    assert [token["kind"] for token in first["tokens"]] == ["accepted"] * 5 + ["bonus"]
+    words = [first["texts"][str(token["id"])] for token in first["tokens"]]
+    assert all(re.fullmatch(r" ?[A-Za-z]+[.,]?", word) for word in words)
+    held, kept = next(cycle["cached"] for cycle in later[:5] if cycle["rejected"])
+    assert held - kept >= 2
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_what_fails_is_told_and_the_rest_is_exported(
+    is_strict, failing_drafter, tiny_folder, tmp_path, capsys
+):
+    model, site = tiny_folder("llama"), tmp_path / "site"
+    words = ["--model", str(model), *failing_drafter, *(["--strict"] if is_strict else [])]
+    status = core.main(["--export", str(site), *words])
+    out, err = capsys.readouterr()
+    assert status == 0 and out.endswith(f"python -m http.server -d {site}\n")
+    runs = read(site, re.sub("[^a-z0-9_.-]+", "-", model.name.lower()))["runs"]
+    made = [run["request"] for run in runs if run["request"]["drafter"] == "fails"]
+    assert bool(made) is not is_strict and not any(request["temperature"] for request in made)
+    assert ("not recorded: fails on first" in err) is is_strict
+
+
+def test_a_model_without_drafters_stands_beside_another(main, demo_engine, monkeypatch, tmp_path):
+    monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
+    assert main("--export", str(tmp_path))[0] == 0
+    monkeypatch.setattr(core, "load_engine", lambda options: core.Engine(demo_engine.target, {}))
+    monkeypatch.setattr(export, "TEXT", {"new": "hard_prose"})
+    monkeypatch.setenv("SPECULATIVE_API_KEY", "secret")
+    assert core.main(["--export", str(tmp_path), "--model", "mixture"]) == 0
+    told = read(tmp_path, "mixture")
+    assert [run["request"]["drafter"] for run in told["runs"]] == ["none"] * 3
+    assert all(map(cycles_of, told["runs"])) and read(tmp_path, "embedded")["runs"]
+    assert "recordings/mixture.json" in (tmp_path / INDEX).read_text("utf-8")
+
+
+def test_auto_s_runs_are_recorded_once_it_knows_the_texts(demo_engine, monkeypatch, tmp_path):
+    """Where a pass is long enough for its clock."""
+    target, loaded = demo_engine.target, demo_engine.pool.drafters
+    engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
+    monkeypatch.setattr(core, "load_engine", lambda options: engine)
+    monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
+    for least_ms, count in (1e9, 0), (0.0, 3):
+        monkeypatch.setattr(export, "_LEAST_MS", least_ms)
+        assert core.main(["--export", str(tmp_path), "--model", "embedded"]) == 0
+        runs = read(tmp_path, "embedded")["runs"]
+        chosen = [run for run in runs if run["request"]["drafter"] == "auto"]
+        assert [run["prompt"] for run in chosen] == ["first", "copy", "new"][:count]
+        assert all(cycle["controller"] for run in chosen for cycle in cycles_of(run)[1:])
+        assert not any(run["request"]["temperature"] for run in chosen)
+
+
+NO_ROOM = OSError(28, "No space left on device")
+FORBIDDEN = PermissionError(13, "Permission denied")
+CANNOT = "error: cannot export into"
+
+
+# Where to; what breaks, if the place can be had; the exit status, and what is said.
+@pytest.mark.parametrize(("place", "broken", "status", "says"), [
+    ("a file", None, 2, f"{CANNOT}.*Not a directory"),
+    ("a file/site", None, 2, f"{CANNOT}.*Not a directory"),
+    ("no/where", None, 2, f"{CANNOT}.*No such file"),
+    ("full", None, 2, f"{CANNOT}.*it is neither empty nor an earlier export"),
+    ("", None, 2, f"{CANNOT}.*neither"),
+    ("site", (core, "load_engine", KeyboardInterrupt()), 130, ""),
+    ("site", (Path, "write_bytes", NO_ROOM), 2, "No space left"),
+    ("site", (export, "_run", ValueError("the context is too short")), 2, "too short"),
+    ("site", (export, "TemporaryDirectory", FORBIDDEN), 2, f"{CANNOT}.*Permission denied"),
+])  # fmt: skip
+def test_an_export_that_cannot_be_made_says_so_and_leaves_all_as_it_was(
+    place, broken, status, says, main, monkeypatch, tmp_path
+):
+    """A folder that cannot be had is one line, before anything is loaded."""
+    monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
+    owner, name, error = broken or (core, "load_engine", AssertionError)
+    monkeypatch.setattr(owner, name, Mock(side_effect=error))
+    (tmp_path / "full").mkdir()
+    for mine in ("a file", "full/index.html"):
+        (tmp_path / mine).write_text("mine")
+    before = entries_under(tmp_path)
+    done, out, err = main("--export", place and str(tmp_path / place))
+    assert (done, out) == (status, "") and re.search(says, err) and "Traceback" not in err
+    assert broken or err.count("\n") == 1
+    assert entries_under(tmp_path) == before and (tmp_path / "full" / INDEX).read_text() == "mine"
