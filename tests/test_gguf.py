@@ -265,7 +265,7 @@ def asking(good, key, number):
 
 
 BROKEN = [  # a key of a good file, another number for it, and what is said
-    ("llama.embedding_length", 1 << 20, "and its header asks for"),
+    ("llama.embedding_length", 1 << 30, "and its header asks for"),
     ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
     ("llama.block_count", 1, "has weights of block 1, and 'llama.block_count' is 1 (fetch it"),
     ("llama.feed_forward_length", 96, "weights, first model.layers.0.mlp.down_proj.weight: [32"),

@@ -137,13 +137,18 @@ class _Meta(DeviceContext):
 
 def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights. Raises BadFile if it has many more than the file."""
+    _refuse_more(file, config.vocab_size * config.hidden_size)  # before rotations are made of it
     with _Meta(torch.device("meta")), no_init_weights():
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    asked = sum(weight.numel() for weight in empty.parameters())
+    _refuse_more(file, sum(weight.numel() for weight in empty.parameters()))
+    return empty
+
+
+def _refuse_more(file: GgufFile, asked: int) -> None:
+    """Raises BadFile if its header asks for many more weights than it has."""
     held = sum(prod(tensor.shape) for tensor in file.tensors.values())
     if asked > 2 * held:  # it would take memory for them
         raise BadFile(f"{file.name} has {held} weights, and its header asks for {asked}")
-    return empty
 
 
 def _report(
