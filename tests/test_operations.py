@@ -7,7 +7,6 @@ and deadlines are in test_server.py, the command line's mistakes in test_command
 
 import ctypes
 import json
-import logging
 import os
 import pty
 import re
@@ -40,7 +39,7 @@ from started import (
 )  # fmt: skip
 
 from runtime.kernels import library
-from server import core, log
+from server import core
 from server.http import room_for
 from server.options import MAX_QUEUED, Options
 from server.page import INDEX, files
@@ -370,13 +369,6 @@ def test_the_log_in_a_pipe_is_json(tmp_path, gate):
     told = [json.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
     assert any("the target runs in" in line.get("message", "") for line in told)
     assert told[-1]["path"] == "/generate"
-
-
-def test_the_examples_of_a_line_are_the_same_request():
-    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
-    given, shown = re.search(r"^(\{.+\})\n\d\d:\d\d:\d\d (.+)$", text, re.MULTILINE).groups()
-    record = logging.makeLogRecord({"msg": json.loads(given), "levelname": "INFO"})
-    assert log._Words().format(record)[9:] == shown
 
 
 def test_what_was_written_or_read_is_in_no_line(server):
