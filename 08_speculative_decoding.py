@@ -295,7 +295,8 @@ class Engine:
         admitted, warnings = request.admitted(self.target, self.pool.choices)
         with ExitStack() as opened:  # if one of these raises, the others are closed
             s = Sequence(admitted, self.target.cache.open_row(opened), self.target.tokenizer)
-            s.drafting = drafters.DraftedText(admitted, s.noise, s.row, s.matcher, warnings)
+            s.drafting = drafters.DraftedText(admitted, s.noise, s.row, s.matcher)
+            s.warnings.extend(warnings)
             opened.callback(self.pool.close, s.drafting)
             self.pool.open(s.drafting)
             self.planner.open(s)

@@ -47,8 +47,18 @@ _ENDS = {"length": "the limit is reached", "stop": "the text has ended"}
 _VERDICTS = {True: "yes", False: "NO", None: "not compared (verified by rejection)"}
 
 
+def keep_standard_files() -> None:
+    """Open what was closed at the start (`>&-`): no other file may get the number of stdout."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+
+
 def exit_status(act: Callable[[], int]) -> int:
     """Run a command: what `act` returns, 2 if it could not be carried out, 130 if interrupted."""
+    keep_standard_files()
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
