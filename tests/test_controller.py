@@ -573,7 +573,7 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
 
 
 def lived_through(clients, step_ms=6.0, length=96, **texts):
-    """What 16 texts take on a made-up machine: (auto, plain, a plain pass for so many), in ms.
+    """What 24 texts take on a made-up machine: (auto, plain, a plain pass for so many), in ms.
 
     The draft model's steps take `step_ms`, and it was measured as a quick one.
     """
@@ -581,7 +581,7 @@ def lived_through(clients, step_ms=6.0, length=96, **texts):
     for is_plain in (False, True):
         server = simulated.Server(machine._replace(step_ms=step_ms), is_plain, 0)
         server.planner.controller.costs.start_from(machine.curve)
-        waiting, running = 16, list[simulated.Text]()
+        waiting, running = 24, list[simulated.Text]()
         while waiting or running:
             for _ in range(min(waiting, clients - len(running))):
                 text = simulated.Text("role", 0.0, random.Random(waiting))

@@ -436,7 +436,7 @@ SLOW, V4 = pytest.mark.slow, V3 | {"avx512bw", "avx512vl"}
 
 
 @pytest.mark.parametrize(("cpu", "flags", "options"), [
-    ("x86-64-v3", V3, ["-O1"]),  # which takes the compiler a third of the time
+    ("x86-64-v3", V3, ["-O1"]),  # nearly all of the time goes into compiling
     *(pytest.param(cpu, flags, [], marks=SLOW)
       for cpu, flags in (("x86-64", {"lm"}), ("x86-64-v3", V3), ("x86-64-v4", V4))),
 ])  # fmt: skip
