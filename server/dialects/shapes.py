@@ -153,7 +153,8 @@ class OpenAIShape(Shape):
 
     def note(self, event: Json, number: int) -> None:
         """Count the tokens of an event, and keep their ids for the choice's next chunk."""
-        if number < self.num_choices:
+        is_told = self._has_ids or "continuous_usage_stats" in self._options
+        if is_told and number < self.num_choices:
             ids = [token["id"] for token in event["tokens"]]
             self._new_ids[number] += ids
             self._num_tokens[number] += len(ids)
