@@ -34,8 +34,7 @@ def load_draft(options: Options) -> Model | None:
 def assemble_engine(options: Options) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
     drafters.check_name(options.drafter)  # before anything is loaded
-    if options.draft_model:
-        loading.check_early(options.draft_model, options)
+    loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
     target = core.load_model(options.model, options)
     draft = load_draft(options)
     ahead.end()

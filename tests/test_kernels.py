@@ -5,6 +5,7 @@ gets the logits of plain decoding. They are near those of transformers' modules,
 nothing can be compiled.
 """
 
+import hashlib
 import math
 import os
 import re
@@ -364,19 +365,40 @@ def test_a_compiler_of_cpp_compiles_the_kernels(unloaded, tmp_path):
     assert library.load() and len(list(tmp_path.rglob("*.so"))) == 1
 
 
-def test_what_was_compiled_is_used_again(tmp_path):
+def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path):
     """Each start is a process, as a library is loaded once."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     (tmp_path / "one.c").write_text('const char *describe(void) { return "little"; }\n')
     use = "library._FOLDER = pathlib.Path('.'); library.use(True); print(library.instructions())"
     script = f"import pathlib; from runtime.kernels import library; {use}"
     command, times = [sys.executable, "-c", script], []
-    for _ in range(2):
+    for damage in (False, False, True):
+        if damage:  # half a library would end a process that opens it
+            (file,) = tmp_path.rglob("*.so")
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
         (file,) = tmp_path.rglob("*.so")
         assert said == "little\n"
         times.append(file.stat().st_mtime_ns)
-    assert times[0] == times[1]
+    assert times[0] == times[1] < times[2]
+
+
+def test_a_pipe_in_the_place_of_what_was_compiled_is_not_waited_for(tmp_path):
+    (place := tmp_path / "a.so").write_bytes(b"library")
+    (digest := tmp_path / "a.sha256").write_text(hashlib.sha256(b"library").hexdigest())
+    with library._whole(place):
+        pass
+    for file in (digest, place):
+        content = file.read_bytes()
+        file.unlink()
+        assert library._whole(place) is None
+        os.mkfifo(file)
+        assert library._whole(place) is None
+        file.unlink()
+        file.mkdir()
+        assert library._whole(place) is None
+        file.rmdir()
+        file.write_bytes(content)
 
 
 def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):

@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def load(compiles: bool = True) -> ctypes.CDLL:
         raise ValueError(reason)
     try:
         place = own_folder() / f"{_key()}.so"
-        if not place.is_file():  # a pipe would be waited for
+        if (file := _whole(place)) is None:
             if (refused := place.with_suffix(".refused")).exists():
                 raise ValueError(f"the compiler failed before (remove {refused} to try again)")
             if not compiles:
@@ -156,7 +156,9 @@ def load(compiles: bool = True) -> ctypes.CDLL:
             except ValueError:
                 refused.touch()
                 raise
-        library = ctypes.CDLL(str(place))
+            file = _whole(place) or open(place, "rb")  # another process may be between the two
+        with file:  # what was hashed; the number stays, as another file of it would pass for this
+            library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
         library.describe.restype = ctypes.c_char_p
         _library = library
         return library
@@ -266,6 +268,17 @@ def _passed(path: Path) -> Iterator[Path]:
         yield place
 
 
+def _whole(place: Path) -> IO[bytes] | None:
+    """The library, opened, if it is as it was compiled: half of one would end the process."""
+    digest = place.with_suffix(".sha256")
+    if not (place.is_file() and digest.is_file()):  # a pipe would be waited for
+        return None
+    file = open(place, "rb")
+    if hashlib.sha256(file.read()).hexdigest() == digest.read_text("utf-8"):
+        return file
+    return file.close()
+
+
 def _key() -> str:
     """A hash of all that the compiled code depends on."""
     cpu = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
@@ -310,6 +323,7 @@ def _compile(file: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_run, *_FLAGS, "-x", "c", "-c", "-o"), objects, sources))
         _run(*_LINKING, "-o", made, *objects, "-lm")
-        with open(made, "rb") as written:  # whole, whenever the power is cut
-            os.fsync(written.fileno())
+        digest = made.with_suffix(".sha256")
+        digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), "utf-8")
         made.replace(file)
+        digest.replace(file.with_suffix(".sha256"))

@@ -28,7 +28,7 @@ from .catalogue import entry_of, likely, resolve_model
 from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
 from .fim import fim_of
 from .gguf_config import config_of
-from .gguf_file import GgufFile, is_gguf
+from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer, call_form
@@ -103,17 +103,33 @@ class Loaded:
         return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 
-def check_early(name: str, options: ModelOptions) -> None:
-    """Refuse a draft model that is broken or missing before its target is read: that takes long.
+def check_pair_early(
+    target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]
+) -> None:
+    """Refuse a draft model before its target is read, which takes long.
 
-    Raises StartError.
+    Raises StartError for one that is broken or missing, and what `compare` raises for the names and
+    the tokens of two GGUF files.
     """
-    with _explained(name, "", options):
-        place = resolve_model(name)
-        if is_gguf(place):
-            _opened[place] = open_model(place)
-        else:
-            _check_folder(place)
+    if not draft:
+        return
+    names, vocabularies = [draft, target], list[Texts | None]()
+    for name in names:
+        with _explained(name, "", options):
+            vocabularies.append(_tokens_of(resolve_model(name)))
+    if all(vocabularies) and vocabularies[0].tobytes() != vocabularies[1].tobytes():
+        with _explained(draft, "its tokens: ", options):
+            ids = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
+        compare(names, ids)
+
+
+def _tokens_of(place: str) -> Texts | None:
+    """The vocabulary of a GGUF file; None of other models. Raises BadFile or StartError."""
+    if not is_gguf(place):
+        _check_folder(place)
+        return None
+    file = _opened[place] = open_model(place)
+    return file.metadata["tokenizer.ggml.tokens"]
 
 
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:

@@ -14,9 +14,10 @@ Both sides compute with the same config and weights. So the weights of a GGUF fi
 it is are compared with gguf's, too. That a model was compared is noted in the user's cache folder,
 and its next start does without.
 
-Sums of floats depend on their order, so equal means equal but for roundings. In a mixture of
-experts a rounding may also choose another expert for a token, which changes that token a lot and
-those after it a little. So there it is the median token that has to be near.
+Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
+of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
+a rounding may also choose another expert for a token, which changes that token a lot and those
+after it a little. So there it is the median token that has to be near.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from runtime import kernels
@@ -42,7 +43,8 @@ _LENGTHS = 320, 48  # tokens of the two texts, where the context holds as many
 _LENGTHS_PACKED = 24, 8  # of weights in blocks: large models, whose modules are slow
 _NUM_COMPARED = 128  # the last tokens of a text
 _ROUNDINGS = 32  # of the largest logit, that may add up
-_LEAST_SHARE = 1e-3  # of the largest logit, which may be off in any case: roundings grow in layers
+_SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
+_SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 # What a comparison depends on.
 _CODE = "*.py", "runtime/**/*.py", "runtime/kernels/c/*"
@@ -86,14 +88,21 @@ class Reference:
         texts = random_texts(cached, [min(each, length) for each in lengths])
         try:
             logits = [_plain(model, text) for text in texts]
+            with model.get_input_embeddings().register_forward_hook(_shaken):
+                shaken = _plain(model, texts[1])
         except Exception as error:
             raise StartError(f"transformers cannot run {cached.name}: {in_short(error)}") from error
         largest = max(float(expected.abs().nan_to_num(posinf=0).max()) for expected in logits)
         if any(expected.isnan().any() for expected in logits) or not largest:
             raise StartError(f"{cached.name} gives no numbers: are its weights damaged?")
-        share = _SHARE_PACKED if cached.fingerprint else _LEAST_SHARE
-        tolerance = max(_ROUNDINGS * torch.finfo(model.dtype).eps, share) * largest
-        return cls(texts, logits, tolerance, cached.has_experts, note)
+        rounding = torch.finfo(model.dtype).eps * largest
+        moved = float(_distances(shaken, logits[1]).max())
+        tolerance, is_mixture = max(_ROUNDINGS * rounding, _SHAKES * moved), cached.has_experts
+        if is_mixture:
+            tolerance = max(tolerance, _SHARE_OF_LARGEST * largest)
+        if cached.fingerprint:
+            tolerance = max(tolerance, _SHARE_PACKED * largest)
+        return cls(texts, logits, tolerance, is_mixture, note)
 
     def check(self, cached: Model) -> None:
         """Raises StartError if the CachedModel, as it is now, gives other logits."""
@@ -245,6 +254,12 @@ def _plain(model: PreTrainedModel, text: list[int]) -> Tensor:
     """[n, V] float32 of the text's last tokens: one forward without a cache."""
     ids = torch.tensor([text], device=model.device)
     return model(input_ids=ids, use_cache=False).logits[0, -_NUM_COMPARED:].float().clone()
+
+
+def _shaken(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    """A forward hook: each number changed by about one rounding, always in the same directions."""
+    signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
 
 
 def _distances(actual: Tensor, expected: Tensor) -> Tensor:
