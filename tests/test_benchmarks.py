@@ -550,7 +550,7 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
 def test_prompts_have_a_name_or_a_number(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
-    assert audition.prompts_of(path) == {"1": "a b", "x": "c"}
+    assert bench.prompts_of(path) == {"1": "a b", "x": "c"}
 
 
 UNREADABLE = {  # by what is said

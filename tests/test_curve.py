@@ -49,7 +49,6 @@ def measured(engine, fingerprint="a target"):
 def whole(demo_engine):
     """The curve of the embedded models, measured once."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measurement, "_LONGEST_MS", inf)
         patched.setattr(measurement, "_LONGEST_PASS_MS", inf)
         return measured(demo_engine, None).curve
 

@@ -324,7 +324,7 @@ class Own(NgramDrafter):
     @classmethod
     def build(cls, context):
         torch.set_default_device("meta")
-        return cls()
+        return cls(4, 1)
 """)
     drafters.load(f"{tmp_path / 'own.py'}:Own", context(None))
     assert torch_s_settings() == settings
