@@ -163,6 +163,7 @@ class Drafter(ABC):
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
     keeps_outputs: bool = False  # a state hears of the last tokens, too
     needs: str = ""  # a field of the request; without it there is nothing to draft from
+    drafts_forced: bool = False  # what a grammar forces is its own draft
     accepts_forced_prefix: bool = False  # a state gets `forced`: its draft is to begin with them
 
     @classmethod

@@ -22,6 +22,8 @@ def check_drafter(drafter: Drafter, context: Context) -> None:
     if not (isinstance(drafter.name, str) and drafter.name):
         kind = type(drafter).__name__
         raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
+    if not isinstance(size := drafter.block_size, int) or size < 0:
+        raise ValueError(f"block_size of {drafter.name} is {size!r:.100}: write 0 or more")
     for name in ("open", "propose", "propose_batch", "observe", "close"):
         wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
         try:

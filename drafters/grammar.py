@@ -31,6 +31,7 @@ class GrammarDrafter(GuessingDrafter):
 
     name: ClassVar[str] = "grammar"
     needs = "grammar"
+    drafts_forced = True
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> GrammarState:
         return GrammarState()

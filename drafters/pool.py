@@ -168,8 +168,8 @@ class DrafterPool:
             state.stop_rule = text.task.stop_rule
         if drafter.branches:
             state.can_branch = not is_alone
-        is_behind = drafter.accepts_forced_prefix or not text.forced_tokens(text.task.limit)
-        return is_behind or not is_alone
+        can = drafter.accepts_forced_prefix or drafter.drafts_forced
+        return can or not is_alone or not text.forced_tokens(text.task.limit)
 
     def _prepare(self, text: DraftedText, name: str, most: int) -> bool:
         """Let a drafter observe what has come, and begin with what is forced, if it can.
@@ -209,8 +209,10 @@ class DrafterPool:
         """Note the cost of a call under what was asked for, if that is the same for all texts."""
         asked = {text.task.drafter for text in texts}
         what = name if len(asked) > 1 else asked.pop()
-        # Tokens drafted, or asked for where none came; of several together, the first one's.
-        counts = [len(text.drafts[name].tokens) or text.task.limit for text in texts]
+        # Tokens drafted, or asked for where none came, or where several draft together.
+        is_several = what in self.merging
+        drafted = [0 if is_several else len(text.drafts[name].tokens) for text in texts]
+        counts = [n or text.task.limit for n, text in zip(drafted, texts, strict=True)]
         counts, before_ms = self.spent.get(what, (counts, 0.0))
         self.spent[what] = counts, before_ms + ms
 
@@ -219,10 +221,10 @@ class DrafterPool:
         drafter = self.drafters[name]
         if name not in text.states or not drafter.can_guess:
             return None
-        if not self._prepare(text, name, max_tokens):
-            return Guess([])
         check = partial(checked_ids, most=max_tokens, vocab_size=self._vocab_size)
         with self._containing(text, name, "guess"):
+            if not self._prepare(text, name, max_tokens):
+                return Guess([])
             state = text.states[name]
             if (tokens := drafter.call("guess", state, max_tokens, then=check)) is None:
                 return None

@@ -74,7 +74,6 @@ class TimedDrafter(Drafter):
     def __init__(self, inner: Drafter, limit_s: float) -> None:
         self._inner, self._limit_s, kind = inner, limit_s, type(inner)
         self.name = str.__str__(inner.name)  # type: ignore[misc]
-        self.is_trusted = True  # `_serve` restores what the inner one changes
         self.needs_hidden = bool(inner.needs_hidden)
         self.hidden_layers = tuple(map(int, inner.hidden_layers)) if self.needs_hidden else ()
         self.block_size = int(inner.block_size)

@@ -19,7 +19,7 @@ class Sequence:
         self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
-        self.drafting: Any = None  # what drafters know of it: a DraftedText of drafters/pool.py
+        self.drafting: Any = None  # what drafters know of it: a DraftedText of drafters/plan.py
         self.opened = ExitStack()  # closes what it holds
         self.statistics, self.reading = Statistics(), Reading(request)
         self.logprobs: list[dict[str, Any]] = []

@@ -48,7 +48,6 @@ MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
 REFUSAL = "server.refusal"  # in the environ: the RequestError that the application has to raise
 WHEN_LEFT = "server.when_left"  # in the environ: has a function called if the client leaves
-CLIENT_BEHIND = "server.client_behind"  # whether an answer piles up, as its client reads slowly
 LOG = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES = 1 << 16  # of a chunked body: sizes, extensions, trailers
@@ -308,7 +307,6 @@ class Connection(asyncio.Protocol):
             "REMOTE_ADDR": str((self.transport.get_extra_info("peername") or ("",))[0]),
             "wsgi.input": io.BytesIO(body),
             WHEN_LEFT: self.when_left,
-            CLIENT_BEHIND: lambda: self.is_behind,
         }
         self._enter(State.ANSWER)
         is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK

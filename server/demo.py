@@ -27,7 +27,16 @@ from runtime.models import ahead
 from runtime.models.prompts import kind_of, read_prompts
 from runtime.models.startup import print_error
 from runtime.statistics import Statistics, ratio
-from runtime.values import PLAIN, Engine, Json, Request, RequestError, TextSequence, one_line
+from runtime.values import (
+    LONGEST_LINE,
+    PLAIN,
+    Engine,
+    Json,
+    Request,
+    RequestError,
+    TextSequence,
+    one_line,
+)
 from server import core, trace
 from server.answers import setting
 from server.options import Options
@@ -63,7 +72,7 @@ def exit_status(act: Callable[[], int]) -> int:
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
     # On a terminal a warning or an error line tells of what has a traceback in a server's log.
-    logging.lastResort.format = lambda record: one_line(record.getMessage())
+    logging.lastResort.format = lambda record: one_line(record.getMessage(), LONGEST_LINE)
     logging.lastResort.addFilter(lambda record: not record.exc_info)
     once = logging.getLogger("progress.once")  # a model is fetched, blocks are compiled
     once.setLevel(logging.INFO)
@@ -191,6 +200,9 @@ def show_demo(engine: Engine, options: Options, flags: Namespace) -> int:
         versions = {each.__name__: each.__version__ for each in (torch, transformers)}
         versions |= {"python": platform.python_version()}
         where = {"device": str(engine.target.model.device), "versions": versions}
+        for result in results:
+            for run in result["speculative"].values():
+                del run["pieces"]  # which is for the terminal
         print(json.dumps({"prompts": results, "totals": totals} | where))
     else:
         runs = "one run" if repeats == 1 else f"medians of {repeats} runs"

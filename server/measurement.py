@@ -70,18 +70,19 @@ class Measurement:
 
     def measure(self) -> None:
         """Run a cycle, until all is measured."""
-        status = self.status
+        status, is_done = self.status, False
         try:
             with self._uncounted() as twin:
                 if not self._cycle(twin):
-                    self.is_done, status = True, "measured"
+                    is_done, status = True, "measured"
         except Exception as error:
             LOG.warning("the cost curve is not measured any further: %s", in_short(error))
-            self.is_done = True
-        if self.is_done:
-            self.pause()  # who hears of it finds nothing held any more
+            is_done = True
+        if is_done:
+            self.pause()
         if status != "stored":
             self._tell(self._known(), status)
+        self.is_done = is_done  # last: who hears of it finds nothing held, and all told
 
     def pause(self) -> None:
         """Give back what the text holds, and store what is known: a request comes."""

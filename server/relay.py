@@ -66,9 +66,10 @@ def broke_off(why: str) -> RequestError:
 def refusal(status: Any, body: bytes) -> RequestError:
     """The error that our client gets where the engine has answered with one."""
     try:
-        error = json.loads(body)["error"]
+        said = json.loads(body)
+        error = said.get("error", said)  # some engines write a message at the top
         reason = error["message"] if isinstance(error, dict) else error
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         reason = f"status {status}"
     message = f"the engine refused: {in_short(ValueError(reason))}"
     if status in (400, 404, 413, 422, 429):
@@ -202,7 +203,8 @@ def answered(said: Iterator[bytes], seed: int | None) -> Iterator[Json]:
 
     Raises RequestError for an error, another shape, or a text that has not ended.
     """
-    text, ids, finish_reason, usage, drafts = "", list[int](), None, Json(), Json()
+    text, ids, finish_reason = "", list[int](), None
+    usage, timings, drafts = Json(), Json(), Json()
     for data in said:
         try:
             chunk = json.loads(data)
@@ -214,6 +216,7 @@ def answered(said: Iterator[bytes], seed: int | None) -> Iterator[Json]:
             ids += [token + 0 for token in new_ids]
             finish_reason = choice.get("finish_reason") or finish_reason
             usage |= chunk.get("usage") or {}
+            timings |= chunk.get("timings") or {}  # llama.cpp's
             drafts |= (chunk.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM's
             acceptance(drafts)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
@@ -222,7 +225,9 @@ def answered(said: Iterator[bytes], seed: int | None) -> Iterator[Json]:
     if finish_reason is None:
         raise broke_off("its stream ended without a reason")
     answer = {"text": text, "token_ids": ids or None, "finish_reason": finish_reason, "seed": seed}
-    answer |= {"warnings": [], "usage": usage, "timings": None}
+    answer |= {"warnings": [], "usage": usage, "timings": timings or None}
+    names = {"num_draft_tokens": "draft_n", "num_accepted_draft_tokens": "draft_n_accepted"}
+    drafts = {ours: timings.get(name) for ours, name in names.items()} | drafts
     yield answer | {"metrics": {"speculative_decoding": acceptance(drafts)}}
 
 

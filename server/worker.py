@@ -33,6 +33,7 @@ POLL_S, LONGEST_POLL_S = 0.1, 10.0  # without an event; a proxy ends what is sil
 _REST_S = 0.02  # after a look at the news: nobody reads faster, and each look costs a pass time
 _QUIET_S = 0.2  # before measuring: who asks again at once is not to wait for a pass
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
+_GETS_ON = 8  # cycles of a request, after which the engine works: a prefill says little of passes
 
 
 def unavailable(why: str) -> RequestError:
@@ -161,7 +162,8 @@ class Job:
             if news or not is_over:
                 yield news
             pause_s = POLL_S if news else min(2 * pause_s, LONGEST_POLL_S)
-            self._rests_until = time.monotonic() + _REST_S
+            if news:  # else what comes next is late already
+                self._rests_until = time.monotonic() + _REST_S
         if self.failure:
             raise self.failure
 
@@ -351,6 +353,8 @@ class Worker:
             s = run.sequence
             if s in cycles:
                 run.first_token = run.first_token or time.monotonic()
+                if s.num_steps >= _GETS_ON:
+                    self._failures_in_a_row = 0
                 try:
                     if job.needs_events(run):
                         job.push_event(run, trace.event(s, cycles[s]))

@@ -51,12 +51,12 @@ from .probe import BUILD_S, OF_THE_TEXT, Probe, build, reason_of
 JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 6  # grammars that are stored; one takes up to 42 MB
+_MOST_FAILED = 64  # grammars of which is stored that they cannot be used
 
 _MOST_WAITING = 32  # requests with a new grammar; each may take some seconds
 _NUM_THREADS, _NICE = 8, 10  # for masks; passes of the target come first
 _FAST_S = 0.005  # a pass waits for masks that mostly take 0.1 ms, and for no slower ones
 _LONG_TOKEN = 32  # bytes
-_GIVEN_UP = object()  # stands for a grammar that took too long
 LOG = logging.getLogger("engine")
 # For each byte of llguidance's bits eight numbers to add: 0, or −inf for what is forbidden. Looking
 # them up takes a tenth of the time of unpacking bits and filling in.
@@ -171,6 +171,7 @@ class Vocabulary:
         self.special = [text for text, i in added if self.tokenizer.is_special_token(i)]
         # By the kind of work and its text; the last one used is last.
         self._made: dict[tuple[str, str], Any] = {}
+        self._failed: dict[tuple[str, str], tuple[bool, str]] = {}  # is it our fault, and why
         self._lock, places = threading.Lock(), threading.BoundedSemaphore(_MOST_WAITING)
         self._building = FairLock("new grammars", 0, 0, places)
 
@@ -193,31 +194,40 @@ class Vocabulary:
         return self._once("grammar", source, build)
 
     def _once(self, what: str, text: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes of a text, or has made of it; what took too long is not tried again."""
-        if made := self._stored((what, text)):
-            return made
-        with self._building.take(1):
-            try:
-                made = self._stored((what, text)) or make()  # others may have asked for the same
-            except TimeoutError:
-                LOG.error("a grammar took longer than %g s to build: %.500r", BUILD_S, text)
-                made = _GIVEN_UP
-            return self._stored((what, text), made)
-
-    def _stored(self, key: tuple[str, str], made: Any = None) -> Any:
-        """Store what was made, or find it; None if it is new. The oldest ones go.
-
-        Raises RequestError for what was given up.
-        """
-        with self._lock:
-            if made := made or self._made.pop(key, None):
-                self._made[key] = made
-            for oldest in [*self._made][:-_MOST_COMPILED]:
-                del self._made[oldest]
-        if made is _GIVEN_UP:
-            why = "the grammar took too long to build on this machine"
-            raise RequestError(why, status=503, code=TOO_SLOW)
+        """What `make` makes of a text; what it raises is raised again for that text."""
+        if (made := self._known(what, text)) is None:
+            with self._building.take(1):
+                if (made := self._known(what, text)) is None:  # else others had asked for the same
+                    made = self._make(what, text, make)
         return made
+
+    def _make(self, what: str, text: str, make: Callable[[], Any]) -> Any:
+        stored, most, made = self._failed, _MOST_FAILED, None
+        try:
+            made = make()
+            stored, most, value = self._made, _MOST_COMPILED, made
+        except TimeoutError:
+            LOG.error("a grammar took longer than %g s to build: %.500r", BUILD_S, text)
+            value = True, "the grammar took too long to build on this machine"
+        except ValueError as error:
+            value = False, str(error)
+        with self._lock:
+            stored[what, text] = value
+            for oldest in [*stored][:-most]:
+                del stored[oldest]
+        return made or self._known(what, text)
+
+    def _known(self, what: str, text: str) -> Any:
+        """What was made of a text; None if it is new. Raises what making it raised."""
+        with self._lock:
+            is_ours, why = self._failed.get((what, text), (False, ""))
+            if is_ours:
+                raise RequestError(why, status=503, code=TOO_SLOW)
+            if why:
+                raise ValueError(why)
+            if made := self._made.pop((what, text), None):
+                self._made[what, text] = made
+            return made
 
 
 _vocabulary_of, _building = lru_cache(2)(Vocabulary), threading.Lock()

@@ -44,6 +44,7 @@ FORMS = {  # the kernels' names for GGUF's types
 }  # fmt: skip
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_WHOLE = ("None", "0", "1")  # what split.count says of a file without other parts
 _HEAD = 32 << 20  # bytes that are read of a file; no header is longer
 _SAMPLE, _NUM_SAMPLES = 1 << 16, 10  # bytes of data that a fingerprint covers, and how often
 _MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
@@ -188,6 +189,15 @@ class GgufFile(AbstractContextManager):
         _fill(file, first, 0, path)
         head = _Head(first, state.st_size, path)
         metadata, tensors = head.read(part)
+        # As texts, for they may be anything.
+        count, number = (str(metadata.get(key)) for key in ("split.count", "split.no"))
+        if count not in _WHOLE and (count, number) != (str(len(self.paths)), str(part)):
+            raise BadFile(
+                f"{path} is part {number!r:.20} (from 0) of {count!r:.20} of a model: give all "
+                "parts their names back, which end in -00001-of-00003.gguf and so on"
+            )
+        if twice := self.tensors.keys() & tensors.keys():
+            raise BadFile(f"{path} has the tensor {min(twice)!r:.80}, as another part has")
         self.tensors |= tensors
         self.metadata = self.metadata or metadata
         self._digest.update(first[: head.at])

@@ -1,6 +1,5 @@
 """From a text, ids or a conversation to a prompt's token ids, or an error that names the field.
 
-
 Long texts are read one at a time and with pauses, so that reading never holds up decoding. A chat
 template is code that comes with the model, and runs in a process with limits (template.py).
 """

@@ -195,7 +195,7 @@ def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int,
     with ExitStack() as opened:
         rows = [cache.open_row(opened) for _ in texts]
         for *counts, num_refused in chain(chunks, cycle(_BATCHES)):
-            if fed[0] == length:
+            if fed == [len(text) for text in texts]:
                 return
             ahead = zip(texts, fed, counts, strict=False)  # texts may be fewer
             new = [text[begin : begin + count] for text, begin, count in ahead]
