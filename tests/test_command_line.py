@@ -95,7 +95,6 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
         for run in speculative.values():
             assert run["identical"] is True and run["ms"] > 0 and len(run["ms_of_runs"]) == 3
             assert run["token_ids"] == standard["token_ids"] and run["text"] == standard["text"]
-            assert "".join(text for text, _ in run["pieces"]) == run["text"]
     assert set(demo["totals"]) == {"standard"} | drafters
     for name, total in demo["totals"].items():
         assert total["tokens"] == 3 * 16 and total["identical"] is True and total["ms"] > 0
