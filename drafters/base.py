@@ -143,6 +143,18 @@ class Chain:
         return Draft(self.tokens, probs, confidence=self._confidence)
 
 
+def side_by_side(layers: Sequence[int], parts: list[dict[int, Tensor]]) -> Tensor:
+    """States [tokens, D] by layer: of each part these layers side by side, one part after another.
+
+    One layer of one part is handed out as it is, and not copied.
+    """
+
+    def joined(tensors: list[Tensor], dim: int) -> Tensor:
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+    return joined([joined([part[i] for i in layers], -1) for part in parts], 0)
+
+
 class Drafter(ABC):
     """Proposes tokens; never decides. Whatever it proposes, the target's output stays the same.
 
@@ -197,8 +209,11 @@ class Drafter(ABC):
 
     def wanted_states(self, output: Output, count: int) -> Tensor | None:
         """Its layers' states [count, D] of the first tokens of a pass over one text."""
-        states = [output.hidden[layer][0][:count] for layer in self.wanted_layers]
-        return torch.cat(states, -1) if states else None
+        if not self.needs_hidden:
+            return None
+        return side_by_side(
+            self.hidden_layers, [{i: states[0][:count] for i, states in output.hidden.items()}]
+        )
 
     def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
         """`propose` for several requests, each with its limit; models share passes here."""
@@ -238,8 +253,7 @@ class Drafter(ABC):
         """The states [tokens, D] that it needs of these cycles, layers side by side, if any."""
         if not self.needs_hidden:
             return None
-        layers = self.hidden_layers
-        return torch.cat([torch.cat([cycle.hidden[i] for i in layers], -1) for cycle in cycles])
+        return side_by_side(self.hidden_layers, [cycle.hidden for cycle in cycles])
 
     def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
         """What `then`, if given, makes of a method's result. The pool calls all methods so."""

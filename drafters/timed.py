@@ -107,9 +107,10 @@ class TimedDrafter(Drafter):
         if method == "close" and self._is_hanging:
             self._unclosed += arguments
             return None
-        if method == "observe":  # a copy, as other drafters have the same list
+        if method == "observe":  # a copy: other drafters and the prefix cache have the same
             state, verdict = arguments
-            arguments = state, replace(verdict, tokens=[*verdict.tokens])
+            hidden = None if verdict.hidden is None else verdict.hidden.clone()
+            arguments = state, replace(verdict, tokens=[*verdict.tokens], hidden=hidden)
         if method in ("observe", "close"):
             then = id  # what it returns ends there
         if self._is_hanging:

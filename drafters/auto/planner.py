@@ -33,7 +33,7 @@ from drafters.plan import (
     fixed,
     limit_of,
     nothing,
-)  # fmt: skip
+)
 from drafters.pool import DrafterPool
 from drafters.tree import longest
 from runtime.sampling import confidence

@@ -52,7 +52,6 @@ JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of gramma
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 6  # grammars that are stored; one takes up to 42 MB
 _MOST_FAILED = 64  # grammars of which is stored that they cannot be used
-
 _MOST_WAITING = 32  # requests with a new grammar; each may take some seconds
 _NUM_THREADS, _NICE = 8, 10  # for masks; passes of the target come first
 _FAST_S = 0.005  # a pass waits for masks that mostly take 0.1 ms, and for no slower ones
