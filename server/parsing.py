@@ -15,14 +15,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from drafters.pool import AUTO, TREE
-from runtime.models.prompts import (
-    at_place,
-    chat_ids,
-    is_text,
-    large_bodies,
-    prediction_ids,
-    prompt_ids,
-)
+from runtime.models.chat import chat_ids, prediction_ids
+from runtime.models.prompts import at_place, is_text, large_bodies, prompt_ids
 from runtime.values import (
     MAX_SPECULATIVE_TOKENS,
     PLAIN,

@@ -12,13 +12,9 @@ from flask import Flask, Response, current_app, g, request
 from runtime import plug
 from runtime.grammars import OPEN
 from runtime.models.calls import Form
+from runtime.models.chat import call_form, chat_prompt
 from runtime.models.fim import infill_prompt
-from runtime.models.prompts import (
-    Conversation,
-    call_form,
-    chat_prompt,
-    list_ids,
-)
+from runtime.models.prompts import Conversation, list_ids
 from runtime.models.reference import system_fingerprint
 from runtime.models.tools import Tools
 from runtime.values import Engine, Json, RequestError

@@ -30,8 +30,9 @@ from test_fields import routes_of, rows_of
 from transformers import AutoTokenizer
 
 from runtime.grammars import probe
-from runtime.models import prompts as reading
-from runtime.models.prompts import chat_prompt, tokenize
+from runtime.models import chat as reading
+from runtime.models.chat import chat_prompt
+from runtime.models.prompts import FairLock, tokenize
 from runtime.values import RequestError
 from server.connection import WHEN_LEFT
 from server.fields import NEUTRAL
@@ -317,7 +318,7 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(reading, "time", clock)
     places, order = threading.BoundedSemaphore(2), []
-    turns = reading.FairLock("long tests", short=10, pause=0.5, places=places)
+    turns = FairLock("long tests", short=10, pause=0.5, places=places)
 
     def second():
         with turns.take(20):

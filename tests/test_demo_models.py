@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, run
 from transformers import AutoModelForCausalLM
 
-from runtime.models.prompts import chat_ids
+from runtime.models.chat import chat_ids
 from server import core
 from server.options import Options
 from tools.training import hybrid, recipe, synthetic

@@ -15,7 +15,7 @@ from conftest import ROOT, TEMPLATE, asked, module_client
 from started import BODIES, ROUTES
 from transformers import AutoTokenizer
 
-from runtime.models.prompts import chat_prompt, template_options
+from runtime.models.chat import chat_prompt, template_options
 from runtime.values import RequestError
 from server.fields import NEUTRAL, SILENT
 from server.parsing import KNOWN

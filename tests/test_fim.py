@@ -9,10 +9,9 @@ from conftest import application, asked, load
 from gguf_files import add_keys, finish
 from transformers import AutoTokenizer
 
-from runtime.models.fim import fim_of, infill_prompt
+from runtime.models.fim import fim_of, infill_prompt, tokenize_plain
 from runtime.models.gguf_file import GgufFile
 from runtime.models.gguf_tokenizer import tokenizer_of
-from runtime.models.prompts import tokenize_plain
 from server.options import Options
 
 WORDS = [f"<|{w}|>" for w in "fim_prefix fim_suffix fim_middle repo_name file_sep fim_pad".split()]

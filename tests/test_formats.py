@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from runtime.grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of
 from runtime.grammars.measure import USUAL
-from runtime.models.prompts import chat_prompt
+from runtime.models.chat import chat_prompt
 from runtime.values import Draft, RequestError
 from server.formats import grammar_of, reasoning_of
 from server.options import Options

@@ -15,9 +15,11 @@ from gguf_files import add_keys, finish
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.models import gguf_tokenizer
+from runtime.models.chat import chat_ids
+from runtime.models.fim import tokenize_plain
 from runtime.models.gguf_file import BadFile, GgufFile
 from runtime.models.gguf_tokenizer import tokenizer_of
-from runtime.models.prompts import chat_ids, prompt_ids, tokenize_plain
+from runtime.models.prompts import prompt_ids
 from runtime.text import TextStream
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

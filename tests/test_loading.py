@@ -48,8 +48,9 @@ from runtime.models import (
     tokenizer_bounds,
 )
 from runtime.models.files import read_folder, why_not_loaded
+from runtime.models.fim import tokenize_plain
 from runtime.models.loading import StartError
-from runtime.models.prompts import tokenize, tokenize_plain
+from runtime.models.prompts import tokenize
 from runtime.models.structure import FULL, UnsupportedModel, examine, window_of
 from server import core
 from server.options import Options

@@ -21,7 +21,8 @@ from exactness import assert_same_bits
 
 from runtime.models import gguf_hub
 from runtime.models.catalogue import PAIRS
-from runtime.models.prompts import chat_ids, prompt_ids
+from runtime.models.chat import chat_ids
+from runtime.models.prompts import prompt_ids
 from server.page.export import CHAT
 from tools.pair import own_memory
 from tools.servers import FORGETFUL, OURS, started

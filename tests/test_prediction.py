@@ -17,7 +17,7 @@ from drafters.prediction import Expected, PredictionDrafter
 from drafters.tree import count_verified
 from runtime.cache.prefix import PrefixCache
 from runtime.models import prompts as reading
-from runtime.models.prompts import prediction_ids
+from runtime.models.chat import prediction_ids
 from runtime.values import MAX_SPECULATIVE_TOKENS, Draft
 from server import core
 from server.curve import Curve

@@ -28,8 +28,8 @@ from werkzeug.serving import make_server
 from runtime.grammars import LARK, OPEN, POSSIBLE, Grammar, Vocabulary, source_of
 from runtime.grammars.measure import USUAL
 from runtime.models.calls import AnswerReader, Call, Form, Thought, form_of
+from runtime.models.chat import chat_prompt
 from runtime.models.loading import load_pretrained
-from runtime.models.prompts import chat_prompt
 from runtime.models.tools import Tools, read_tools
 from runtime.values import Draft, Request, RequestError
 from server import core

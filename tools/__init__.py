@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.models.prompts import chat_ids, kind_of, prompt_ids, read_prompts
+from runtime.models.chat import chat_ids
+from runtime.models.prompts import kind_of, prompt_ids, read_prompts
 from runtime.statistics import Statistics
 from runtime.values import Engine, Model, Request, RequestError
 from server import core

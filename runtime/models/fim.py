@@ -19,11 +19,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime.values import RequestError
 
-from .prompts import tokenize_plain
+from .prompts import check_characters, long_texts, tokenize
+from .tokenizer_bounds import panics_caught
 
 # Of each family: prefix, suffix, middle; then tokens that end a middle.
 _FAMILIES = (
@@ -92,3 +94,34 @@ def fim_of(tokenizer: Tokenizer) -> Fim | None:
             ends = {*found[3:], *map(id_of, _MORE_ENDS)} - {None}
             return Fim(*found[:3], frozenset(ends), family[0] == "▁<PRE>")
     return None
+
+
+@lru_cache(4)
+def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
+    """A tokenizer's parts without its special and added tokens; None of one in Python.
+
+    Runs of spaces that were added as tokens stay tokens, and so do those that a GGUF file calls
+    user-defined. Other added ones may steer the model, as those of infill do. Ids behind the
+    vocabulary cannot be kept.
+    """
+    if (whole := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return None
+    backend = Backend(whole.model)  # which both share
+    for part in ("normalizer", "pre_tokenizer"):
+        if value := getattr(whole, part):
+            setattr(backend, part, value)
+    added, defined = whole.get_added_tokens_decoder(), getattr(tokenizer, "user_defined", ())
+    kept = [(i, each) for i, each in added.items() if each.content.isspace() or i in defined]
+    backend.add_tokens([each for i, each in kept if backend.token_to_id(each.content) == i])
+    return backend
+
+
+def tokenize_plain(
+    text: str, tokenizer: Tokenizer, max_length: int, name: str = "prompt"
+) -> list[int]:
+    """The ids of a text in which the texts of special tokens are text; otherwise as `tokenize`."""
+    if (backend := _backend_of_text(tokenizer)) is None:
+        return tokenize(text, tokenizer, max_length, name, add_special_tokens=False)
+    check_characters(len(text), tokenizer, max_length, name)
+    with long_texts.take(len(text)), panics_caught():
+        return backend.encode(text, add_special_tokens=False).ids

@@ -25,13 +25,14 @@ from runtime.values import Json, in_short
 from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
 from .catalogue import entry_of, likely, resolve_model
+from .chat import call_form
 from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
 from .fim import fim_of
 from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
 from .gguf_tokenizer import tokenizer_of
-from .prompts import Tokenizer, call_form
+from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 from .template import renderer

@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.values import Json, RequestError
+from runtime.values import Json
 
 from .calls import AnswerReader, Call, Form, tools_grammar, written
+from .prompts import bad_field
 
 _MOST_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -55,11 +56,6 @@ class Tools:
         if self.is_forced:
             when = f"Now call {self.named or 'a tool'}. Answer with JSON in this form:"
         return "\n".join(["You can call these tools:", *listed, "", when, call])
-
-
-def bad_field(what: str) -> RequestError:
-    """A caller's mistake in the field that this sentence begins with."""
-    return RequestError(what, param=re.match(r"\w+", what)[0])
 
 
 def read_tools(fields: Json, form: Form) -> Tools | None:

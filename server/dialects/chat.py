@@ -14,7 +14,8 @@ from functools import partial
 from flask import Flask, Response
 
 from runtime.models.calls import AnswerReader, Form, Part, Thought
-from runtime.models.prompts import TEMPLATE_FIELDS, Tokenizer, template_options
+from runtime.models.chat import TEMPLATE_FIELDS, template_options
+from runtime.models.prompts import Tokenizer
 from runtime.models.tools import read_tools
 from runtime.values import Json, RequestError
 from server.fields import known_fields

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import tools
-from runtime.models.prompts import chat_ids
+from runtime.models.chat import chat_ids
 from runtime.values import Request, Sampling
 
 from . import corpus, prompts
