@@ -112,7 +112,7 @@ def speculate(
     """Decode with a drafter, by chains of tokens: the text of `plain_decode`, in fewer passes.
 
     This is the whole method for one request. `Engine` serves many at once. It knows trees of drafts
-    (of those, this function verifies the first branch), and rejection.
+    (of those, this function verifies the longest branch), and rejection.
     """
     sampling, noise = sampling.for_prompt(prompt), Noise(seed)  # some penalties ignore the prompt
     tokens, end = list(prompt), min(len(prompt) + max_tokens, target.max_length)
@@ -127,7 +127,7 @@ def speculate(
             # need the target's hidden states of it.
             most = min(num_drafted, end - len(tokens) - 1)
             is_first = len(tokens) == len(prompt)
-            draft = Draft() if is_first else drafter.propose(state, most).as_chain()
+            draft = Draft() if is_first else drafter.propose(state, most).longest()
             # 2. Verify: one pass reads what is not cached yet (mostly the pending token), and the
             # draft. It gives logits after the pending and after each drafted token.
             fed = tokens[target.cache.lengths[row] :] + draft.tokens

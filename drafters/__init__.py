@@ -1,26 +1,23 @@
 """Drafters by name: `load("ngram", context)`; from a file: `load("mine.py:Mine", context)`."""
 
-import sys
 from dataclasses import replace
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from inspect import getfile, getsourcelines, isabstract
-from pathlib import Path
+from importlib.util import find_spec
 from pkgutil import resolve_name
+from typing import Any
 
+from runtime import plug
 from runtime.sampling import Noise
-from runtime.values import PLAIN, Draft, Sampling, Verdict
+from runtime.values import PLAIN, Draft, Sampling, Verdict, in_short
 
-from .base import MANY_WEIGHTS, Context, Drafter, first_choice, restoring_settings
-from .checks import check_drafter
+from .base import MANY_WEIGHTS, Context, Drafter, first_choice
 from .draft_model import check_words
 from .plan import DraftedText, FixedK, Plan, Task
 from .pool import AUTO, LOG, TREE, DrafterPool
-from .timed import Fault, TimedDrafter, line_of
 
 __all__ = [
     "LOG", "MANY_WEIGHTS", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool",
     "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words",
-    "class_from_file", "load", "load_all",
+    "from_file", "load", "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for, and may be deleted.
@@ -49,33 +46,36 @@ def check_name(name: str | None, others: tuple[str, ...] = _OTHERS) -> None:
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
 
 
-@restoring_settings()
 def load(name: str, context: Context) -> Drafter:
-    """Build the drafter `name`, or the class after the colon of `file.py:Class`.
+    """Build the drafter `name`, or the class after the colon of `file.py:Class` (from_file.py).
 
-    The latter may do anything, so each call of it has a limit of time (timed.py).
-
-    Raises ValueError with one line that says what to do: an unknown name, a file or class that is
-    not there, a class that is no drafter, or one that does not fit the target.
+    Raises ValueError with one line that says what to do: an unknown name, or one that does not fit
+    the target.
     """
     check_name(name, ())
-    drafter_class = class_from_file(name) if ":" in name else resolve_name(_REGISTRY[name])
+    if ":" in name:
+        return from_file().load(name, context)
     try:
-        drafter = drafter_class.build(context)
-        check_drafter(drafter, context)
-        return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
+        return _class_of(name).build(context)
     except ValueError:
         raise
-    except (Exception, SystemExit) as error:  # a user's drafter may raise anything
-        file, fault = getfile(drafter_class), Fault.of(error)
-        what = f"drafter {name} failed to start: {fault}"
-        if place := line_of(fault, file):
-            raise ValueError(what + place) from error
-        line = getsourcelines(drafter_class)[1]  # nothing of it ran
-        needs = "write def __init__(self), or a class method build(cls, context)"
-        if isabstract(drafter_class):
-            needs = "write def propose(self, state, max_tokens)"
-        raise ValueError(f"{what} ({file}, line {line}): {needs}") from error
+    except Exception as error:  # a head's folder raises any of a dozen kinds
+        raise ValueError(f"drafter {name} failed to start: {in_short(error)}") from error
+
+
+def from_file() -> Any:
+    """What loads drafters from files. Raises ValueError where that is deleted."""
+    if module := plug("drafters.from_file"):
+        return module
+    raise ValueError("a drafter from a file needs drafters/from_file.py and timed.py")
+
+
+def _class_of(name: str) -> type[Drafter]:
+    """The class of one of NAMES. Raises ValueError where what it needs is deleted."""
+    try:
+        return resolve_name(_REGISTRY[name])
+    except ModuleNotFoundError as error:
+        raise ValueError(f"drafter {name} needs {error.name}") from error
 
 
 def load_all(
@@ -93,9 +93,9 @@ def load_all(
     context = replace(context, wanted=selected)
     default, asked = wanted, {selected, *context.named}
     for name in dict.fromkeys([selected, *NAMES] if selected else NAMES):
-        if name != selected and not chooses and resolve_name(_REGISTRY[name]).is_costly:
-            continue
         try:
+            if name != selected and not chooses and _class_of(name).is_costly:
+                continue
             drafter = load(name, context)
         except ValueError as error:
             if name in asked:
@@ -111,30 +111,3 @@ def load_all(
     if wanted is None:
         default = AUTO if len(loaded) > 1 and may_choose else first_choice(loaded)
     return loaded, default
-
-
-def class_from_file(name: str) -> type[Drafter]:
-    """The class that file.py:Class names. Its file runs. Raises ValueError, as `load` does."""
-    path_text, _, attribute = name.rpartition(":")
-    path = Path(path_text)
-    if not path.is_file():
-        raise ValueError(f"drafter file {path_text!r} not found (expected file.py:Class)")
-    spec = spec_from_file_location(f"own_drafter_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"drafter file {path_text!r} is not a Python file")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        place = line_of(fault := Fault.of(error), spec.origin or "")
-        raise ValueError(f"drafter file {path_text!r} failed to load: {fault}{place}") from error
-    drafter_class = getattr(module, attribute, None)
-    if not (isinstance(drafter_class, type) and issubclass(drafter_class, Drafter)):
-        if not isinstance(drafter_class, type) or drafter_class.__module__ != spec.name:
-            raise ValueError(f"drafter file {path_text!r} has no class {attribute!r} of its own")
-        where = f"{path_text}, line {getsourcelines(drafter_class)[1]}"
-        raise ValueError(f"{attribute} is no drafter ({where}): write class {attribute}(Drafter)")
-    if "name" not in vars(drafter_class):  # an inherited name is another drafter's
-        drafter_class.name = attribute
-    return drafter_class

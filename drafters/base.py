@@ -14,8 +14,7 @@ A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,30 +27,6 @@ from runtime.values import Draft, Model, Output, Request, Sampling, StopRule, Ve
 from .plan import DraftedText, UnseenCycle
 
 MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
-# What torch computes by, of the process or the thread: how each is read, and how it is set.
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, torch.set_default_device),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-]
-
-
-@contextmanager
-def restoring_settings() -> Iterator[None]:
-    """Restore torch's settings behind a drafter that changes them, as loaders of models do.
-
-    The target and the other drafters compute by them, too. It costs some ten microseconds.
-    """
-    before = [read() for read, _ in _SETTINGS]
-    try:
-        yield
-    finally:
-        for known, (read, put) in zip(before, _SETTINGS, strict=True):
-            if read() != known:
-                put(known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +144,11 @@ class Drafter(ABC):
     # Built-in drafters only:
     rank: int = 9  # the one with the lowest begins, where none is named
     leads: bool = False  # it drafts first where a request has what it `needs`
+    is_from_file: bool = False  # somebody else's: see from_file.py
     is_costly: bool = False  # in memory: loaded if it is named, or if the server may choose it
     stops_early: bool = False  # a state is a ModelState
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
-    branches: bool = False  # a state gets `can_branch`: a tree is welcome
+    branches: bool = False  # a state gets `tree`, where a tree is welcome
     keeps_outputs: bool = False  # a state hears of the last tokens, too
     needs: str = ""  # a field of the request; without it there is nothing to draft from
     drafts_forced: bool = False  # what a grammar forces is its own draft

@@ -1,10 +1,9 @@
-"""What a drafter says of itself and what it proposes is checked here, before anything relies on it.
+"""What a drafter proposes is checked here, before anything relies on it.
 
 A draft that passes is a copy of plain values: whatever its drafter does later, it stays.
 """
 
 from contextlib import nullcontext, suppress
-from inspect import getfile, signature
 from itertools import islice
 from typing import Any
 
@@ -12,36 +11,6 @@ import torch
 from torch import Tensor
 
 from runtime.values import Draft, Request
-
-from .base import Context, Drafter
-from .timed import line_of
-
-
-def check_drafter(drafter: Drafter, context: Context) -> None:
-    """Raises ValueError if it says something of itself that cannot be."""
-    if not (isinstance(drafter.name, str) and drafter.name):
-        kind = type(drafter).__name__
-        raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
-    if not isinstance(size := drafter.block_size, int) or size < 0:
-        raise ValueError(f"block_size of {drafter.name} is {size!r:.100}: write 0 or more")
-    for name in ("open", "propose", "propose_batch", "observe", "close"):
-        wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
-        try:
-            signature(method).bind(*wanted[1:])
-        except TypeError as error:
-            place = line_of(error, getfile(type(drafter)), method)
-            what = f"{name} of {drafter.name} is called with other arguments{place}"
-            raise ValueError(f"{what}: write def {name}({', '.join(wanted)})") from error
-    if not drafter.needs_hidden or context.target is None:
-        return
-    num_layers = context.target.model.config.get_text_config().num_hidden_layers
-    layers, able = drafter.hidden_layers, range(-1, num_layers - 1)
-    listed = layers if isinstance(layers, (tuple, list)) else ()
-    if not listed or not all(type(i) is int and i in able for i in listed):
-        raise ValueError(
-            f"hidden_layers of {drafter.name} are {layers!r:.100}: write a tuple of -1 (the final "
-            f"norm) and of numbers from 0 to {num_layers - 2}, such as (-1,)"
-        )
 
 
 def checked_drafts(drafts: Any, asked: list[tuple[Request, int]], vocab_size: int) -> list[Draft]:

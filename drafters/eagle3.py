@@ -25,8 +25,8 @@ from transformers import PreTrainedConfig
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from runtime import kernels
 from runtime.cache import Placement
-from runtime.kernels import eagle_layer
 from runtime.models.files import check_config, check_sizes, fill
 from runtime.values import Model
 
@@ -206,7 +206,11 @@ class Eagle3Drafter(AutoregressiveDrafter):
 
     name: ClassVar[str] = "eagle3"
     rank = 1
-    title, output, kernel_of = "EAGLE-3", "lm_head", staticmethod(eagle_layer)
+    title, output = "EAGLE-3", "lm_head"
+
+    @staticmethod
+    def kernel_of(head: nn.Module, number: int, length: int) -> Any:
+        return kernels.eagle_layer(head, number, length)
 
     @staticmethod
     def make_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> Eagle3Head:

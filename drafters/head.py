@@ -19,7 +19,7 @@ The caches are of the core's kind.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -32,13 +32,11 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from runtime import kernels
 from runtime.cache import Placement
-from runtime.kernels import KernelHead, speed_up_head
 from runtime.models.files import check_numbers, read_folder, reading, unmap_weights
 from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 
 from .base import Chain, Context, ModelDrafter, ModelState
-from .tree import TreeBuilder
 
 _SHARPER = 1.2  # SmolLM2's heads accept 3 % more tokens so; 1.35 is alike
 
@@ -75,7 +73,7 @@ class HeadState(ModelState):
     """A layer's next pair stands where its KV cache ends; its token is in `text` once known."""
 
     hidden: list[list[Tensor]]  # by layer, [pairs, D] each: the states that it has not read yet
-    can_branch: bool = False  # the pool sets it
+    tree: type[Chain] | None = None  # makes a draft that branches; None: a chain. Set by the pool
 
 
 class HeadDrafter(ModelDrafter):
@@ -165,9 +163,6 @@ class AutoregressiveDrafter(HeadDrafter):
 
     branches = True
     output: ClassVar[str]  # the name of its output layer
-    kernel_of: ClassVar[
-        Callable[..., KernelHead | None]
-    ]  # a layer in C: see runtime/kernels/head.py
     # Of weights in C that are not the target's: they are read once for each token drafted, and
     # proposals need no exactness.
     weight_format: ClassVar[str | None] = "int8"
@@ -185,12 +180,12 @@ class AutoregressiveDrafter(HeadDrafter):
         self._caches += [target.new_cache(i + 1, num_rows) for i in range(1, len(head.layers))]
         self._head, self._words, self._vocab_size = head, words, target.vocab_size
         self._count_weights(head.layers[0], getattr(head, self.output))
-        self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
+        self._kernels: list[Any] = []  # in the place of `_run`, by layer, or none
         self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
             is_exact = is_target_s or not kernels.are_used()
             quantize = context.quantize if is_exact else self.weight_format
-            self._kernels = speed_up_head(
+            self._kernels = kernels.speed_up_head(
                 head, self.kernel_of, target.max_length, quantize, target.model
             )
             vocabulary = kernels.vocabulary_of(target.vocab_size, words)
@@ -200,6 +195,11 @@ class AutoregressiveDrafter(HeadDrafter):
     def _enter(self, hidden: Tensor) -> Tensor:
         """What a layer reads of the target's hidden states [pairs, width] -> [pairs, D]."""
         return hidden
+
+    @staticmethod
+    @abstractmethod
+    def kernel_of(head: nn.Module, number: int, length: int) -> Any:
+        """A layer of the head in C for texts of that length, if there is one: a KernelHead."""
 
     @abstractmethod
     def _run(self, embeds: Tensor, hidden: Tensor, place: Placement, layer: int) -> Tensor:
@@ -235,13 +235,13 @@ class AutoregressiveDrafter(HeadDrafter):
 
         A tree has the layer's other likely tokens beside those that it goes on with.
         """
-        may_branch = any(state.can_branch for state in states)
+        may_branch = any(state.tree for state in states)
         fed = [state.text[self._cache.lengths[state.row] + 1 :] for state in states]
         can_chain = not may_branch and kernels.can_chain(self._cache, states, fed, max_tokens)
         if can_chain and self._is_compiled:
             return self._in_one_call(states, fed, max_tokens)
         texts = zip(states, max_tokens, strict=True)
-        chains = [(TreeBuilder if state.can_branch else Chain)(state, n) for state, n in texts]
+        chains = [(state.tree or Chain)(state, n) for state, n in texts]
         pairs = list(map(_Pairs, states))
         for step in count():
             if not (active := [i for i, each in enumerate(chains) if each.is_open]):

@@ -11,7 +11,7 @@ Source: arXiv 2412.19437. Not covered: layers with a window of attention.
 """
 
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
+from runtime import kernels
 from runtime.cache import Placement
-from runtime.kernels import mtp_layer, run_mtp_layer
 from runtime.models import files
 from runtime.values import Model
 
@@ -42,7 +42,11 @@ class MtpDrafter(AutoregressiveDrafter):
 
     name: ClassVar[str] = "mtp"
     rank = 0
-    output, kernel_of = "shared_head", staticmethod(mtp_layer)
+    output = "shared_head"
+
+    @staticmethod
+    def kernel_of(head: nn.Module, number: int, length: int) -> Any:
+        return kernels.mtp_layer(head, number, length, run_layer)
 
     @classmethod
     def build(cls, context: Context) -> "MtpDrafter":
@@ -79,7 +83,21 @@ class MtpDrafter(AutoregressiveDrafter):
     def _run(self, embeds: Tensor, hidden: Tensor, place: Placement, layer: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
         at, mask = place.positions + layer + 1, place.mask(embeds.dtype)
-        return run_mtp_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])
+        return run_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])
+
+
+def run_layer(
+    head: nn.Module, number: int, embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor,
+    cache: Any = None,
+) -> Tensor:  # fmt: skip
+    """What comes out of an MTP head's modules [B, T, D], of embeds and states [B, T, D]."""
+    options = {"layer_type": head.config.layer_types[number]} if head.has_per_layer_rope else {}
+    output = head.layers[number](
+        embeds, states.to(embeds.dtype),
+        position_embeddings=head.rotary_emb(embeds, positions, **options), attention_mask=mask,
+        position_ids=positions, past_key_values=cache,
+    )  # fmt: skip
+    return head.shared_post_norm(output) if head.use_shared_post_norm else output
 
 
 def _load(model: PreTrainedModel, num_layers: int) -> MtpModel:

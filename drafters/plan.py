@@ -23,6 +23,7 @@ from runtime.values import (
     Request,
     StopRule,
     TextSequence,
+    Verdict,
 )
 
 IDLE = "idle"  # no request may draft
@@ -148,6 +149,42 @@ class DraftedText:
     def first(self) -> str:
         """Who drafts where nothing is chosen: the first drafter, or all together; "" for none."""
         return self.merge or next(iter(self.states), "")
+
+
+def split_verdict(verdict: Verdict, draft: Draft) -> list[Verdict]:
+    """The verdicts for a drafter whose `draft` was cut, or merged into a tree.
+
+    The first one says how far its draft was accepted. The other accepted tokens came from another
+    drafter, so a second one has them as text.
+
+    Example: 5 6 7 accepted, then 8; of a draft 5 9 -> [5, 6] with 1 of 2 accepted, and then [7, 8].
+    """
+    accepted, hidden = verdict.tokens[:-1], verdict.hidden
+    paths = ([draft.tokens[i] for i in indexes] for indexes in draft.paths())
+    count = max((len(path) for path in paths if path == accepted[: len(path)]), default=0)
+    tokens, rest = verdict.tokens[: count + 1], verdict.tokens[count + 1 :]
+    states = None, None
+    if hidden is not None:
+        states = hidden.tensor_split([len(hidden) - len(rest)])
+    first = Verdict(len(draft.tokens), count, tokens, states[0])
+    return [first, Verdict(0, len(rest) - 1, rest, states[1])] if rest else [first]
+
+
+def count_verified(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
+    """How many tokens of a drafter's chain were verified, and how many of them the text got.
+
+    Those behind an end of text count as not verified. `came` are the tokens that the text got.
+
+    Example: 5 6 7 in a tree that has 5 6 and 5 8; the text got 5 8 9 -> 2, 1.
+    """
+    at, num_verified, num_kept = -1, 0, 0
+    for token in chain:
+        below = [i for i in verified.children(at) if verified.tokens[i] == token]
+        if not below or num_kept == len(came):
+            break
+        at, num_verified = below[0], num_verified + 1
+        num_kept += came[num_kept] == token and num_kept == num_verified - 1
+    return num_verified, num_kept
 
 
 @dataclass

@@ -17,12 +17,14 @@ from typing import Any
 
 from torch import Tensor
 
+from runtime import plug
 from runtime.values import Draft, Request, RequestError, TextSequence, Verdict, in_short
 
 from .base import Drafter, first_choice
 from .checks import checked_drafts, checked_ids
-from .plan import DraftedText, Guess, Task, UnseenCycle
-from .tree import count_verified, longest, merged, split_verdict
+from .plan import DraftedText, Guess, Task, UnseenCycle, count_verified, split_verdict
+
+tree = plug("drafters.tree")  # without it drafts do not branch
 
 AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
@@ -46,7 +48,7 @@ class DrafterPool:
         that.
         """
         self.drafters, self._vocab_size, self.is_strict = drafters, vocab_size, is_strict
-        self.prefixes, self.can_branch = prefixes, can_branch
+        self.prefixes, self.can_branch = prefixes, can_branch and tree is not None
         # What a request may ask for, and the drafters that this means: of several, the one to
         # begin with stands first.
         first = first_choice(drafters, default)
@@ -54,7 +56,7 @@ class DrafterPool:
         self.choices[AUTO] = tuple(sorted(drafters, key=lambda name: name != first))
         self.merging = set[str]()  # of these choices those whose drafters draft together
         self.special = {name for name, drafter in drafters.items() if drafter.needs}
-        if can_branch and len(drafters) > 1:
+        if self.can_branch and len(drafters) > 1:
             free = [name for name, drafter in drafters.items() if drafter.can_guess]
             model = first_choice({n: d for n, d in drafters.items() if n not in free}, default)
             self.choices[TREE] = (model, *free) if model else tuple(free)
@@ -152,7 +154,9 @@ class DrafterPool:
                 self._note(name, group, ms)
         for text in waiting:
             if text.drafts:
-                text.draft = text.obeying(merged([*text.drafts.values()], text.task.limit))
+                first, *others = text.drafts.values()
+                draft = tree.merged([first, *others], text.task.limit) if others else first
+                text.draft = text.obeying(draft)
         return [text.draft for text in texts]
 
     def _is_asked(self, text: DraftedText, name: str) -> bool:
@@ -167,7 +171,7 @@ class DrafterPool:
         if drafter.stops_early:
             state.stop_rule = text.task.stop_rule
         if drafter.branches:
-            state.can_branch = not is_alone
+            state.tree = None if is_alone else tree.TreeBuilder
         can = drafter.accepts_forced_prefix or drafter.drafts_forced
         return can or not is_alone or not text.forced_tokens(text.task.limit)
 
@@ -203,7 +207,7 @@ class DrafterPool:
             self.drop_drafter(texts[0], name, "propose_batch", error)
             return [Draft()]
         pairs = zip(texts, drafts, strict=True)
-        return [draft if self.can_grow(text) else longest(draft) for text, draft in pairs]
+        return [draft if self.can_grow(text) else draft.longest() for text, draft in pairs]
 
     def _note(self, name: str, texts: list[DraftedText], ms: float) -> None:
         """Note the cost of a call under what was asked for, if that is the same for all texts."""
@@ -281,7 +285,8 @@ class DrafterPool:
                 continue
             with self._containing(text, name, "observe"):
                 whole = replace(verdict, hidden=drafter.hidden_of(came))
-                for part in split_verdict(whole, None if draft is judged else draft):
+                parts = [whole] if draft is judged else split_verdict(whole, draft)
+                for part in parts:
                     drafter.call("observe", text.states[name], part)
         for name in text.states.keys() - text.drafts.keys():
             text.unseen.setdefault(name, []).extend(came)

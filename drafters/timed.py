@@ -18,9 +18,9 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial, partialmethod
 from inspect import getfile, unwrap
@@ -31,7 +31,32 @@ import torch
 
 from runtime.values import in_short
 
-from .base import Drafter, restoring_settings
+from .base import Drafter
+
+# What torch computes by, of the process or the thread: how each is read, and how it is set.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+]
+
+
+@contextmanager
+def restoring_settings() -> Iterator[None]:
+    """Restore torch's settings behind a drafter that changes them, as loaders of models do.
+
+    The target and the other drafters compute by them, too. It costs some ten microseconds.
+    """
+    before = [read() for read, _ in _SETTINGS]
+    try:
+        yield
+    finally:
+        for known, (read, put) in zip(before, _SETTINGS, strict=True):
+            if read() != known:
+                put(known)
 
 
 class _Interrupt(BaseException):
@@ -70,6 +95,8 @@ def line_of(error: Exception, file: str, *methods: Any) -> str:
 
 class TimedDrafter(Drafter):
     """`inner`, called in one separate thread. Whatever goes wrong, and a late call, is a Fault."""
+
+    is_from_file = True
 
     def __init__(self, inner: Drafter, limit_s: float) -> None:
         self._inner, self._limit_s, kind = inner, limit_s, type(inner)

@@ -223,9 +223,9 @@ class Draft:
         confidence = [self.confidence[i] for i in path] if self.confidence else []
         return Draft([self.tokens[i] for i in path], probs, confidence=confidence)
 
-    def as_chain(self) -> "Draft":
-        """The tokens of its first branch; of a chain, the draft itself."""
-        return self if self.parents is None else self.chain(self.continued([]))
+    def longest(self) -> "Draft":
+        """The tokens of its longest branch, the first one of several; of a chain, the draft."""
+        return self if self.parents is None else self.chain(max(self.paths(), key=len, default=[]))
 
     def q(self, i: int, like: "Tensor") -> "Tensor":
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""

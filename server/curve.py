@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from flask import Flask
 
-from runtime import kernels
+from runtime.folders import own_folder
 from runtime.values import Engine, Json, RequestError, in_short
 
 # Kernels work in blocks, often of 8: a row more may cost as much as the next seven together.
@@ -112,7 +112,7 @@ class Store:
         self._stored: dict[str, dict[str, float]] = {}  # all drafters in the file, by key
         self._of = _hash(fingerprint, target.model.dtype, torch.get_num_threads(), cpu_name())
         with _telling("stored"):
-            self._file = kernels.own_folder() / f"curve-{self._of}.json" if fingerprint else None
+            self._file = own_folder() / f"curve-{self._of}.json" if fingerprint else None
 
     def read(self) -> Curve:
         """The curve of an earlier start; one without times if there is none that can be used."""

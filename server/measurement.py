@@ -19,7 +19,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 from drafters.pool import AUTO, Task
-from drafters.timed import TimedDrafter
 from runtime import kernels
 from runtime.cache.states import MOST_RECORDED
 from runtime.values import Draft, Engine, Json, Request, TextSequence, in_short
@@ -41,7 +40,7 @@ class Measurement:
     def __init__(self, engine: Engine, fingerprint: str | None) -> None:
         """`fingerprint` is the target's; without one nothing is stored."""
         self._engine, self.is_done = engine, False
-        models = {n: d for n, d in engine.pool.drafters.items() if not isinstance(d, TimedDrafter)}
+        models = {n: d for n, d in engine.pool.drafters.items() if not d.is_from_file}
         sizes = {name: drafter.num_step_weights for name, drafter in models.items()}
         self._names = [name for name, size in sizes.items() if size]
         self._ids = [i % engine.target.vocab_size for i in _IDS]

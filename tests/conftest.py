@@ -17,6 +17,7 @@ from started import CHAT, LIMIT_S, ROOT, Gate, events_of, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters import Drafter
+from drafters.tree import TreeBuilder
 from runtime.kernels import library, start
 from runtime.models.prompts import read_prompts
 from runtime.sampling import Noise, truncated_softmax
@@ -506,7 +507,7 @@ def run_beside_fresh(engine: Any, request: Request) -> tuple[Any, list[Any]]:
             drafter = engine.pool.drafters[name]
             state = fresh_state(engine, drafter, tokens, request.sampling, s.noise)
             if drafter.branches:
-                state.can_branch = len(drafts) > 1
+                state.tree = TreeBuilder if len(drafts) > 1 else None
             assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], name
     engine.close(s)
     return s, cycles

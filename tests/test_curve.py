@@ -10,8 +10,7 @@ import pytest
 from conftest import ScriptedDrafter, application, failing, load, run
 from started import LIMIT_S, until
 
-from runtime import kernels
-from server import measurement, start
+from server import curve, measurement, start
 from server.curve import PARTS, ROWS, Curve
 from server.measurement import Measurement
 from server.options import Options
@@ -23,8 +22,7 @@ FIELDS = {"prompt": PROMPT, "max_tokens": 24, "drafter": "draft_model"}
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Where curves are stored; no pass is too long."""
-    kernels.own_folder  # noqa: B018  (a name of the room is imported when it is first asked for)
-    monkeypatch.setattr(kernels, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(curve, "own_folder", lambda: tmp_path)
     monkeypatch.setattr(measurement, "_LONGEST_PASS_MS", inf)
     return tmp_path
 
@@ -215,7 +213,7 @@ def test_without_a_folder_nothing_is_stored_and_nothing_fails(demo_engine, monke
     def refuse():
         raise PermissionError("it belongs to others")
 
-    monkeypatch.setattr(kernels, "own_folder", refuse)
+    monkeypatch.setattr(curve, "own_folder", refuse)
     assert measured(demo_engine).status == "measured"
     assert caplog.messages == ["the cost curve cannot be stored: it belongs to others"]
 

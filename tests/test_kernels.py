@@ -27,6 +27,7 @@ from families import save_small
 from test_heads import new_eagle3, target_folder  # noqa: F401
 
 from runtime import kernels
+from runtime.folders import own_folder
 from runtime.kernels import chain, library
 from runtime.kernels.decoder import Rows
 from runtime.kernels.parts import is_same
@@ -350,11 +351,11 @@ def test_code_is_run_only_where_nobody_else_could_put_it(name, tmp_path, monkeyp
         pytest.skip("gives folders to another user")
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path / "cache"))
-    folder = library.own_folder()
+    folder = own_folder()
     assert all(place.stat().st_mode & 0o777 == 0o700 for place in (folder, folder.parent))
     change(cache)
     try:
-        assert library.own_folder().samefile(folder) and is_safe
+        assert own_folder().samefile(folder) and is_safe
     except PermissionError as error:
         assert not is_safe and "others may write there (chmod go-w" in str(error)
 
@@ -440,9 +441,7 @@ def bits(tmp_path, cpu, *options, asked="0 12 2", runner=(), compiler=None, kern
 
 def library_bits(tmp_path, asked="0 12 2"):
     """With the library that is loaded here."""
-    return bits(
-        tmp_path, "native", asked=asked, kernels=library.own_folder() / f"{library._key()}.so"
-    )
+    return bits(tmp_path, "native", asked=asked, kernels=own_folder() / f"{library._key()}.so")
 
 
 def test_all_that_is_in_c_has_the_same_bits_with_any_threads(tmp_path):
@@ -511,7 +510,7 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
         pytest.skip("needs gcc's libasan")
     write_program(compiler := tmp_path / "cc", f'exec {gcc} "$@" {SANITIZERS}')
     unloaded(str(compiler))
-    library._compile(file := library.own_folder() / f"{library._key()}.so")
+    library._compile(file := own_folder() / f"{library._key()}.so")
     check_sanitized(tmp_path, "native", kernels=file)
     # As Python's own allocator would, so that sanitizers see the ends of what ctypes makes.
     environment = os.environ | NO_LEAKS | {"LD_PRELOAD": preloaded, "PYTHONMALLOC": "malloc"}

@@ -13,8 +13,8 @@ from started import CHAT, GENERATE, ROUTES, is_error, text_of
 from drafters.auto import Controller
 from drafters.auto.estimates import Acceptance
 from drafters.auto.planner import Candidate
+from drafters.plan import count_verified
 from drafters.prediction import Expected, PredictionDrafter
-from drafters.tree import count_verified
 from runtime.cache.prefix import PrefixCache
 from runtime.models import prompts as reading
 from runtime.models.chat import prediction_ids

@@ -13,7 +13,7 @@ from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from drafters.auto.planner import Controller, Planner
 from drafters.base import ModelState
-from drafters.tree import TreeBuilder, longest, merged
+from drafters.tree import TreeBuilder, merged
 from runtime.sampling import Noise
 from runtime.values import Cycle, Draft, Request
 from server import core
@@ -208,7 +208,7 @@ def test_drafts_that_begin_alike_share_their_beginning(drafts, most, tokens, par
     drafts = [each if isinstance(each, Draft) else Draft(each) for each in drafts]
     draft = merged(drafts, most)
     assert (draft.tokens, draft.parents) == (tokens, parents)
-    assert longest(TREE).tokens == [2, 3]
+    assert TREE.longest().tokens == [2, 3]
 
 
 def test_a_model_s_tree_has_the_likeliest_tokens_of_one_branch_and_beside_it():

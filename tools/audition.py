@@ -229,7 +229,7 @@ def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
     for name in flags.drafters:
         drafters.check_name(name)
         if ":" in name:
-            drafters.class_from_file(name)
+            drafters.from_file().class_from_file(name)
         elif name in bench.SPECIAL:
             raise ValueError(f"{name} drafts only for requests that bring a {name}")
         elif name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):

@@ -35,7 +35,6 @@ from drafters.plan import (
     nothing,
 )
 from drafters.pool import DrafterPool
-from drafters.tree import longest
 from runtime.sampling import confidence
 from runtime.values import Cycle, Draft, Model, TextSequence
 
@@ -424,7 +423,7 @@ class Planner(FixedK):
                 judged = [sure[i] for i in cycle.path[: cycle.num_drafted]]
                 record.calibration.observe(judged, cycle.num_accepted)
         elif draft is not None:
-            seen = _came_true(longest(draft).tokens, tokens)
+            seen = _came_true(draft.longest().tokens, tokens)
         else:
             seen = _came_true(guess.tokens, tokens) if guess else (0, 0, 0)
         record.observe(*seen, places, certain)

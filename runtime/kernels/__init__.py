@@ -7,11 +7,9 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     report_of                    whether a model's bits depend on how it is computed: a Report
     are_used, exclusive          whether kernels compute; within `exclusive` torch leaves the cores
     instructions                 the CPU instructions that the kernels are compiled for
-    own_folder                   where what is compiled is stored; only the user can write there
     KernelForward                what `model.compiled` is: a call, and what it says of itself
     speed_up_head                a head's layers in C (KernelHead), by mtp_layer or eagle_layer
     speed_up_blocks              a DFlash head's layers, which look ahead
-    run_mtp_layer                an MTP layer in transformers' modules, where nothing is compiled
     can_chain, draft_chain       a draft of several tokens in one call, and where that can be
     vocabulary_of                the tokens that such a draft chooses among
     can_choose, choose, survivors, leaders, confidence
@@ -36,11 +34,10 @@ _FILES = {
     "start": ("setup", "speed_up", "report_of"),
     "forward": ("KernelForward", "Report"),
     "library": (
-        "are_used", "exclusive", "instructions", "own_folder", "load", "LANES", "lay_out",
+        "are_used", "exclusive", "instructions", "load", "LANES", "lay_out",
     ),
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",
-        "run_mtp_layer",
     ),
     "chain": ("draft_chain", "can_chain", "vocabulary_of"),
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence", "score_rows"),

@@ -125,8 +125,13 @@ def _head_of(
 
 
 @torch.no_grad()
-def mtp_layer(head: nn.Module, number: int, length: int) -> KernelHead | None:
-    """A layer of an MTP head (transformers' MtpModel), if it is a plain block that agrees."""
+def mtp_layer(
+    head: nn.Module, number: int, length: int, run: Callable[..., Tensor]
+) -> KernelHead | None:
+    """A layer of an MTP head (transformers' MtpModel), if it is a plain block that agrees.
+
+    `run` computes it in its modules: see drafters/mtp.py.
+    """
     layer, shift = head.layers[number], number + 1
     kind = (getattr(head.config, "layer_types", None) or [FULL] * shift)[number]
     if kind != FULL:
@@ -137,23 +142,9 @@ def mtp_layer(head: nn.Module, number: int, length: int) -> KernelHead | None:
     norms |= zip(("last_norm", "second_norm"), last, strict=False)
     return _head_of(
         head, parts_of(layer.mtp_block), length, layer.eh_proj.weight, norms,
-        partial(run_mtp_layer, head, number), layer.eh_proj, shift,
+        partial(run, head, number), layer.eh_proj, shift,
         is_state_first=getattr(head.config, "mtp_hidden_states_first", False),
     )  # fmt: skip
-
-
-def run_mtp_layer(
-    head: nn.Module, number: int, embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor,
-    cache: KeyCache | None = None,
-) -> Tensor:  # fmt: skip
-    """What comes out of an MTP head's modules [B, T, D], of embeds and states [B, T, D]."""
-    options = {"layer_type": head.config.layer_types[number]} if head.has_per_layer_rope else {}
-    output = head.layers[number](
-        embeds, states.to(embeds.dtype),
-        position_embeddings=head.rotary_emb(embeds, positions, **options), attention_mask=mask,
-        position_ids=positions, past_key_values=cache,
-    )  # fmt: skip
-    return head.shared_post_norm(output) if head.use_shared_post_norm else output
 
 
 @torch.no_grad()

@@ -24,8 +24,8 @@ from transformers.modeling_layers import MtpModel
 
 from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
-from drafters.mtp import MIMO, host_of
-from runtime.kernels import norm_of, parts_of, run_mtp_layer
+from drafters.mtp import MIMO, host_of, run_layer
+from runtime.kernels import norm_of, parts_of
 from runtime.models.files import FILE, fill, read_folder
 from runtime.models.gguf_file import is_gguf
 from runtime.models.mimo import MiMoConfig
@@ -259,7 +259,7 @@ class Mtp(Student):
         """The layer's outputs, step by step, each from those before; see Student."""
 
         def run(embeds: Tensor, hidden: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-            return run_mtp_layer(self.module, 0, embeds, hidden, positions + 1, *rest)
+            return run_layer(self.module, 0, embeds, hidden, positions + 1, *rest)
 
         return unroll(self, run, batch.final, batch, places)
 
