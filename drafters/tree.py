@@ -19,15 +19,18 @@ chains. They are also chains without compiled kernels.
 Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
 """
 
+import numpy as np
 from torch import Tensor
 
-from runtime.sampling import NothingLeft, ranked
-from runtime.values import Draft
+from runtime import kernels
+from runtime.sampling import Noise, NothingLeft, no_draw, penalise, survivors, total
+from runtime.values import Draft, Sampling
 
 from .base import ModelState
 
 _BESIDE = 3  # at most so many other tokens beside each token of the long branch
 _SURE = 0.7  # the assumed chance of a token without a confidence, after an accepted one
+_FIRST = 32  # `ranked` looks at so many tokens with the largest weights
 
 Path = tuple[int, ...]  # the tokens from behind the pending one up to a token of a tree
 
@@ -123,3 +126,35 @@ def merged(drafts: list[Draft], most: int) -> Draft:
             chances[path] = left[path] = chance
             left[before] = max(0.0, left[before] - chance)
     return likeliest(chances, most, {})
+
+
+def ranked(
+    logits: Tensor, text: list[int], sampling: Sampling, noise: Noise, count: int
+) -> list[tuple[int, float]]:
+    """The `count` tokens that a model would choose first after `text`, by logits [V].
+
+    Each comes with a chance. Greedy: the most likely tokens, with their probabilities. Sampled: the
+    fastest tokens of the race, each with its share of the sum of weight / e.
+    """
+    scores = penalise(logits[None], sampling, text, Draft())[0]
+    if sampling.is_greedy:
+        weights, ids, sum_of_all = _leaders(scores, (1.0, 0, 1.0, 0.0), count)
+        return list(zip(ids.tolist(), (weights / sum_of_all).tolist(), strict=True))
+    weights, ids, _ = _leaders(scores, sampling.transforms, _FIRST)
+    speeds = weights / noise.exponentials(len(text), ids)
+    order = np.argsort(-speeds, kind="stable")[:count]
+    return list(zip(ids[order].tolist(), (speeds / speeds.sum())[order].tolist(), strict=True))
+
+
+def _leaders(
+    scores: Tensor, transforms: tuple[float, int, float, float], count: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Weights and ids of the `count` best survivors, best first, and the sum of all weights."""
+    if kernels.can_choose():
+        try:
+            return kernels.leaders(scores, transforms, count)
+        except ValueError:
+            raise no_draw(float(scores.max())) from None
+    weights, ids = survivors(scores, *transforms)
+    first = np.argsort(-scores.numpy(force=True)[ids], kind="stable")[:count]
+    return weights[first], ids[first], total(weights)

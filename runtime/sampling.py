@@ -44,7 +44,6 @@ and Suresh, arXiv 2408.07978; the keys are splitmix64's.
 from collections import Counter
 from collections.abc import Sequence
 from math import factorial, inf, isfinite, log2, nextafter, sqrt
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +56,6 @@ NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
 _WORD = (1 << 64) - 1
 _WHOLE = 2.0**40  # units in the largest weight; top-p adds whole units
 _NEAR = -5.0, -12.0  # a typical token mostly weighs more than exp(the first)
-_AT_ONCE = 16  # rows of logits that are scored together: their softmax is in memory
-_FIRST = 32  # `ranked` looks at so many tokens with the largest weights
 
 _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 
@@ -67,7 +64,7 @@ class NothingLeft(RequestError, ValueError):
     """No token may be generated: a request's masks, or they and its grammar, leave none."""
 
 
-def _no_draw(largest: float) -> ValueError:
+def no_draw(largest: float) -> ValueError:
     """Why no token can be drawn where this is the largest score, or logarithm of a weight."""
     if largest == -inf:
         what = "no probabilities to draw from: the request's fields together allow no token"
@@ -184,7 +181,7 @@ def survivors(
         return kernels.survivors(scores, (temperature, top_k, top_p, min_p))
     s = scores.float().numpy(force=True)
     if not isfinite(largest := float(s.max())):
-        raise _no_draw(largest)
+        raise no_draw(largest)
     weights = exp((s.astype(np.float64) - largest) * (1 / temperature))
     stays = weights >= min_p
     if 0 < top_k < len(s) or top_p < 1:
@@ -351,13 +348,13 @@ def _choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int, row
             return kernels.choose(scores, sampling.transforms, seed, position, row)
         except ValueError:
             largest = scores.view(-1, scores.shape[-1])[row].max()
-            raise _no_draw(float(largest)) from None
+            raise no_draw(float(largest)) from None
     scores = scores.view(-1, scores.shape[-1])[row]
     if not sampling.is_greedy:
         return noise.race(*survivors(scores, *sampling.transforms), position)
     score, token = scores.max(0)
     if not abs(float(score)) < inf:  # NaN counts as the largest
-        raise _no_draw(float(score))
+        raise no_draw(float(score))
     return int(token)
 
 
@@ -392,37 +389,6 @@ def confidence(logits: Tensor, token: int, row: int = 0) -> float:
     return float(weights[token]) / total(weights)
 
 
-class TokenScores(NamedTuple):
-    """Log-probabilities of n tokens where they stand, and of `count` likeliest ones beside each."""
-
-    logprobs: Tensor  # [n] float32
-    ranks: Tensor  # [n]: 1 is the likeliest
-    top: Tensor  # [n, count]: the likeliest ids, by falling probability
-    top_logprobs: Tensor  # [n, count] float32
-
-
-@torch.inference_mode()
-def scores_of(logits: Tensor, tokens: list[int], count: int) -> TokenScores:
-    """Score `tokens`, each by a row of raw logits [at least n, V], before every transform.
-
-    A row's numbers depend on that row alone. Raises ValueError if they are none.
-    """
-    logits = logits[: len(tokens)]
-    if kernels.can_choose() and logits.is_cpu:
-        return TokenScores(*kernels.score_rows(logits, tokens, count))
-    parts = list[TokenScores]()
-    for begin in range(0, len(tokens), _AT_ONCE):
-        part = tokens[begin : begin + _AT_ONCE]
-        rows = logits[begin : begin + len(part)].float().log_softmax(-1)
-        own = rows.gather(1, torch.tensor(part, device=rows.device)[:, None])
-        if own.isnan().any():
-            raise ValueError(NO_NUMBERS)
-        top = rows.topk(min(count, rows.shape[-1]))
-        ranks = 1 + (rows > own).sum(-1)
-        parts.append(TokenScores(own[:, 0], ranks, top.indices, top.values))
-    return TokenScores(*(torch.cat(each).cpu() for each in zip(*parts, strict=True)))
-
-
 def draw(weights: Tensor, u: float) -> int:
     """Draw a token from weights [V], which need not sum to 1, by a number u from [0, 1).
 
@@ -432,38 +398,6 @@ def draw(weights: Tensor, u: float) -> int:
     cumulated = weights.cumsum(0, dtype=torch.float64)
     total = float(cumulated[-1])
     if not 0 < total < inf:  # NaN is not, either
-        raise _no_draw(-inf if total == 0 else total)
+        raise no_draw(-inf if total == 0 else total)
     # A product rounded up to the total could find a token of weight 0 at the end.
     return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
-
-
-def ranked(
-    logits: Tensor, text: list[int], sampling: Sampling, noise: Noise, count: int
-) -> list[tuple[int, float]]:
-    """The `count` tokens that a model would choose first after `text`, by logits [V].
-
-    Each comes with a chance. Greedy: the most likely tokens, with their probabilities. Sampled: the
-    fastest tokens of the race, each with its share of the sum of weight / e.
-    """
-    scores = penalise(logits[None], sampling, text, Draft())[0]
-    if sampling.is_greedy:
-        weights, ids, sum_of_all = _leaders(scores, (1.0, 0, 1.0, 0.0), count)
-        return list(zip(ids.tolist(), (weights / sum_of_all).tolist(), strict=True))
-    weights, ids, _ = _leaders(scores, sampling.transforms, _FIRST)
-    speeds = weights / noise.exponentials(len(text), ids)
-    order = np.argsort(-speeds, kind="stable")[:count]
-    return list(zip(ids[order].tolist(), (speeds / speeds.sum())[order].tolist(), strict=True))
-
-
-def _leaders(
-    scores: Tensor, transforms: tuple[float, int, float, float], count: int
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Weights and ids of the `count` best survivors, best first, and the sum of all weights."""
-    if kernels.can_choose():
-        try:
-            return kernels.leaders(scores, transforms, count)
-        except ValueError:
-            raise _no_draw(float(scores.max())) from None
-    weights, ids = survivors(scores, *transforms)
-    first = np.argsort(-scores.numpy(force=True)[ids], kind="stable")[:count]
-    return weights[first], ids[first], total(weights)

@@ -129,32 +129,6 @@ class Statistics:
         """Mean ms per token after the prefill's token."""
         return ratio(self.decode_ms, self.completion_tokens - self.prefills)
 
-    def costs(self, plain: "Statistics") -> dict[str, float | None]:
-        """What the formulas of speculative decoding are made of, as measured.
-
-        `plain` is the same request's plain decoding. alpha: the chance that a draft token is
-        accepted once those before it are; c: one draft token's time, and t_verify: one pass's, in
-        passes of plain decoding.
-        """
-        plain_pass_ms = plain.verify_ms / max(1, plain.target_passes)
-        return {
-            "alpha": ratio(self.num_accepted_draft_tokens, sum(self.reached_at)),
-            "c": ratio(self.draft_ms, self.num_draft_tokens * plain_pass_ms),
-            "t_verify": ratio(self.verify_ms, self.target_passes * plain_pass_ms),
-        }
-
-    def predicted_speedup(self, plain: "Statistics") -> float | None:
-        """Expected tokens per cycle / (draft tokens per cycle · c + t_verify), by `costs`.
-
-        With one alpha for all positions a draft of n tokens gives 1 + α + … + αⁿ of them. The
-        time of the engine itself is left out, and so are differences between positions: measured
-        against predicted shows what those cost.
-        """
-        alpha, c, t_verify = (cost or 0.0 for cost in self.costs(plain).values())
-        drafted = sum(count * alpha**i for i, count in enumerate(self.drafted_at, 1))
-        spent = self.num_draft_tokens * c + self.target_passes * t_verify  # in plain passes
-        return ratio(self.target_passes + drafted, spent)
-
     def counters(self, num_spec_tokens: int) -> dict[str, Any]:
         """The `speculative_decoding` block; the histogram has K + 1 buckets, K the largest seen."""
         histogram = self.acceptance_histogram

@@ -53,7 +53,7 @@ def comparison(
     times = [(plain.ms_per_token, drafted.ms_per_token) for drafted, plain in every]
     speedups = [ratio(*pair) for pair in times if None not in pair]
     measured = ratio(theirs.ms_per_token, ours.ms_per_token) if speedups else None
-    costs = ours.costs(theirs)
+    costs = costs_of(ours, theirs)
     return {
         "plain": {
             "text": plain.text.text,
@@ -65,7 +65,7 @@ def comparison(
         "identical": not differing if comparable else None,
         "first_difference": difference,
         "measured_speedup": measured,
-        "predicted_speedup": ours.predicted_speedup(theirs),
+        "predicted_speedup": predicted_speedup(ours, theirs),
         "costs": costs,
         "num_runs": len(runs),
     } | steadiness(speedups, ours.tokens_per_pass, costs["t_verify"])
@@ -123,3 +123,31 @@ def steadiness(
     is_odd = t_verify is not None and not _LEAST_T_VERIFY <= t_verify <= _MOST_T_VERIFY
     spread = [round(edge(speedups), 4) for edge in (min, max)] if speedups else None
     return {"disturbed": is_too_fast or is_odd, "spread": spread}
+
+
+def costs_of(drafted: Statistics, plain: Statistics) -> dict[str, float | None]:
+    """What the formulas of speculative decoding are made of, as measured.
+
+    `plain` is the same request's plain decoding. alpha: the chance that a draft token is
+    accepted once those before it are; c: one draft token's time, and t_verify: one pass's, in
+    passes of plain decoding.
+    """
+    plain_pass_ms = plain.verify_ms / max(1, plain.target_passes)
+    return {
+        "alpha": ratio(drafted.num_accepted_draft_tokens, sum(drafted.reached_at)),
+        "c": ratio(drafted.draft_ms, drafted.num_draft_tokens * plain_pass_ms),
+        "t_verify": ratio(drafted.verify_ms, drafted.target_passes * plain_pass_ms),
+    }
+
+
+def predicted_speedup(drafted: Statistics, plain: Statistics) -> float | None:
+    """Expected tokens per cycle / (draft tokens per cycle · c + t_verify), by `costs_of`.
+
+    With one alpha for all positions a draft of n tokens gives 1 + α + … + αⁿ of them. The
+    time of the engine itself is left out, and so are differences between positions: measured
+    against predicted shows what those cost.
+    """
+    alpha, c, t_verify = (cost or 0.0 for cost in costs_of(drafted, plain).values())
+    tokens = sum(count * alpha**i for i, count in enumerate(drafted.drafted_at, 1))
+    spent = drafted.num_draft_tokens * c + drafted.target_passes * t_verify  # in plain passes
+    return ratio(drafted.target_passes + tokens, spent)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from runtime import kernels
 from runtime.models.prompts import Tokenizer
-from runtime.sampling import TokenScores, log_probabilities, scores_of
+from runtime.sampling import log_probabilities
+from runtime.scoring import TokenScores, scores_of
 from runtime.values import Cycle, Json, Judgement, TextSequence
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats

@@ -14,10 +14,11 @@ import torch
 from conftest import needs_compiler
 
 from drafters.auto.estimates import Calibration
+from drafters.tree import ranked
 from runtime import sampling as module
 from runtime.kernels import sampling as compiled
 from runtime.kernels.library import load
-from runtime.sampling import Noise, choose, confidence, ranked, survivors
+from runtime.sampling import Noise, choose, confidence, survivors
 from server import core
 
 CUTS = [

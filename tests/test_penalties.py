@@ -24,8 +24,9 @@ from conftest import (
 from started import CHAT, COLOURS, COMPLETIONS, GENERATE, text_of
 
 from drafters.pool import AUTO, TREE
+from drafters.tree import ranked
 from runtime.kernels import can_chain
-from runtime.sampling import Noise, penalise, ranked
+from runtime.sampling import Noise, penalise
 from server import core
 
 COMMA, GREEN = 12, 1381  # tokens of COLOURS

@@ -22,6 +22,7 @@ from runtime.statistics import Statistics
 from runtime.text import TextStream
 from runtime.values import Request
 from server import answers, comparison, core, trace
+from server.comparison import costs_of, predicted_speedup
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
@@ -325,12 +326,12 @@ def test_the_prediction_is_the_formula_of_the_field():
         ours.record_times([0, 0.008, 0.038, 0.039], is_prefill=False)
     plain.record_times([0, 0, 0.020, 0.021], is_prefill=False)
     alpha, c, t_verify = 7 / 10, 2 / 20, 30 / 20
-    assert ours.costs(plain) == {"alpha": alpha, "c": c, "t_verify": t_verify}
+    assert costs_of(ours, plain) == {"alpha": alpha, "c": c, "t_verify": t_verify}
     expected = (1 - alpha**5) / (1 - alpha) / (4 * c + t_verify)
-    assert ours.predicted_speedup(plain) == pytest.approx(expected, abs=1e-3)
+    assert predicted_speedup(ours, plain) == pytest.approx(expected, abs=1e-3)
     (none := Statistics()).record_times([0, 0.008, 0.028, 0.029], is_prefill=False)
-    assert none.predicted_speedup(plain) == 1.0  # choosing is no drafting
-    assert Statistics().predicted_speedup(plain) is None
+    assert predicted_speedup(none, plain) == 1.0  # choosing is no drafting
+    assert predicted_speedup(Statistics(), plain) is None
 
 
 @pytest.mark.parametrize(("sampling", "verdict"), [

@@ -13,7 +13,7 @@ from conftest import TARGET, application, asked, load, needs_compiler, run, toge
 from started import CHAT, LIMIT_S
 
 from runtime.cache.prefix import PrefixCache
-from runtime.sampling import scores_of as scores_of_tokens
+from runtime.scoring import scores_of as scores_of_tokens
 from runtime.values import Request, RequestError
 from server import core, trace
 from server.options import Options

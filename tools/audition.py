@@ -44,6 +44,7 @@ from runtime.models.catalogue import with_model
 from runtime.models.reference import system_fingerprint
 from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Engine, Request, Sampling
 from server import demo
+from server.comparison import costs_of
 from server.curve import Curve
 from server.measurement import Measurement
 from server.options import MOST_K, Options, arguments, between
@@ -115,7 +116,7 @@ def row_of(turns: Turns, way: str) -> dict[str, Any]:
     drafted, passes = total.num_draft_tokens, total.target_passes
     note, costs = "", dict.fromkeys(("to_draft", "to_verify", "needed"))
     if drafted * _RARELY > passes:  # in plain passes: an accepted token saves one
-        known = total.costs(bench.total(plain))
+        known = costs_of(total, bench.total(plain))
         parts = known["c"], max(0.0, known["t_verify"] - 1) * passes / drafted
         costs = {n: round(x, 2) for n, x in zip(costs, (*parts, sum(parts)), strict=True)}
     elif way not in (PLAIN, AGAIN):

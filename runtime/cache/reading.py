@@ -7,11 +7,14 @@
 Each chunk is a pass of its own, so its bits do not depend on who else is served.
 """
 
+from typing import Any
+
 from torch import Tensor
 
-from runtime.sampling import TokenScores, scores_of
+from runtime import plug
 from runtime.values import Request
 
+scoring = plug("runtime.scoring")  # without it requests for scores are refused
 _MOST_ROWS = 128  # of logits at once: 78 MB where a vocabulary has 152,000 tokens
 
 
@@ -21,7 +24,7 @@ class Reading:
     def __init__(self, request: Request) -> None:
         self._prompt, self._num_top = request.prompt, request.prompt_logprobs
         self._generates = request.max_tokens > 0
-        self._scores: dict[int, TokenScores] = {}  # by the place of a chunk's first token
+        self._scores: dict[int, Any] = {}  # by the place of a chunk's first token
 
     def chunk(self, num_read: int, size: int) -> list[int]:
         """The tokens to read next, apart from others; none where the next cycle reads the rest."""
@@ -44,11 +47,11 @@ class Reading:
         """
         end = num_read + len(chunk)
         if self._num_top is not None and (following := self._prompt[num_read + 1 : end + 1]):
-            self._scores[num_read] = scores_of(logits, following, self._num_top)
+            self._scores[num_read] = scoring.scores_of(logits, following, self._num_top)
         return None if self._generates or end < len(self._prompt) else "length"
 
     @property
-    def scores(self) -> list[tuple[list[int], TokenScores]]:
+    def scores(self) -> list[tuple[list[int], Any]]:
         """The prompt's tokens but for the first, which follows nothing: parts, and their scores."""
         return [
             (self._prompt[begin + 1 : begin + 1 + len(part.ranks)], part)
