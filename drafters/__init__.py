@@ -17,7 +17,7 @@ from .pool import AUTO, LOG, TREE, DrafterPool
 __all__ = [
     "LOG", "MANY_WEIGHTS", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool",
     "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words",
-    "from_file", "load", "load_all",
+    "load", "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for, and may be deleted.
@@ -54,7 +54,7 @@ def load(name: str, context: Context) -> Drafter:
     """
     check_name(name, ())
     if ":" in name:
-        return from_file().load(name, context)
+        return _from_file().load(name, context)
     try:
         return _class_of(name).build(context)
     except ValueError:
@@ -63,7 +63,7 @@ def load(name: str, context: Context) -> Drafter:
         raise ValueError(f"drafter {name} failed to start: {in_short(error)}") from error
 
 
-def from_file() -> Any:
+def _from_file() -> Any:
     """What loads drafters from files. Raises ValueError where that is deleted."""
     if module := plug("drafters.from_file"):
         return module

@@ -2,7 +2,9 @@
 
     copy of the tree, less a plug ── --demo, POST /generate, GET /health ── the whole tree's texts
 
-A plug is fetched at one place, by `plug` of runtime/__init__.py or by drafters/__init__.py.
+A plug is fetched at one place, by `plug` of runtime/__init__.py or by drafters/__init__.py. Without
+all plugs the files of minimal.txt are left. They get along without a compiler, and with torch,
+transformers, flask and numpy alone.
 """
 
 import json
@@ -58,6 +60,9 @@ PLUGS = {
     "comparison": Plug(("server/comparison.py",)),
     "relay": Plug(("server/relay.py",)),
     "prefix cache": Plug(("runtime/cache/prefix.py",)),
+    "kernels": Plug(("runtime/kernels",)),
+    "trees": Plug(("drafters/tree.py",)),
+    "drafters from files": Plug(("drafters/from_file.py", "drafters/timed.py")),
     "anthropic": Plug(("server/dialects/anthropic.py",), "/v1/messages"),
     "responses": Plug(("server/dialects/responses.py",), "/v1/responses"),
     "completions": Plug(("server/dialects/completions.py",), "/v1/completions"),
@@ -66,13 +71,23 @@ PLUGS = {
         for name in ("suffix", "grammar", "eagle3", "dflash", "self_int8", "prediction")
     },
 }
-ALL = Plug(tuple(path for plug in PLUGS.values() for path in plug.paths))
 ORDINARY = "auto", "dialects", "page"  # the others are in the slow run
+MINIMAL = (ROOT / "tests" / "minimal.txt").read_text().split()
+# What the program uses beside the four packages, and beside what those need themselves.
+_BLOCKED = """import sys
+
+class Blocker:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("h11", "llguidance", "prometheus_client", "gguf", "ziglang"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, **environ):
     """A process of the tree in a folder."""
-    environ = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environ = os.environ | {"HF_HUB_OFFLINE": "1"} | environ
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -81,13 +96,20 @@ def run(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def copy_without(tmp_path_factory):
-    def copy(plug):
+    """What copies the tree without a plug, or of all files only some."""
+
+    def copy(plug=Plug(()), only=()):
         folder = tmp_path_factory.mktemp("tree")
-        shutil.copy(ROOT / "08_speculative_decoding.py", folder)
-        for room in ROOMS:
+        for path in only:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
+        if not only:
             unread = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / room, folder / room, ignore=unread)
-        (folder / "demo_models").symlink_to(ROOT / "demo_models")
+            for room in ("runtime", "drafters", "server"):
+                shutil.copytree(ROOT / room, folder / room, ignore=unread)
+            shutil.copy(ROOT / SCRIPT, folder)
+        for kept in ("demo_models", "demo_prompts"):
+            (folder / kept).symlink_to(ROOT / kept)
         for path in plug.paths:
             gone = folder / path
             shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
@@ -100,15 +122,15 @@ def copy_without(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(copy_without):
     """What the whole tree answers."""
-    return json.loads(run(copy_without(Plug(())), "acts.py"))
+    return json.loads(run(copy_without(), "acts.py"))
 
 
-def assert_the_rest_works(folder, whole, routes):
-    answered = json.loads(run(folder, "acts.py"))
+def assert_the_rest_works(folder, whole, routes, **environ):
+    answered = json.loads(run(folder, "acts.py", **environ))
     assert answered["answers"] == whole["answers"] and answered["status"] == "ok"
     assert not {*routes} & {*answered["routes"]} and {*routes} <= {*whole["routes"]}
     few = ("--demo", "--model", "embedded", "--max-tokens", "8", "--prompts", "easy", "--json")
-    demo = json.loads(run(folder, "08_speculative_decoding.py", *few))
+    demo = json.loads(run(folder, SCRIPT, *few, **environ))
     assert all(figures["identical"] for figures in demo["totals"].values())
 
 
@@ -120,6 +142,35 @@ def test_without_a_plug_the_rest_writes_the_same(copy_without, whole, name):
     assert_the_rest_works(copy_without(plug), whole, [plug.route] if plug.route else [])
 
 
-def test_without_all_plugs_the_rest_writes_the_same(copy_without, whole):
+@pytest.fixture(scope="module")
+def minimal(copy_without, tmp_path_factory):
+    """The minimal server's folder, and an environment without compilers and further packages."""
+    blocking = tmp_path_factory.mktemp("packages")
+    (blocking / "sitecustomize.py").write_text(_BLOCKED)
+    return copy_without(only=MINIMAL), {"PYTHONPATH": str(blocking), "PATH": "", "CC": ""}
+
+
+def test_the_minimal_server_writes_the_same(minimal, whole):
+    folder, environ = minimal
     routes = [plug.route for plug in PLUGS.values() if plug.route]
-    assert_the_rest_works(copy_without(ALL), whole, routes)
+    assert_the_rest_works(folder, whole, routes, **environ)
+
+
+def test_the_minimal_server_answers_over_http(minimal, whole):
+    """Served by Flask's own server; what is not there is a 400 that says so."""
+    folder, environ = minimal
+    port = free_port()
+    command = [sys.executable, SCRIPT, "--port", str(port), "--model", "embedded"]
+    with subprocess.Popen(command, cwd=folder, env=os.environ | environ) as server:
+        try:
+            until(lambda: status_of(port) == 200)
+            body = {"prompt": PROMPT, "max_tokens": 24}
+            for drafter in ("none", "ngram", "mtp"):
+                answer = post(port, body | {"drafter": drafter})
+                assert answer.json()["text"] == whole["answers"][drafter][0]
+            for field, value in LACKING.items():
+                refused = post(port, body | {field: value})
+                assert refused.status == 400 and field in refused.json()["error"]["message"]
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(LIMIT_S) == 0

@@ -91,7 +91,7 @@ def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, ca
     assert not ours.warnings
 
 
-def test_the_method_in_one_function_verifies_a_tree_s_first_branch(
+def test_the_method_in_one_function_verifies_a_tree_s_longest_branch(
     demo_engine, prompts, plain, monkeypatch, way
 ):
     """A head's own drafts branch here, and the text is plain decoding's."""
@@ -100,7 +100,7 @@ def test_the_method_in_one_function_verifies_a_tree_s_first_branch(
 
     def open_branching(*given):
         state = open_state(*given)
-        state.can_branch = True
+        state.tree = TreeBuilder
         return state
 
     def noting(*given):

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import drafters
 import tools as bench
 from drafters.auto import Controller
+from drafters.from_file import class_from_file
 from drafters.pool import TREE
 from runtime.models.catalogue import with_model
 from runtime.models.reference import system_fingerprint
@@ -230,7 +231,7 @@ def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
     for name in flags.drafters:
         drafters.check_name(name)
         if ":" in name:
-            drafters.from_file().class_from_file(name)
+            class_from_file(name)
         elif name in bench.SPECIAL:
             raise ValueError(f"{name} drafts only for requests that bring a {name}")
         elif name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):
