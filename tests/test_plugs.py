@@ -10,15 +10,15 @@ transformers, flask and numpy alone.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from started import LIMIT_S, ROOT, SCRIPT, Client, free_port, until
 
-ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("runtime", "drafters", "server", "demo_prompts")
+PROMPT = "tick, tock, tick, tock, tick,"
 _ACTS = """import json, os, sys
 from runtime.models import startup
 from server import core, options
@@ -73,6 +73,11 @@ PLUGS = {
 }
 ORDINARY = "auto", "dialects", "page"  # the others are in the slow run
 MINIMAL = (ROOT / "tests" / "minimal.txt").read_text().split()
+# Fields of requests that plugs bring.
+LACKING = {
+    "trace": True, "logprobs": 2, "json_schema": {"type": "object"}, "bad_words": ["tock"],
+    "chat": True, "compare": True, "prediction": "tick",
+}  # fmt: skip
 # What the program uses beside the four packages, and beside what those need themselves.
 _BLOCKED = """import sys
 
@@ -98,7 +103,7 @@ def run(folder, *arguments, **environ):
 def copy_without(tmp_path_factory):
     """What copies the tree without a plug, or of all files only some."""
 
-    def copy(plug=Plug(()), only=()):
+    def copy(paths=(), only=()):
         folder = tmp_path_factory.mktemp("tree")
         for path in only:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +115,7 @@ def copy_without(tmp_path_factory):
             shutil.copy(ROOT / SCRIPT, folder)
         for kept in ("demo_models", "demo_prompts"):
             (folder / kept).symlink_to(ROOT / kept)
-        for path in plug.paths:
+        for path in paths:
             gone = folder / path
             shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
         (folder / "acts.py").write_text(_ACTS)
@@ -139,7 +144,7 @@ def assert_the_rest_works(folder, whole, routes, **environ):
 )
 def test_without_a_plug_the_rest_writes_the_same(copy_without, whole, name):
     plug = PLUGS[name]
-    assert_the_rest_works(copy_without(plug), whole, [plug.route] if plug.route else [])
+    assert_the_rest_works(copy_without(plug.paths), whole, [plug.route] if plug.route else [])
 
 
 @pytest.fixture(scope="module")
@@ -157,20 +162,20 @@ def test_the_minimal_server_writes_the_same(minimal, whole):
 
 
 def test_the_minimal_server_answers_over_http(minimal, whole):
-    """Served by Flask's own server; what is not there is a 400 that says so."""
+    """Flask's own server has it; what is not there is a 400 that says so."""
     folder, environ = minimal
-    port = free_port()
-    command = [sys.executable, SCRIPT, "--port", str(port), "--model", "embedded"]
+    client = Client(free_port())
+    command = [sys.executable, SCRIPT, "--port", str(client.port), "--model", "embedded"]
     with subprocess.Popen(command, cwd=folder, env=os.environ | environ) as server:
         try:
-            until(lambda: status_of(port) == 200)
-            body = {"prompt": PROMPT, "max_tokens": 24}
+            until(client.is_ready)
             for drafter in ("none", "ngram", "mtp"):
-                answer = post(port, body | {"drafter": drafter})
-                assert answer.json()["text"] == whole["answers"][drafter][0]
+                fields = {"prompt": PROMPT, "max_tokens": 24, "drafter": drafter}
+                texts = client.generate(**fields)[1]["text"], client.stream(**fields)[-1]["text"]
+                assert texts == (whole["answers"][drafter][0],) * 2
             for field, value in LACKING.items():
-                refused = post(port, body | {field: value})
-                assert refused.status == 400 and field in refused.json()["error"]["message"]
+                status, body = client.generate(prompt=PROMPT, **{field: value})
+                assert status == 400 and field in body["error"]["message"], body
         finally:
             server.send_signal(signal.SIGINT)
-            assert server.wait(LIMIT_S) == 0
+            server.wait(LIMIT_S)
