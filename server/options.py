@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from drafters import NAMES
 from runtime.models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
-from runtime.models.gguf_file import is_gguf
+from runtime.models.files import is_gguf
 from runtime.models.prompts import Tokenizer, kind_of, read_prompts
 from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, RequestError, Sampling
 

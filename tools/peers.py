@@ -33,7 +33,7 @@ from transformers.modeling_layers import MtpModel
 
 import tools as bench
 from runtime.models.catalogue import resolve_model
-from runtime.models.gguf_file import is_gguf
+from runtime.models.files import is_gguf
 from runtime.values import MAX_SPECULATIVE_TOKENS, Engine, Request
 from server.options import ROOT, Options
 

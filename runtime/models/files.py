@@ -19,6 +19,11 @@ from runtime.values import Model, in_short
 FILE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
+def is_gguf(name: str) -> bool:
+    """Whether --model names a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
 def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What config.json says, and the weights, in one file or several; `name` may be a hub id.
 

@@ -62,11 +62,6 @@ class BadFile(StartError):
     """A GGUF file cannot be read; one line that says why."""
 
 
-def is_gguf(name: str) -> bool:
-    """Whether --model names a GGUF file."""
-    return name.lower().endswith(".gguf")
-
-
 @dataclass(frozen=True)
 class Tensor:
     """Where a tensor lies and how it is stored."""

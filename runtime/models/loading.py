@@ -26,10 +26,10 @@ from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
 from .catalogue import entry_of, likely, resolve_model
 from .chat import call_form
-from .files import returned_pages, unmap_weights, weight_files, why_not_loaded
+from .files import is_gguf, returned_pages, unmap_weights, weight_files, why_not_loaded
 from .fim import fim_of
 from .gguf_config import config_of
-from .gguf_file import GgufFile, Texts, is_gguf
+from .gguf_file import GgufFile, Texts
 from .gguf_model import load_model, open_model, pack_copy, why_not_packed
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
