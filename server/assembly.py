@@ -7,9 +7,10 @@ from copy import copy
 
 import drafters
 from runtime import kernels, plug
-from runtime.models import StartError, ahead, loading
+from runtime.models import StartError
 from runtime.models.loading import PROGRESS
 from runtime.models.reference import check, refusal
+from runtime.models.startup import ahead
 from runtime.statistics import Totals
 from runtime.values import Engine, Model, Request
 from server import core
@@ -34,10 +35,12 @@ def load_draft(options: Options) -> Model | None:
 def assemble_engine(options: Options) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
     drafters.check_name(options.drafter)  # before anything is loaded
-    loading.check_pair_early(options.model, options.draft_model, options, drafters.check_words)
+    if pair := plug("runtime.models.pair"):
+        pair.check_pair(options.model, options.draft_model, options, drafters.check_words)
     target = core.load_model(options.model, options)
     draft = load_draft(options)
-    ahead.end()
+    if ahead:
+        ahead.end()
     context = drafters.Context(target, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # after the heads have read its weights

@@ -23,9 +23,8 @@ import transformers
 from tqdm import tqdm
 
 from drafters.pool import TREE
-from runtime.models import ahead
 from runtime.models.prompts import kind_of, read_prompts
-from runtime.models.startup import print_error
+from runtime.models.startup import ahead, print_error
 from runtime.statistics import Statistics, ratio
 from runtime.values import (
     LONGEST_LINE,
@@ -95,7 +94,8 @@ def exit_status(act: Callable[[], int]) -> int:
         print_error(one_line(error))
         return 2
     finally:
-        ahead.end()  # or Python would wait for it
+        if ahead:
+            ahead.end()  # or Python would wait for it
 
 
 def mark(pieces: Iterable[tuple[str, str]]) -> str:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,16 +21,12 @@ from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
 
 from runtime.values import Json, in_short
 
-from . import StartError, mimo  # noqa: F401  (transformers then knows MiMo)
+from . import StartError, mimo, required  # noqa: F401  (transformers then knows MiMo)
 from .calls import TAGS
 from .catalogue import entry_of, likely, resolve_model
 from .chat import call_form
 from .files import is_gguf, returned_pages, unmap_weights, weight_files, why_not_loaded
 from .fim import fim_of
-from .gguf_config import config_of
-from .gguf_file import GgufFile, Texts
-from .gguf_model import load_model, open_model, pack_copy, why_not_packed
-from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
@@ -43,7 +38,6 @@ PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for users that ask for it
 _SOME_LAYERS, _SOME_NUMBERS = 1000, 1 << 26  # may be asked for, however few a model's files hold
-_opened: dict[str, GgufFile] = {}  # until they are read, so that headers are parsed once
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
@@ -63,7 +57,7 @@ class ModelOptions(Protocol):
 
 
 @contextmanager
-def _explained(name: str, part: str, options: ModelOptions) -> Iterator[None]:
+def explained(name: str, part: str, options: ModelOptions) -> Iterator[None]:
     """Turn whatever a part of a model fails with into a StartError."""
     try:
         with panics_caught():
@@ -104,35 +98,6 @@ class Loaded:
         return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 
-def check_pair_early(
-    target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]
-) -> None:
-    """Refuse a draft model before its target is read, which takes long.
-
-    Raises StartError for one that is broken or missing, and what `compare` raises for the names and
-    the tokens of two GGUF files.
-    """
-    if not draft:
-        return
-    names, vocabularies = [draft, target], list[Texts | None]()
-    for name in names:
-        with _explained(name, "", options):
-            vocabularies.append(_tokens_of(resolve_model(name)))
-    if all(vocabularies) and vocabularies[0].tobytes() != vocabularies[1].tobytes():
-        with _explained(draft, "its tokens: ", options):
-            ids = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
-        compare(names, ids)
-
-
-def _tokens_of(place: str) -> Texts | None:
-    """The vocabulary of a GGUF file; None of other models. Raises BadFile or StartError."""
-    if not is_gguf(place):
-        _check_folder(place)
-        return None
-    file = _opened[place] = open_model(place)
-    return file.metadata["tokenizer.ggml.tokens"]
-
-
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """The model of a name in the catalogue, a folder, a GGUF file or a hub id.
 
@@ -151,8 +116,9 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         dtype = "float32"
     if dtype == "packed" and not is_file:
         raise StartError(f"--dtype packed is for GGUF files, and {name} is none")
-    with _explained(place, "", options):
-        loaded = (_read_file if is_file else _read_folder)(place, dtype, options)
+    with explained(place, "", options):
+        read = required("runtime.models.gguf_loading", name).read_file if is_file else _read_folder
+        loaded = read(place, dtype, options)
         check_weights(place, loaded.report)
         loaded.model = loaded.model.to(device).eval()
         # Else they change with their file. transformers' disable_mmap holds them twice for a while.
@@ -160,7 +126,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     _bound_cache(loaded.tokenizer)
     _show_tags(loaded.tokenizer)
     if getattr(loaded.tokenizer, "chat_template", None):
-        with _explained(place, "its chat_template: ", options):
+        with explained(place, "its chat_template: ", options):
             call_form(loaded.tokenizer)
         renderer.start()  # by its first prompt it will be ready
     loaded.structure = _fit(loaded.model, name, options)
@@ -168,30 +134,10 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     return loaded
 
 
-def _read_file(name: str, dtype: str, options: ModelOptions) -> Loaded:
-    """Read a GGUF file, in a dtype of torch or packed."""
-    with _opened.pop(name, None) or open_model(name) as file:
-        config = config_of(file)
-        with _explained(name, "its tokenizer: ", options):
-            tokenizer = tokenizer_of(file)
-        reason = why_not_packed(file)
-        if dtype == "packed" and reason:
-            if options.dtype == "packed":
-                raise StartError(f"{name} cannot be served as it is: {reason} (give --dtype auto)")
-            LOG.info("%s is unpacked to bfloat16: %s", name, reason)
-            dtype = "bfloat16"
-        is_packed = dtype == "packed"
-        model, report = load_model(
-            file, config, None if is_packed else getattr(torch, dtype), options.dtype == "packed"
-        )
-        copy = None if is_packed or reason else partial(pack_copy, file.name)
-        return Loaded(model, tokenizer, report, file.fingerprint if is_packed else None, copy)
-
-
 @returned_pages()
 def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
     """Read a folder or a hub id. The weights come last, once all else is checked."""
-    _check_folder(name)
+    check_folder(name)
     trust = {"trust_remote_code": options.trust_remote_code}
     # First: a wrong id fails here, after one small file.
     content = json_of(name, "config.json", options)
@@ -201,9 +147,9 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
     tensors = headers_of(name, files, options)
     check_layers(name, content, max(len(tensors), _SOME_LAYERS))
     AutoConfig.from_pretrained(name, **trust)
-    with _explained(name, "its generation_config.json: ", options):
+    with explained(name, "its generation_config.json: ", options):
         check_generation_config(name)
-    with _explained(name, "its tokenizer: ", options):
+    with explained(name, "its tokenizer: ", options):
         facts = json_of(name, "tokenizer_config.json", options)
         steps = get_fast_tokenizer_file(facts.get("fast_tokenizer_files", []))
         check_steps(json_of(name, steps, options))
@@ -224,7 +170,7 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
     return Loaded(model, tokenizer, report)
 
 
-def _check_folder(name: str) -> None:
+def check_folder(name: str) -> None:
     """Raises StartError for no model's folder, and what is not named as the hub names models."""
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
@@ -235,7 +181,7 @@ def _check_folder(name: str) -> None:
 
 def json_of(name: str, file: str, options: ModelOptions) -> Json:
     """What a file of the model says; {} if there is none."""
-    with _explained(name, f"{file}: ", options):
+    with explained(name, f"{file}: ", options):
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         content = json.loads(Path(path).read_text("utf-8")) if path else {}
         if not isinstance(content, dict):
@@ -250,7 +196,7 @@ def headers_of(name: str, files: list[str], options: ModelOptions) -> dict[str, 
     """
     tensors = dict[str, tuple[str, int]]()
     for file in files:
-        with _explained(name, f"{Path(file).name}: ", options), safe_open(file, "pt") as part:
+        with explained(name, f"{Path(file).name}: ", options), safe_open(file, "pt") as part:
             for key in part.keys():  # noqa: SIM118 (it is no dict)
                 tensor = part.get_slice(key)
                 tensors[key] = tensor.get_dtype(), prod(tensor.get_shape())

@@ -15,6 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
+from runtime import plug
+
 _IS_COMMAND = sys.argv[0].endswith("speculative_decoding.py")
 _SIGNS = "allocate memory", "bad_alloc", "can't start new thread", "out of memory", "map segment"
 _COMPILER = "torch._dynamo"
@@ -102,9 +104,7 @@ elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignor
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 gc.set_threshold(10_000)  # the imports make 600,000 objects, which stay
-if _IS_COMMAND:
-    from . import ahead
-
+if ahead := plug("runtime.models.ahead") if _IS_COMMAND else None:
     ahead.begin(sys.argv[1:])
 if "transformers" not in sys.modules and _COMPILER not in sys.modules:
     import torch.distributed
