@@ -41,8 +41,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime.models.prompts import FairLock
-from runtime.models.tokenizer_bounds import panics_caught
+from runtime.models.prompts import FairLock, panics_caught
 from runtime.values import TOO_SLOW, Draft, RequestError
 
 from .measure import USUAL, Limits

@@ -4,12 +4,16 @@ A chat template is code that comes with the model, and runs in a process with li
 """
 
 import json
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+
 from runtime.values import TOO_SLOW, Json, RequestError
 
-from .calls import Form, form_of
+from .calls import TAGS, Form, form_of
+from .fim import fim_of
 from .prompts import (
     Conversation,
     Tokenizer,
@@ -36,6 +40,30 @@ _TEMPLATES_OWN = {  # names that the renderer itself gives, or takes for its own
 }  # fmt: skip
 _REASONING = "reasoning_content"
 _ROLES = "system", "developer", "user", "assistant", "tool"
+
+
+def prepare(tokenizer: Tokenizer, explained: AbstractContextManager[None]) -> frozenset[int]:
+    """Get ready for chats with a tokenizer. Returns what ends a text that fills a gap.
+
+    Within `explained` its chat template is read.
+    """
+    _show_tags(tokenizer)
+    if getattr(tokenizer, "chat_template", None):
+        with explained:
+            call_form(tokenizer)
+        renderer.start()  # by its first prompt it will be ready
+    return fim.ends if (fim := fim_of(tokenizer)) else frozenset()
+
+
+def _show_tags(tokenizer: Tokenizer) -> None:
+    """Let tags of calls and of reasoning be text: some tokenizers leave them out as special."""
+    known = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    if not any(token.special and token.content in TAGS for token in known):
+        return
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] not in TAGS
+    tokenizer._tokenizer = Backend.from_str(json.dumps(content))
 
 
 def _joined(content: Any) -> str | None:

@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime.values import RequestError
 
-from .prompts import check_characters, long_texts, tokenize
-from .tokenizer_bounds import panics_caught
+from .prompts import check_characters, long_texts, panics_caught, tokenize
 
 # Of each family: prefix, suffix, middle; then tokens that end a middle.
 _FAMILIES = (

@@ -12,26 +12,22 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import get_fast_tokenizer_file
 from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
 
+from runtime import plug
 from runtime.values import Json, in_short
 
 from . import StartError, mimo, required  # noqa: F401  (transformers then knows MiMo)
-from .calls import TAGS
 from .catalogue import entry_of, likely, resolve_model
-from .chat import call_form
 from .files import is_gguf, returned_pages, unmap_weights, weight_files, why_not_loaded
-from .fim import fim_of
-from .prompts import Tokenizer
+from .prompts import Tokenizer, panics_caught
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
-from .template import renderer
-from .tokenizer_bounds import check_steps, panics_caught
+from .tokenizer_bounds import check_steps
 
 LOG = logging.getLogger("loading")
 PROGRESS = logging.getLogger("progress")
@@ -85,6 +81,7 @@ class Loaded:
     fingerprint: str | None = None  # of a GGUF file that is served as it is
     # For an unpacked file: makes a copy of the model compute with the blocks of the file.
     pack_copy: Callable[[PreTrainedModel], None] | None = None
+    more_ends: frozenset[int] = frozenset()  # of a text that fills a gap
     length: int = field(init=False)  # of the context
     structure: Structure = field(init=False)
 
@@ -93,8 +90,7 @@ class Loaded:
         """The tokens that end a text."""
         ends = [self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id]
         ends += getattr(self.tokenizer, "turn_ends", ())  # of a GGUF file
-        if fim := fim_of(self.tokenizer):
-            ends += fim.ends
+        ends += self.more_ends
         return {i for end in ends for i in (end if isinstance(end, list) else [end])} - {None}
 
 
@@ -124,11 +120,9 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         # Else they change with their file. transformers' disable_mmap holds them twice for a while.
         unmap_weights(loaded.model)
     _bound_cache(loaded.tokenizer)
-    _show_tags(loaded.tokenizer)
-    if getattr(loaded.tokenizer, "chat_template", None):
-        with explained(place, "its chat_template: ", options):
-            call_form(loaded.tokenizer)
-        renderer.start()  # by its first prompt it will be ready
+    if chat := plug("runtime.models.chat"):
+        named = explained(place, "its chat_template: ", options)
+        loaded.more_ends = chat.prepare(loaded.tokenizer, named)
     loaded.structure = _fit(loaded.model, name, options)
     loaded.length = loaded.structure.length
     return loaded
@@ -286,17 +280,6 @@ def _bound_cache(tokenizer: Tokenizer) -> None:
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if hasattr(model, "_resize_cache"):  # tokenizers of other kinds have none
         model._resize_cache(_WORDS_KEPT)
-
-
-def _show_tags(tokenizer: Tokenizer) -> None:
-    """Let tags of calls and of reasoning be text: some tokenizers leave them out as special."""
-    known = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    if not any(token.special and token.content in TAGS for token in known):
-        return
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    for token in content["added_tokens"]:
-        token["special"] &= token["content"] not in TAGS
-    tokenizer._tokenizer = Backend.from_str(json.dumps(content))
 
 
 def _fit(model: PreTrainedModel, name: str, options: ModelOptions) -> Structure:

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from runtime.values import RequestError, check_prompt
+from runtime.values import RequestError, check_prompt, in_short
 
 from .catalogue import ROOT
 
@@ -54,6 +55,22 @@ _LONG_TEXT = 20_000  # characters
 _places = threading.BoundedSemaphore(8)
 large_bodies = FairLock("large bodies", 32 << 10, 5e-8, _places)  # bytes; pauses of 50 ms for 1 MiB
 long_texts = FairLock("long prompts", _LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
+
+
+@contextmanager
+def panics_caught() -> Iterator[None]:
+    """Within it a panic of a library in Rust, which is no Exception, is a RuntimeError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError(f"the tokenizer failed: {in_short(error)}") from error
+
+
+# Whatever reads or writes texts by a tokenizer of the library does so by one of these.
+TokenizersBackend._encode_plus = panics_caught()(TokenizersBackend._encode_plus)
+TokenizersBackend._decode = panics_caught()(TokenizersBackend._decode)
 
 
 def bad_field(what: str) -> RequestError:

@@ -1,8 +1,8 @@
-"""What the steps of a stranger's tokenizer.json may do, and what becomes of a tokenizer that fails.
+"""What the steps of a stranger's tokenizer.json may do.
 
 Steps are data, and yet a few of them make gigabytes of a short text, or look for a pattern for
 ever. A tokenizer has no process with limits, as chat templates have. So such steps are refused
-before the tokenizer is loaded. The library's panics are no Exception in Python: here they get one.
+before the tokenizer is loaded.
 
 Not covered: patterns that take the square of a text's length.
 """
@@ -10,13 +10,10 @@ Not covered: patterns that take the square of a text's length.
 import re
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unicodedata import normalize
 
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
-from runtime.values import Json, in_short
+from runtime.values import Json
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor"), ("decoder",)
 _MOST_TIMES = 16  # as long as before
@@ -30,22 +27,6 @@ _REPETITION = re.compile(r"[*+]|\{\d*,([4-9]|\d\d+)?\}|\0")
 _REPEATED = re.compile(r"\0([*+]|\{(\d*,)?([4-9]|\d\d+)?\})")
 # Each round begins with another character, so there is one way to match it: K-EXAONE's.
 _HARMLESS = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
-
-
-@contextmanager
-def panics_caught() -> Iterator[None]:
-    """Within it a panic of a library that is written in Rust is a RuntimeError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
-            raise
-        raise RuntimeError(f"the tokenizer failed: {in_short(error)}") from error
-
-
-# Whatever reads or writes texts by a tokenizer of the library does so by one of these.
-TokenizersBackend._encode_plus = panics_caught()(TokenizersBackend._encode_plus)
-TokenizersBackend._decode = panics_caught()(TokenizersBackend._decode)
 
 
 def check_steps(content: Json) -> None:
