@@ -4,36 +4,30 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import get_fast_tokenizer_file
-from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils import cached_file
 
 from runtime import plug
 from runtime.values import Json, in_short
 
 from . import StartError, mimo, required  # noqa: F401  (transformers then knows MiMo)
 from .catalogue import entry_of, likely, resolve_model
-from .files import is_gguf, returned_pages, unmap_weights, weight_files, why_not_loaded
+from .files import is_gguf, returned_pages, unmap_weights, why_not_loaded
 from .prompts import Tokenizer, panics_caught
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
-from .tokenizer_bounds import check_steps
 
 LOG = logging.getLogger("loading")
 PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for users that ask for it
-_SOME_LAYERS, _SOME_NUMBERS = 1000, 1 << 26  # may be asked for, however few a model's files hold
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
@@ -135,22 +129,14 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
     trust = {"trust_remote_code": options.trust_remote_code}
     # First: a wrong id fails here, after one small file.
     content = json_of(name, "config.json", options)
-    files = weight_files(name, content.get("transformers_weights"))
-    if options.allow_pickle and not files:
-        weight_files(name, WEIGHTS_INDEX_NAME)  # which transformers would open, whatever they are
-    tensors = headers_of(name, files, options)
-    check_layers(name, content, max(len(tensors), _SOME_LAYERS))
+    checks = plug("runtime.models.folder_checks")
+    folder = checks and checks.Folder(name, content, options)
     AutoConfig.from_pretrained(name, **trust)
-    with explained(name, "its generation_config.json: ", options):
-        check_generation_config(name)
+    if folder:
+        folder.check_files()
     with explained(name, "its tokenizer: ", options):
-        facts = json_of(name, "tokenizer_config.json", options)
-        steps = get_fast_tokenizer_file(facts.get("fast_tokenizer_files", []))
-        check_steps(json_of(name, steps, options))
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-    packed = "quantization_config" in content
-    held = sum(count for _, count in tensors.values()) or 1 << 60  # other files are not looked into
-    with bounded(name, held * (16 if packed else 2) + _SOME_NUMBERS):
+    with folder.bounds() if folder else nullcontext():
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             **trust,
@@ -159,8 +145,8 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
             ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
             output_loading_info=True,
         )
-    if not packed:
-        check_types(name, model, tensors)
+    if folder:
+        folder.check_types(model)
     return Loaded(model, tokenizer, report)
 
 
@@ -181,58 +167,6 @@ def json_of(name: str, file: str, options: ModelOptions) -> Json:
         if not isinstance(content, dict):
             raise ValueError("it must hold an object")
         return content
-
-
-def headers_of(name: str, files: list[str], options: ModelOptions) -> dict[str, tuple[str, int]]:
-    """The tensors of a model's safetensors files, by name: their type and how many numbers.
-
-    Raises StartError, which names the file that is broken.
-    """
-    tensors = dict[str, tuple[str, int]]()
-    for file in files:
-        with explained(name, f"{Path(file).name}: ", options), safe_open(file, "pt") as part:
-            for key in part.keys():  # noqa: SIM118 (it is no dict)
-                tensor = part.get_slice(key)
-                tensors[key] = tensor.get_dtype(), prod(tensor.get_shape())
-    return tensors
-
-
-def check_layers(name: str, content: Any, most: int) -> None:
-    """Raises StartError if a config asks for more layers than `most`, which transformers lists."""
-    for key, value in content.items() if isinstance(content, dict) else ():
-        check_layers(name, value, most)
-        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > most:
-            raise StartError(f"{name} has too few tensors: its {key} is {value!s:.20}")
-
-
-@contextmanager
-def bounded(name: str, most: int) -> Iterator[None]:
-    """Within it transformers builds no model of more than so many numbers. Raises StartError.
-
-    What a file lacks it would fill with random numbers, and only then say so.
-    """
-    count = 0
-
-    def note(module: nn.Module, key: str, weight: Tensor | None) -> None:
-        nonlocal count
-        if weight is not None and weight.is_meta:  # as it is built; those that are read come later
-            count += weight.numel()
-            if count > most:
-                raise StartError(f"{name} has far fewer weights than its config.json asks for")
-
-    hooks = nn.modules.module
-    with hooks.register_module_parameter_registration_hook(note):
-        with hooks.register_module_buffer_registration_hook(note):
-            yield
-
-
-def check_types(name: str, model: PreTrainedModel, tensors: dict[str, tuple[str, int]]) -> None:
-    """Raises StartError if files hold integers for floats: transformers would convert them."""
-    floats = {key for key, weight in model.state_dict().items() if weight.is_floating_point()}
-    for key, (kind, _) in tensors.items():
-        is_float = kind.startswith(("F", "BF"))
-        if not is_float and (key in floats or key.endswith(".weight")):
-            raise StartError(f"{name} has {kind} numbers in {key}, which must be floats")
 
 
 def check_weights(name: str, report: dict[str, Any]) -> None:
@@ -260,19 +194,6 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
         )
     if unread:
         LOG.warning("%s: not used: %d weights, first %s", name, len(unread), unread[0])
-
-
-def check_generation_config(name: str) -> None:
-    """Raises an error if generation_config.json, which names the ends of texts, is unreadable.
-
-    transformers would silently go on without it.
-    """
-    file = "generation_config.json"
-    if cached_file(name, file, _raise_exceptions_for_missing_entries=False):
-        end = GenerationConfig.from_pretrained(name).eos_token_id
-        ends = end if isinstance(end, list) else [] if end is None else [end]
-        if not all(type(token) is int for token in ends):
-            raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
 
 
 def _bound_cache(tokenizer: Tokenizer) -> None:
