@@ -417,13 +417,12 @@ class Engine:
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Any) -> CachedModel:
     """Load the model `name` and give it a KV cache. Raises StartError if it cannot be loaded."""
-    from runtime.models import gpt_neo, loading, reference
+    from runtime.models import loading
 
     kernels.setup(options.quantize, options.device, options.kernels)
-    model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    model.reference = reference.Reference.of(model)  # before runtime/kernels/ take the weights
-    gpt_neo.follow_masks(model.model, model.max_length)  # GPT-Neo has masks of its own
-    cache.follow_rows(model)  # recurrent layers have a state for each row
+    loaded = loading.load_pretrained(name, options)
+    model = CachedModel(loaded, name, options.max_running)
+    loading.prepare(model, loaded.structure)
     return model
 
 

@@ -8,8 +8,7 @@ from copy import copy
 import drafters
 from runtime import kernels, plug
 from runtime.models import StartError
-from runtime.models.loading import PROGRESS
-from runtime.models.reference import check, refusal
+from runtime.models.loading import PROGRESS, check, refusal
 from runtime.models.startup import ahead
 from runtime.statistics import Totals
 from runtime.values import Engine, Model, Request

@@ -15,7 +15,6 @@ from runtime.models.calls import Form
 from runtime.models.chat import call_form, chat_prompt
 from runtime.models.fim import infill_prompt
 from runtime.models.prompts import Conversation, list_ids
-from runtime.models.reference import system_fingerprint
 from runtime.models.tools import Tools
 from runtime.values import Engine, Json, RequestError
 
@@ -54,7 +53,8 @@ class Service:
         self.is_chat = options.is_chat(target.tokenizer)
         self.call_form: Form | None = call_form(target.tokenizer)
         self.tokenizer = target.tokenizer
-        self.fingerprint = system_fingerprint(target, options.quantize)
+        reference = plug("runtime.models.reference")
+        self.fingerprint = reference and reference.system_fingerprint(target, options.quantize)
 
     def new_app(self) -> Flask:
         """An application with all routes but /generate and /health, as far as they are there."""

@@ -15,13 +15,12 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import cached_file
 
 from runtime import plug
-from runtime.values import Json, in_short
+from runtime.values import Json, Model, in_short
 
-from . import StartError, mimo, required  # noqa: F401  (transformers then knows MiMo)
+from . import StartError, required
 from .catalogue import entry_of, likely, resolve_model
 from .files import is_gguf, returned_pages, unmap_weights, why_not_loaded
 from .prompts import Tokenizer, panics_caught
-from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 
 LOG = logging.getLogger("loading")
@@ -29,6 +28,8 @@ PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for users that ask for it
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
+
+plug("runtime.models.mimo")  # then transformers knows MiMo
 
 
 class ModelOptions(Protocol):
@@ -214,7 +215,8 @@ def _fit(model: PreTrainedModel, name: str, options: ModelOptions) -> Structure:
     longest = LONGEST_DEFAULT if longest in (None, -1) else longest  # XLNet says -1
     if type(longest) is not int or longest < 2:
         raise StartError(f"{title}: max_position_embeddings must be 2 or more, not {longest!r:.50}")
-    shortest, longest = contexts(model, longest)
+    rope = required("runtime.models.rope", title) if _depends_on_length(model) else None
+    shortest, longest = rope.contexts(model, longest) if rope else (longest, longest)
     length = options.max_model_len or min(shortest, LONGEST_DEFAULT)
     if not 2 <= length <= longest:
         raise StartError(f"--max-model-len must be from 2 to {longest} for {name}")
@@ -230,5 +232,60 @@ def _fit(model: PreTrainedModel, name: str, options: ModelOptions) -> Structure:
             f"{title} attends in chunks, which is supported within the first one only: "
             f"give --max-model-len {structure.length} or less"
         )
-    fix_rotations(model, structure.length)
+    if rope:
+        rope.fix_rotations(model, structure.length)
     return structure
+
+
+def _depends_on_length(model: PreTrainedModel) -> bool:
+    """Whether rotations, or scales of queries, depend on the longest text of a batch."""
+    kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
+    is_scaled = any(getattr(m, "attn_temperature_tuning", False) for m in model.modules())
+    return is_scaled or any("dynamic" in kind or "longrope" in kind for kind in kinds)
+
+
+def prepare(model: Model, structure: Structure) -> None:
+    """Get a CachedModel ready, whose modules are those of transformers.
+
+    Raises StartError if transformers cannot run it, or a file that it needs is missing.
+    """
+    if reference := plug("runtime.models.reference"):
+        model.reference = reference.Reference.of(model)  # before runtime/kernels/ take the weights
+    kinds = {type(module).__name__ for module in model.model.modules()}
+    if "GPTNeoSelfAttention" in kinds:  # which has masks of its own
+        gpt_neo = required("runtime.models.gpt_neo", title_of(model))
+        gpt_neo.follow_masks(model.model, model.max_length)
+    if structure.is_recurrent:  # these layers have a state for each row
+        required("runtime.cache.states", title_of(model)).follow_rows(model)
+
+
+def check(cached: Model) -> None:
+    """Compare a CachedModel with its reference, once; StartError if its logits are others.
+
+    Then its rotations may be more exact than those of the reference.
+    """
+    reference, cached.reference = cached.reference, None  # it is large
+    if reference:
+        PROGRESS.info("checking the model: its logits are compared with those of transformers")
+        reference.check(cached)
+    if cached.compiled:
+        cached.compiled.recompute_rope_tables()
+
+
+@contextmanager
+def refusal(cached: Model, is_fast: bool = False) -> Iterator[None]:
+    """Turn whatever a CachedModel, which may be getting fast, fails with into a StartError."""
+    try:
+        yield
+    except Exception as error:
+        reason = in_short(error, has_kind=True)
+        # The module may compute with a weight that lies in panels.
+        hint = " (--no-kernels may help)" if is_fast or cached.compiled else ""
+        raise StartError(
+            f"{title_of(cached)} cannot be run with this KV cache: {reason}{hint}"
+        ) from error
+
+
+def title_of(cached: Model) -> str:
+    """A CachedModel's name and family."""
+    return f"{cached.name} ({cached.model.config.get_text_config().model_type})"

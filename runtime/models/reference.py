@@ -6,7 +6,7 @@ go through transformers' modules, each in one piece and without a cache. Then th
 through the KV cache in chunks, alone and in batches with the second, with refused drafts between.
 
     model.reference = Reference.of(model)   before runtime/kernels/ take the modules' weights
-    check(model)                            when all is prepared
+    check(model)                            when all is prepared, see loading.py
 
 `of` also sets `contents`, a hash of the weights, and `is_known`: the model was compared before.
 
@@ -22,7 +22,7 @@ after it a little. So there it is the median token that has to be near.
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
@@ -35,9 +35,9 @@ from transformers import PreTrainedModel
 from runtime import kernels
 from runtime.values import Model, in_short
 
-from . import StartError, gguf_compare
+from . import StartError
 from .catalogue import ROOT, cache_folder
-from .loading import PROGRESS
+from .loading import refusal, title_of
 
 _LENGTHS = 320, 48  # tokens of the two texts, where the context holds as many
 _LENGTHS_PACKED = 24, 8  # of weights in blocks: large models, whose modules are slow
@@ -82,6 +82,8 @@ class Reference:
             if cached.is_known:
                 return None
         if cached.fingerprint:
+            from . import gguf_compare
+
             gguf_compare.compare(model)
         # The layers of a packed model are compared one by one as well.
         lengths = _LENGTHS_PACKED if cached.fingerprint else _LENGTHS
@@ -117,7 +119,7 @@ class Reference:
         distance = float(distances.median() if self.is_mixture else distances.max())
         if not distance <= self.tolerance:  # as NaN is not
             raise StartError(
-                f"{_title(cached)} cannot be served: its logits are {distance:.2g} away from "
+                f"{title_of(cached)} cannot be served: its logits are {distance:.2g} away from "
                 f"transformers' own, where roundings explain {self.tolerance:.2g}"
             )
         # Blocks that differed from their modules are to be compared at the next start, too.
@@ -171,19 +173,6 @@ def system_fingerprint(cached: Model, quantize: str | None) -> str | None:
     return f"b{_digest(contents, *map(str, known), str(report and report.is_exact))[:15]}"
 
 
-def check(cached: Model) -> None:
-    """Compare a CachedModel with its reference, once; StartError if its logits are others.
-
-    Then its rotations may be more exact than those of the reference.
-    """
-    reference, cached.reference = cached.reference, None  # it is large
-    if reference:
-        PROGRESS.info("checking the model: its logits are compared with those of transformers")
-        reference.check(cached)
-    if cached.compiled:
-        cached.compiled.recompute_rope_tables()
-
-
 def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int, Tensor]]:
     """Feed texts to a KV cache in chunks, steps and batches, as a server would.
 
@@ -213,24 +202,6 @@ def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int,
                 logits[0] = logits[0][: -len(draft)]
             for i, scores in zip(active, logits, strict=True):
                 yield i, fed[i], scores
-
-
-@contextmanager
-def refusal(cached: Model, is_fast: bool = False) -> Iterator[None]:
-    """Turn whatever a CachedModel, which may be getting fast, fails with into a StartError."""
-    try:
-        yield
-    except Exception as error:
-        reason = in_short(error, has_kind=True)
-        # The module may compute with a weight that lies in panels.
-        hint = " (--no-kernels may help)" if is_fast or cached.compiled else ""
-        raise StartError(
-            f"{_title(cached)} cannot be run with this KV cache: {reason}{hint}"
-        ) from error
-
-
-def _title(cached: Model) -> str:
-    return f"{cached.name} ({cached.model.config.get_text_config().model_type})"
 
 
 def random_texts(cached: Model, lengths: list[int]) -> list[list[int]]:

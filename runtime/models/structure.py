@@ -52,6 +52,7 @@ class Structure:
     num_cache_layers: int
     length: int  # how many positions the windows hold for
     has_experts: bool  # whether layers choose among experts
+    is_recurrent: bool  # whether layers keep states
 
 
 def examine(model: PreTrainedModel, length: int) -> Structure:
@@ -85,7 +86,7 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
     num_cache_layers = num_cache_layers or config.num_hidden_layers
     # A config may name experts that no layer has.
     has_experts = any("experts" in name.split(".") for name, _ in model.named_modules())
-    return Structure(windows, num_cache_layers, length, has_experts)
+    return Structure(windows, num_cache_layers, length, has_experts, is_recurrent)
 
 
 @kernels.exclusive()
