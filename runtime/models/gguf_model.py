@@ -9,6 +9,7 @@ place in pieces, on all cores. Where matrices stay as they are, all else is floa
 
 import logging
 import re
+import sys
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -25,7 +26,6 @@ from runtime import kernels
 from runtime.kernels import PackedMatrix, matrices_of, put_experts, put_panels
 
 from . import StartError
-from .ahead import open_file
 from .gguf_config import config_of, refuse_unread
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
 from .gguf_tensors import Tables, Weights, for_all_tensors, unpacked
@@ -38,7 +38,8 @@ Report = dict[str, Any]  # what transformers tells of the weights: missing_keys 
 
 def open_model(path: str) -> GgufFile:
     """A GGUF file that has a family, a vocabulary and weights. Raises BadFile."""
-    file = open_file(path)
+    ahead = sys.modules.get("runtime.models.ahead")  # else nothing was read ahead
+    file = ahead.open_file(path) if ahead else GgufFile(path)
     if lacking := _what_it_lacks(file):
         file.close()
         raise BadFile(f"{path} {lacking}")

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from runtime import kernels
 from runtime.values import Model, in_short
 
-from . import StartError
+from . import StartError, required
 from .catalogue import ROOT, cache_folder
 from .loading import refusal, title_of
 
@@ -82,9 +82,7 @@ class Reference:
             if cached.is_known:
                 return None
         if cached.fingerprint:
-            from . import gguf_compare
-
-            gguf_compare.compare(model)
+            required("runtime.models.gguf_compare", cached.name).compare(model)
         # The layers of a packed model are compared one by one as well.
         lengths = _LENGTHS_PACKED if cached.fingerprint else _LENGTHS
         texts = random_texts(cached, [min(each, length) for each in lengths])
