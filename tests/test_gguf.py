@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import struct
+import sys
 import time
 import zipfile
 from dataclasses import replace
@@ -541,6 +542,17 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, monkeypatch
 def test_a_pip_that_says_much_or_nothing_is_quoted_in_one_sentence():
     assert "pip says 'no luck'; connect" in fetch._reason("ERROR: no luck\nhint: try")
     assert "no reason given" in fetch._reason("")
+
+
+def test_without_what_reads_gguf_files_they_are_refused(files, monkeypatch):
+    """One line says which file is missing. Who names no model gets the embedded one."""
+    for name in ("gguf_loading", "gguf_hub", "fetch"):
+        monkeypatch.setitem(sys.modules, f"runtime.models.{name}", None)
+    names = {files["q8_0"]: "gguf_loading", "x/y-GGUF:Q8_0": "gguf_hub", "smollm2": "fetch"}
+    for name, file in names.items():
+        with pytest.raises(loading.StartError, match=rf"needs runtime/models/{file}\.py"):
+            loading.load_pretrained(str(name), Options(model=str(name)))
+    assert catalogue.with_model(Options()).model == "embedded"
 
 
 def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, monkeypatch):

@@ -453,6 +453,38 @@ def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
     assert is_near(served_logits(engine, longest), plain_logits(path, longest))
 
 
+# ------------------------------------------------------------------------------------- plugs
+NEEDED = [  # without which a family would be served wrongly
+    ("gpt_neo", {}, "runtime/models/gpt_neo.py"),
+    ("lfm2", {}, "runtime/cache/states.py"),
+    ("phi3", {"rope_parameters": LONGROPE}, "runtime/models/rope.py"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+     "runtime/models/rope.py"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "file"), NEEDED)
+def test_a_model_that_needs_a_deleted_file_is_refused(folder, monkeypatch, name, changes, file):
+    changed(path := folder(name), **changes)
+    monkeypatch.setitem(sys.modules, file.removesuffix(".py").replace("/", "."), None)
+    with pytest.raises(StartError, match=rf"\({name}\) needs {file}: it is missing"):
+        load(path)
+
+
+def test_without_checks_and_comparison_the_same_is_served(folder, monkeypatch):
+    path, text = folder("llama"), tokens(20)
+    expected = served_logits(load(path), text)
+    for name in ("reference", "folder_checks", "chat", "mimo", "rope", "gpt_neo", "pair"):
+        monkeypatch.setitem(sys.modules, f"runtime.models.{name}", None)
+    engine = load(path)
+    assert torch.equal(served_logits(engine, text), expected) and not engine.target.contents
+    with pytest.raises(StartError, match="lacks 1 of the weights"):
+        weights = load_file(path / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+        load(path)
+
+
 # -------------------------------------------------------------------------------- comparison
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, name, monkeypatch):

@@ -50,6 +50,12 @@ class Plug(NamedTuple):
     route: str = ""
 
 
+def in_models(*patterns):
+    """The files of runtime/models/ with such names."""
+    found = [path for each in patterns for path in (ROOT / "runtime/models").glob(each)]
+    return tuple(str(path.relative_to(ROOT)) for path in found)
+
+
 PLUGS = {
     "auto": Plug(("drafters/auto",)),
     "retry": Plug(("server/retry.py",)),
@@ -66,6 +72,12 @@ PLUGS = {
     "anthropic": Plug(("server/dialects/anthropic.py",), "/v1/messages"),
     "responses": Plug(("server/dialects/responses.py",), "/v1/responses"),
     "completions": Plug(("server/dialects/completions.py",), "/v1/completions"),
+    "GGUF": Plug(in_models("gguf_*.py", "ahead.py", "pair.py")),
+    "folder checks": Plug(in_models("folder_checks.py", "tokenizer_bounds.py")),
+    **{
+        name: Plug(in_models(f"{name}.py"))
+        for name in ("ahead", "pair", "fetch", "reference", "rope", "gpt_neo", "mimo")
+    },
     **{
         name: Plug((f"drafters/{name}.py",))
         for name in ("suffix", "grammar", "eagle3", "dflash", "self_int8", "prediction")

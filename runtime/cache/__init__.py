@@ -2,8 +2,7 @@
 
 from .reading import Reading
 from .slots import Placement, SlotLayer, Slots, run_modules
-from .states import follow_rows
 
 __all__ = [
-    "Placement", "Reading", "SlotLayer", "Slots", "follow_rows", "run_modules",
+    "Placement", "Reading", "SlotLayer", "Slots", "run_modules",
 ]  # fmt: skip
