@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from runtime.kernels import can_tabulate, speed_up_blocks
-from runtime.models.files import check_config, check_sizes, fill
+from runtime.models.weights import check_config, check_sizes, fill
 from runtime.values import Draft, Model
 
 from .base import Chain, Context

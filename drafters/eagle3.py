@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from runtime import kernels
 from runtime.cache import Placement
-from runtime.models.files import check_config, check_sizes, fill
+from runtime.models.weights import check_config, check_sizes, fill
 from runtime.values import Model
 
 from .base import Context

@@ -32,7 +32,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from runtime import kernels
 from runtime.cache import Placement
-from runtime.models.files import check_numbers, read_folder, reading, unmap_weights
+from runtime.models.files import unmap_weights
+from runtime.models.weights import check_numbers, read_folder, reading
 from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 

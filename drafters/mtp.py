@@ -21,7 +21,8 @@ from transformers.modeling_layers import MtpModel
 
 from runtime import kernels
 from runtime.cache import Placement
-from runtime.models import files
+from runtime.models.files import unmap_weights, why_not_loaded
+from runtime.models.weights import check_numbers, check_sizes, read_folder, reading
 from runtime.values import Model
 
 from .base import Context
@@ -54,7 +55,7 @@ class MtpDrafter(AutoregressiveDrafter):
         model, words = context.target.model, None
         name = context.mtp or context.target.name
         if context.mtp:
-            with files.reading(f"MTP head {name}"):
+            with reading(f"MTP head {name}"):
                 model, words = _read_host(name, context.target)
         text = model.config.get_text_config()
         num_layers = next((n for name in _COUNTS if (n := getattr(text, name, None))), 0)
@@ -65,14 +66,14 @@ class MtpDrafter(AutoregressiveDrafter):
             )
         try:
             head = _load(model, num_layers)
-            files.check_numbers(head.layers)  # the rest is the target's
+            check_numbers(head.layers)  # the rest is the target's
         except Exception as error:  # a family that registers no MTP weights may raise anything
-            reason = files.why_not_loaded(error)
+            reason = why_not_loaded(error)
             raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error
         head.to(context.target.model.device).eval().set_attn_implementation(
             model.config._attn_implementation
         )
-        files.unmap_weights(head)
+        unmap_weights(head)
         if words is not None:
             head.shared_head = _rows_of(head.shared_head, words)
         return cls(head, context, words, is_target_s=context.mtp is None)
@@ -141,9 +142,9 @@ def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None
 
     A draft vocabulary is marked by `t2d`, [V] of bools, as in heads of EAGLE-3; None: all words.
     """
-    _, weights = files.read_folder(name, allow_pickle=False)
+    _, weights = read_folder(name, allow_pickle=False)
     config = AutoConfig.from_pretrained(name)
-    files.check_sizes(config.hidden_size, config.vocab_size, target)
+    check_sizes(config.hidden_size, config.vocab_size, target)
     config.dtype = target.model.dtype
     if (words := weights.get("t2d")) is not None:
         if words.shape != (config.vocab_size,):

@@ -47,11 +47,12 @@ from runtime.models import (
     structure,
     tokenizer_bounds,
 )
-from runtime.models.files import read_folder, why_not_loaded
+from runtime.models.files import why_not_loaded
 from runtime.models.fim import tokenize_plain
 from runtime.models.loading import StartError
 from runtime.models.prompts import tokenize
 from runtime.models.structure import FULL, UnsupportedModel, examine, window_of
+from runtime.models.weights import read_folder
 from server import core
 from server.options import Options
 

@@ -20,9 +20,9 @@ from transformers.utils import WEIGHTS_INDEX_NAME, cached_file
 from runtime.values import Json
 
 from . import StartError
-from .files import weight_files
 from .loading import ModelOptions, explained, json_of
 from .tokenizer_bounds import check_steps
+from .weights import weight_files
 
 _SOME_LAYERS, _SOME_NUMBERS = 1000, 1 << 26  # may be asked for, however few a model's files hold
 

@@ -26,8 +26,9 @@ from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
 from drafters.mtp import MIMO, host_of, run_layer
 from runtime.kernels import norm_of, parts_of
-from runtime.models.files import FILE, fill, is_gguf, read_folder
+from runtime.models.files import is_gguf
 from runtime.models.mimo import MiMoConfig
+from runtime.models.weights import FILE, fill, read_folder
 
 from .recipe import TRAIN, Batch, Data, Student, additive, every_state, hidden_states, pick, unroll
 
