@@ -9,7 +9,7 @@ import drafters
 from runtime import kernels, plug
 from runtime.models import StartError
 from runtime.models.loading import PROGRESS, check, refusal
-from runtime.models.startup import ahead
+from runtime.models.startup import end_ahead
 from runtime.statistics import Totals
 from runtime.values import Engine, Model, Request
 from server import core
@@ -38,8 +38,7 @@ def assemble_engine(options: Options) -> Engine:
         pair.check_pair(options.model, options.draft_model, options, drafters.check_words)
     target = core.load_model(options.model, options)
     draft = load_draft(options)
-    if ahead:
-        ahead.end()
+    end_ahead()
     context = drafters.Context(target, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # after the heads have read its weights

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from drafters.pool import TREE
 from runtime.models.prompts import kind_of, read_prompts
-from runtime.models.startup import ahead, print_error
+from runtime.models.startup import end_ahead, print_error
 from runtime.statistics import Statistics, ratio
 from runtime.values import (
     LONGEST_LINE,
@@ -94,8 +94,7 @@ def exit_status(act: Callable[[], int]) -> int:
         print_error(one_line(error))
         return 2
     finally:
-        if ahead:
-            ahead.end()  # or Python would wait for it
+        end_ahead()  # or Python would wait for it
 
 
 def mark(pieces: Iterable[tuple[str, str]]) -> str:

@@ -41,6 +41,12 @@ def print_error(reason: str) -> None:
     print(f"error: {reason}\n", end="", file=sys.stderr)
 
 
+def end_ahead() -> None:
+    """Give back what was read ahead, if anything was, and nobody has opened."""
+    if ahead := sys.modules.get("runtime.models.ahead"):
+        ahead.end()
+
+
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """sys.excepthook: handles what ends the process, mostly an import that failed."""
     if kind is KeyboardInterrupt:
@@ -104,7 +110,7 @@ elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignor
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 gc.set_threshold(10_000)  # the imports make 600,000 objects, which stay
-if ahead := plug("runtime.models.ahead") if _IS_COMMAND else None:
+if _IS_COMMAND and (ahead := plug("runtime.models.ahead")):
     ahead.begin(sys.argv[1:])
 if "transformers" not in sys.modules and _COMPILER not in sys.modules:
     import torch.distributed
