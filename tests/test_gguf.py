@@ -34,7 +34,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.kernels import library, reading, start
 from runtime.kernels.weights import PackedMatrix
-from runtime.models import catalogue, fetch, gguf_tensors, loading, reference
+from runtime.models import (
+    catalogue,
+    fetch,
+    gguf_loading,
+    gguf_tensors,
+    loading,
+    pair,
+    reference,
+)
 from runtime.models.gguf_file import BadFile, GgufFile, Texts
 from runtime.models.gguf_model import open_model
 from runtime.models.gguf_tensors import unpacked
@@ -66,7 +74,8 @@ def test_a_file_has_the_tokenizer_that_it_was_made_with(files):
 def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monkeypatch):
     """What is drafted is mostly accepted, and texts are plain decoding's, in one call of C."""
     opened = []
-    monkeypatch.setattr(loading, "open_model", lambda path: opened.append(path) or open_model(path))
+    for module in (gguf_loading, pair):
+        monkeypatch.setattr(module, "open_model", lambda p: opened.append(p) or open_model(p))
     engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
     assert opened == [str(files["q4_0"]), str(files["q8_0"])]  # each header is parsed once
     weights = answers.weights_of(engine.target)
