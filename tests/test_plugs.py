@@ -66,6 +66,7 @@ PLUGS = {
     "comparison": Plug(("server/comparison.py",)),
     "relay": Plug(("server/relay.py",)),
     "prefix cache": Plug(("runtime/cache/prefix.py",)),
+    "recurrent layers": Plug(("runtime/cache/states.py",)),
     "kernels": Plug(("runtime/kernels",)),
     "trees": Plug(("drafters/tree.py",)),
     "drafters from files": Plug(("drafters/from_file.py", "drafters/timed.py")),
