@@ -21,9 +21,8 @@ from runtime.values import Engine, Json, RequestError
 
 from . import answers
 from .answers import Shape, stream
-from .connection import WHEN_LEFT
 from .formats import reasoning_of
-from .http import base_app
+from .http import WHEN_LEFT, base_app
 from .options import Options
 from .parsing import model_id, parse_json, parse_list, parse_request
 from .worker import Job, Run, Worker
