@@ -23,7 +23,7 @@ import transformers
 from tqdm import tqdm
 
 from drafters.pool import TREE
-from runtime.models import ahead
+from runtime import plug
 from runtime.models.prompts import kind_of, read_prompts
 from runtime.models.startup import print_error
 from runtime.statistics import Statistics, ratio
@@ -37,8 +37,9 @@ from runtime.values import (
     TextSequence,
     one_line,
 )
-from server import core, trace
+from server import core
 from server.answers import setting
+from server.events import event, trace
 from server.options import Options
 from server.parsing import parse_request
 
@@ -95,7 +96,8 @@ def exit_status(act: Callable[[], int]) -> int:
         print_error(one_line(error))
         return 2
     finally:
-        ahead.end()  # or Python would wait for it
+        if ahead := plug("runtime.models.ahead"):
+            ahead.end()  # or Python would wait for it
 
 
 def mark(pieces: Iterable[tuple[str, str]]) -> str:
@@ -147,12 +149,12 @@ def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
         print(trace.REASONS[request.sampling.rule])
     text = "\n" + engine.target.tokenizer.decode(request.prompt)
     for s, cycle in engine.generate(request):
-        event, decision = trace.event(s, cycle), s.drafting.task.decision
-        text += mark(event["pieces"])
+        shown, decision = event(s, cycle), s.drafting.task.decision
+        text += mark(shown["pieces"])
         if left and decision and decision.is_timing:
             print(f"\ncycle {cycle.number}: {decision}")
         elif left:
-            print(f"\n{trace.explain(event)}")
+            print(f"\n{trace.explain(shown)}")
             left -= 1
         if not left or s.finish_reason:
             print(text, end="", flush=True)

@@ -1,4 +1,4 @@
-"""A cycle as an event: what a request asked to know about it, in values that JSON has.
+"""What a request may ask to know about a cycle: log-probabilities, and a trace of all of it.
 
 docs/api.md says what each field means.
 """
@@ -12,14 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime import kernels
 from runtime.models.prompts import Tokenizer
 from runtime.sampling import TokenScores, log_probabilities, scores_of
-from runtime.values import Cycle, Json, Judgement, TextSequence
+from runtime.values import Cycle, Json, RequestError, TextSequence
+
+from . import events
+from .fields import NAMES, TRUTH, Check, integer
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
-IDS, NAMES = "return_token_ids", "return_tokens_as_token_ids"
+MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of a request's prompts: 60 bytes of JSON each
+CHECKS: dict[str, Check] = {  # of the fields that ask for it
+    "trace": TRUTH,
+    NAMES: TRUTH,
+    "logprobs": (
+        lambda value: isinstance(value, bool) or integer(0, 20)[0](value),
+        "true, false or an integer from 0 to 20",
+    ),
+    "prompt_logprobs": integer(0, 20),
+}
 _FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
 REASONS = {  # why a token is chosen, by rule
     "greedy": "The score is the target's logit. It chooses the token with the highest score.",
@@ -30,18 +41,16 @@ REASONS = {  # why a token is chosen, by rule
 }
 
 
-@kernels.exclusive()  # torch's threads would take the cores from the next pass
-def event(s: TextSequence, cycle: Cycle) -> Json:
-    """The event of a sequence's latest cycle: {step, tokens, pieces}, and what was asked for.
+def check_scores(num_tokens: int, num_top: int | None, num_choices: int) -> None:
+    """Raises RequestError for more log-probabilities of prompts than an answer may have."""
+    if num_top is not None and num_tokens * (1 + num_top) * num_choices > MAX_PROMPT_SCORES:
+        most = MAX_PROMPT_SCORES // (1 + num_top) // num_choices
+        why = f"prompt_logprobs: so many likeliest tokens are for up to {most} tokens of prompts"
+        raise RequestError(why, param="prompt_logprobs")
 
-    tokens are those that stay. pieces is the text that may be shown now, as (text, kind). A request
-    may ask for `logprobs` and for a trace, which has more.
-    """
-    fields: Json = {
-        "step": cycle.number,
-        "tokens": [judgement_as_dict(token) for token in cycle.tokens],
-        "pieces": s.text.release(s.finish_reason is not None),
-    }
+
+def add_details(fields: Json, s: TextSequence, cycle: Cycle) -> None:
+    """Add to the event of a sequence's latest cycle what its request asked for."""
     if s.request.logprobs is not None:
         logits, new = cycle.along(cycle.logits), [token.id for token in cycle.tokens]
         count, has_names = s.request.logprobs, NAMES in s.request.returns
@@ -50,7 +59,6 @@ def event(s: TextSequence, cycle: Cycle) -> Json:
     if s.request.trace:
         fields |= summary(cycle)
         fields |= _details(s, cycle, fields)
-    return fields
 
 
 def summary(cycle: Cycle) -> Json:
@@ -66,17 +74,10 @@ def summary(cycle: Cycle) -> Json:
         "tree": tree and [{"id": token, "parent": parent} for token, parent in tree],
         "accepted_count": cycle.num_accepted,
         "emitted_count": cycle.num_kept,
-        "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
+        "rejected": cycle.rejected and events.judgement_as_dict(cycle.rejected),
         "cached": [cycle.held, cycle.cached],
         "recurrent": {"layers": num_layers} | rows if num_layers else None,
     }
-
-
-def judgement_as_dict(judgement: Judgement) -> Json:
-    """A judgement in an event; p, q and u only where they decided."""
-    if judgement.u is None:
-        return {"id": judgement.id, "kind": judgement.kind}
-    return judgement._asdict()
 
 
 def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:

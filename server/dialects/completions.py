@@ -5,16 +5,19 @@ usual parts an answer, and a stream's last chunk, has `metrics.speculative_decod
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from flask import Flask, Response
 
-from runtime.models.prompts import is_text
-from runtime.values import Json
+from runtime.models.fim import infill_prompt
+from runtime.models.prompts import at_place, is_text, list_ids
+from runtime.values import Engine, Json, Request, RequestError
+from server.events import trace
 from server.fields import known_fields, wrong
-from server.parsing import KNOWN
+from server.parsing import KNOWN, model_id, parse_request
 from server.service import Service, read_body
 
 from .shapes import Logprobs, OpenAIShape, Places
@@ -36,11 +39,36 @@ def register_routes(app: Flask, service: Service) -> None:
         prompts, shape = _prompts_of(fields.get("prompt")), Completion(service, fields)
         shape.num_prompts = len(prompts)
         if echo or len(prompts) > 1:
-            sent, prompts = prompts, service.read_list(prompts)
+            sent, target = prompts, service.engine.target
+            prompts = list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
         if echo:
             shape.begins = _begins(service, fields, sent, prompts)
         fields["prompt"] = prompts[0]
-        return service.respond(fields, shape, prompts if len(prompts) > 1 else None)
+        return service.respond(
+            fields, shape, partial(_parse_list, prompts) if len(prompts) > 1 else None
+        )
+
+
+def _parse_list(
+    prompts: list[list[int]], body: Json, engine: Engine, defaults: Json
+) -> tuple[list[Request], bool, list[str]]:
+    """`parse_request` for each of these prompts: (requests, stream, warnings).
+
+    Each has the fields of the body, its seed, too. There are the choices of the first prompt, then
+    those of the second, …
+    """
+    requests, notes = list[Request](), list[str]()
+    for i, prompt in enumerate(prompts):
+        with at_place(i):
+            one = body | {"prompt": prompt}
+            request, stream, compare, notes = parse_request(one, engine, defaults)
+        requests.append(replace(request, num_prompts=len(prompts)))
+    if compare:
+        raise RequestError("compare goes with one prompt", param="compare")
+    if trace:
+        total = sum(len(request.prompt) for request in requests)
+        trace.check_scores(total, requests[0].prompt_logprobs, requests[0].n)
+    return [choice for request in requests for choice in request.choices], stream, notes
 
 
 def _fill_in(service: Service, fields: Json) -> None:
@@ -54,7 +82,8 @@ def _fill_in(service: Service, fields: Json) -> None:
     for name, value in ("prompt", before), ("suffix", suffix):
         if value != "" and not is_text(value):
             raise wrong(name, "must be a text, where a gap is to be filled in")
-    service.read_infill(before, suffix, fields)
+    name, tokenizer = model_id(service.name), service.tokenizer
+    fields["prompt"] = infill_prompt(before, suffix, tokenizer, name, service.max_length)
 
 
 def _prompts_of(prompt: Any) -> list[Any]:
@@ -112,6 +141,7 @@ class Completion(OpenAIShape):
 
     def __init__(self, service: Service, fields: Json) -> None:
         super().__init__(fields)
+        self._begun = set[int]()  # choices whose prompt is repeated already
         self._places = defaultdict[int, Places](partial(Places, service.tokenizer))  # by choice
 
     def choice(self, index: int, body: Json) -> Json:
@@ -124,17 +154,27 @@ class Completion(OpenAIShape):
     def end(self, index: int, reason: str) -> Json:
         return self._choice(index, "", None, reason)
 
-    def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
-        """A chunk that repeats the prompt."""
-        if not self.begins or number >= self.num_choices:
+    def _head(self, number: int) -> str:
+        """Before a choice's first event, a chunk that repeats the prompt."""
+        if not self.begins or number in self._begun or number >= self.num_choices:
             return ""
-        return self.chunk(self._choice(number, *self._echo(number, scores())))
+        self._begun.add(number)
+        # Scores of the prompt, which the first of its choices has.
+        scored = self.runs[number - number % self.per_prompt].sequence
+        scores = trace.prompt_logprobs(scored) if trace else []
+        return self.chunk(self._choice(number, *self._echo(number, scores)))
+
+    def last(self, body: Json) -> Iterator[str]:
+        yield from filter(None, map(self._head, range(self.num_choices)))
+        yield from super().last(body)
 
     def shown(self, event: Json, number: int) -> str:
         """A chunk for an event of a choice; a comparison's other runs are not shown."""
+        head = self._head(number)
+        self.note(event, number)
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
         is_news = number < self.num_choices and (text or logprobs is not None)
-        return self.chunk(self._choice(number, text, logprobs)) if is_news else ""
+        return head + (self.chunk(self._choice(number, text, logprobs)) if is_news else "")
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
