@@ -12,15 +12,7 @@ import torch
 
 from runtime.models.catalogue import entry_of
 from runtime.statistics import FORMULAS, Statistics, ratio
-from runtime.values import (
-    PLAIN,
-    Engine,
-    Json,
-    Model,
-    RequestError,
-    TextSequence,
-    engine_failure,
-)
+from runtime.values import PLAIN, Engine, Json, Model, RequestError, TextSequence, engine_failure
 
 from .events import brief, public, trace
 from .fields import IDS

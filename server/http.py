@@ -162,10 +162,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def serve(app: Flask, port: int, options: Options) -> int:
-    """Serve with Flask's own server, until Ctrl-C; what runs is finished. Returns the exit status.
-
-    It reads no further while it answers, so a client that leaves is noticed at the next event.
-    """
+    """Serve with Flask's own server until Ctrl-C; then what runs is finished. Returns 0."""
     server = make_server(options.host, port, app, threaded=True)
     print(f"serving on {url_of(options.host, port)}: send requests (POST /generate)", flush=True)
     server.serve_forever()

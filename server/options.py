@@ -86,12 +86,6 @@ class Options:
         return self.engine or self.model or DEFAULT
 
     @property
-    def sampling(self) -> Sampling:
-        """The sampling of a request that sets none."""
-        known = {field.name for field in fields(Sampling)}
-        return Sampling(**{n: value for n, value in vars(self).items() if n in known})
-
-    @property
     def for_requests(self) -> Json:
         """Defaults for the fields that a request leaves out."""
         names = (*SAMPLING_FIELDS, "num_speculative_tokens")

@@ -23,8 +23,8 @@ from .parsing import comparison, model_id, parse_json, parse_request
 from .worker import Job, Run, Worker
 
 _ROUTES = "page", "metrics", "curve", "dialects"  # each may be deleted
-# From a request's fields, an engine and defaults: requests, whether to stream, and warnings.
-Parse = Callable[[Json, Engine, Json], tuple[list[Request], bool, list[str]]]
+Parsed = tuple[list[Request], bool, list[str]]  # requests, whether to stream, and warnings
+Parse = Callable[[Json, Engine, Json], Parsed]  # from a request's fields, an engine and defaults
 
 
 def read_body(takes_place: bool = True) -> Json:
@@ -37,9 +37,7 @@ def read_body(takes_place: bool = True) -> Json:
     return parse_json(request.get_data(cache=False))
 
 
-def parse_one(
-    fields: Json, engine: Engine, defaults: Json
-) -> tuple[list[Request], bool, list[str]]:
+def parse_one(fields: Json, engine: Engine, defaults: Json) -> Parsed:
     """The requests of one prompt: its choices, or the runs of a comparison. Raises RequestError."""
     first, is_stream, compare, notes = parse_request(fields, engine, defaults)
     return comparison.runs_to_compare(first) if compare else first.choices, is_stream, notes

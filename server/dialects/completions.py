@@ -18,7 +18,7 @@ from runtime.values import Engine, Json, Request, RequestError
 from server.events import trace
 from server.fields import known_fields, wrong
 from server.parsing import KNOWN, model_id, parse_request
-from server.service import Service, read_body
+from server.service import Parsed, Service, read_body
 
 from .shapes import Logprobs, OpenAIShape, Places
 
@@ -44,14 +44,11 @@ def register_routes(app: Flask, service: Service) -> None:
         if echo:
             shape.begins = _begins(service, fields, sent, prompts)
         fields["prompt"] = prompts[0]
-        return service.respond(
-            fields, shape, partial(_parse_list, prompts) if len(prompts) > 1 else None
-        )
+        parse = partial(_parse_list, prompts) if len(prompts) > 1 else None
+        return service.respond(fields, shape, parse)
 
 
-def _parse_list(
-    prompts: list[list[int]], body: Json, engine: Engine, defaults: Json
-) -> tuple[list[Request], bool, list[str]]:
+def _parse_list(prompts: list[list[int]], body: Json, engine: Engine, defaults: Json) -> Parsed:
     """`parse_request` for each of these prompts: (requests, stream, warnings).
 
     Each has the fields of the body, its seed, too. There are the choices of the first prompt, then
