@@ -6,6 +6,7 @@ usual parts an answer, and a stream's last chunk, has `metrics.speculative_decod
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 from flask import Flask, Response
 
 from runtime.models.fim import infill_prompt
-from runtime.models.prompts import at_place, is_text, list_ids
-from runtime.values import Engine, Json, Request, RequestError
+from runtime.models.prompts import LONG_TEXT, is_text, long_texts, prompt_ids
+from runtime.values import Engine, Json, Model, Request, RequestError, check_prompt
 from server.events import trace
 from server.fields import known_fields, wrong
 from server.parsing import KNOWN, model_id, parse_request
@@ -39,13 +40,43 @@ def register_routes(app: Flask, service: Service) -> None:
         prompts, shape = _prompts_of(fields.get("prompt")), Completion(service, fields)
         shape.num_prompts = len(prompts)
         if echo or len(prompts) > 1:
-            sent, target = prompts, service.engine.target
-            prompts = list_ids(prompts, target.tokenizer, target.max_length, target.vocab_size)
+            sent, prompts = prompts, _ids_of(prompts, service.engine.target)
         if echo:
             shape.begins = _begins(service, fields, sent, prompts)
         fields["prompt"] = prompts[0]
         parse = partial(_parse_list, prompts) if len(prompts) > 1 else None
         return service.respond(fields, shape, parse)
+
+
+@contextmanager
+def _at_place(i: int) -> Iterator[None]:
+    """Let an error about the prompt name its place in the list."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = f"prompt[{i}]"
+            is_first = error.message.startswith("prompt ")
+            what = error.message.removeprefix("prompt ")
+            error.message = f"{error.param}{' ' if is_first else ': '}{what}"
+        raise
+
+
+def _ids_of(values: list[Any], target: Model) -> list[list[int]]:
+    """The ids of each prompt in a list, which the context can hold. Raises RequestError."""
+    context = target.max_length
+    sizes = [len(value) for value in values if isinstance(value, str)]
+    are_short = max(sizes, default=0) <= LONG_TEXT  # else one of them takes the turn
+    every = list[list[int]]()
+    with long_texts.take(sum(sizes) if are_short else 0):
+        for i, value in enumerate(values):
+            with _at_place(i) if len(values) > 1 else nullcontext():
+                every.append(prompt_ids(value, target.tokenizer, context))
+                try:
+                    check_prompt(every[-1], context, target.vocab_size, max_tokens=0)
+                except ValueError as error:
+                    raise RequestError(str(error), param="prompt") from error
+    return every
 
 
 def _parse_list(prompts: list[list[int]], body: Json, engine: Engine, defaults: Json) -> Parsed:
@@ -56,7 +87,7 @@ def _parse_list(prompts: list[list[int]], body: Json, engine: Engine, defaults: 
     """
     requests, notes = list[Request](), list[str]()
     for i, prompt in enumerate(prompts):
-        with at_place(i):
+        with _at_place(i):
             one = body | {"prompt": prompt}
             request, stream, compare, notes = parse_request(one, engine, defaults)
         requests.append(replace(request, num_prompts=len(prompts)))
