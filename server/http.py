@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 import secrets
+from collections.abc import Callable
 from ipaddress import ip_address
 
 from flask import Flask, Response, current_app, g, request
@@ -161,9 +162,11 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: Flask, port: int, options: Options) -> int:
-    """Serve with Flask's own server until Ctrl-C; then what runs is finished. Returns 0."""
-    server = make_server(options.host, port, app, threaded=True)
+def serve(load: Callable[[], Flask], port: int, options: Options) -> int:
+    """Serve what `load` makes, with Flask's own server, until Ctrl-C; what runs is finished."""
+    logging.lastResort = logging.StreamHandler()  # which writes tracebacks, too
+    server = make_server(options.host, port, base_app(options), threaded=True)
+    server.app = app = load()
     print(f"serving on {url_of(options.host, port)}: send requests (POST /generate)", flush=True)
     server.serve_forever()
     app.extensions["worker"].drain(options.grace_period)

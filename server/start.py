@@ -65,9 +65,8 @@ def load_app(options: Options) -> Flask:
 def serve(flags: Namespace, options: Options) -> int:
     """Serve the application, or write the page with answers of it; returns the exit status."""
     if flags.port:
-        if serving := plug("server.serving"):
-            return serving.serve(partial(load_app, options), flags.port, options)
-        return http.serve(load_app(options), flags.port, options)
+        serving = plug("server.serving") or http
+        return serving.serve(partial(load_app, options), flags.port, options)
     if not (export := plug("server.page.export")):
         raise StartError("--export needs server/page/")
     return export.write(flags.export, load_app, options)
