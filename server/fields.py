@@ -1,9 +1,9 @@
 """Which fields a request may have, so that none that is misspelt is silently ignored.
 
-A route has its own names. Some of other servers change no text, whatever their value: clients send
-them unasked, and they are taken silently. Others change nothing by one value alone. Any other field
-is a 400. A null counts as absent everywhere. Names inside of messages and of other values are not
-looked at: clients send back what servers gave them.
+A Check tells what a field may hold. A route has its own names. Some of other servers change no
+text, whatever their value: clients send them unasked, and they are taken silently. Others change
+nothing by one value alone. Any other field is a 400. A null counts as absent everywhere. Names
+inside of messages and of other values are not looked at: clients send back what servers gave them.
 """
 
 import json
