@@ -182,7 +182,7 @@ class Completion(OpenAIShape):
     def end(self, index: int, reason: str) -> Json:
         return self._choice(index, "", None, reason)
 
-    def _head(self, number: int) -> str:
+    def _beginning(self, number: int) -> str:
         """Before a choice's first event, a chunk that repeats the prompt."""
         if not self.begins or number in self._begun or number >= self.num_choices:
             return ""
@@ -193,16 +193,16 @@ class Completion(OpenAIShape):
         return self.chunk(self._choice(number, *self._echo(number, scores)))
 
     def last(self, body: Json) -> Iterator[str]:
-        yield from filter(None, map(self._head, range(self.num_choices)))
+        yield from filter(None, map(self._beginning, range(self.num_choices)))
         yield from super().last(body)
 
     def shown(self, event: Json, number: int) -> str:
         """A chunk for an event of a choice; a comparison's other runs are not shown."""
-        head = self._head(number)
+        beginning = self._beginning(number)
         self.note(event, number)
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
         is_news = number < self.num_choices and (text or logprobs is not None)
-        return head + (self.chunk(self._choice(number, text, logprobs)) if is_news else "")
+        return beginning + (self.chunk(self._choice(number, text, logprobs)) if is_news else "")
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
