@@ -316,7 +316,7 @@ def test_what_ends_the_process_of_templates_ends_one_prompt_alone():
 def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
     slept = []  # time goes on while somebody sleeps, and only then
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr(reading, "time", clock)
+    monkeypatch.setattr("runtime.models.prompts.time", clock)
     places, order = threading.BoundedSemaphore(2), []
     turns = FairLock("long tests", short=10, pause=0.5, places=places)
 
