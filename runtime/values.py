@@ -116,7 +116,7 @@ class Request:
     isolated: bool = False  # past outputs and cached prompts are not used, as in measurements
     grammar: Any = None  # a Grammar of runtime/grammars/, which the text obeys
     prediction: tuple[int, ...] = ()  # the expected text; by rejection the noise depends on it
-    returns: frozenset[str] = frozenset()  # what else events and answers have: see server/trace.py
+    returns: frozenset[str] = frozenset()  # what else events and answers have: see server/fields.py
     # Log-probabilities of the prompt's tokens, and of this many likeliest ones; None = none.
     prompt_logprobs: int | None = None
     n: int = 1  # texts that are wanted of the prompt; a request to the engine is for one of them

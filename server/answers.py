@@ -7,36 +7,21 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from statistics import fmean
-from typing import Any
 
 import torch
 
-from runtime import plug
-from runtime.grammars import OPEN
 from runtime.models.catalogue import entry_of
 from runtime.statistics import FORMULAS, Statistics, ratio
-from runtime.values import (
-    PLAIN,
-    Engine,
-    Json,
-    Model,
-    Request,
-    RequestError,
-    TextSequence,
-    engine_failure,
-)
+from runtime.values import PLAIN, Engine, Json, Model, RequestError, TextSequence, engine_failure
 
-from . import trace
-from .formats import reasoning_of
+from .events import brief, public, trace
+from .fields import IDS
 from .options import Options
-from .parsing import model_id
+from .parsing import comparison, formats, model_id
 from .worker import LOG, Job, Run, Worker
 
-comparison = plug("server.comparison")
 PING = ": ping\n\n"  # a proxy might take silence for an end
 _MIN_DRAFTS_TO_JUDGE = 100
-_FEW = 5  # drafted tokens, whose mean time is told
 _POOR_FIRST_ACCEPTANCE = 0.2
 
 
@@ -82,7 +67,7 @@ def _of_text(run: Run) -> Json:
     }
     if request.logprobs is not None:
         body["logprobs"] = s.logprobs
-    if trace.IDS in request.returns:
+    if IDS in request.returns:
         body["prompt_token_ids"] = list(request.prompt)
     if request.prompt_logprobs is not None:
         body["prompt_logprobs"] = trace.prompt_logprobs(s)
@@ -112,23 +97,11 @@ def _usage(sequences: list[TextSequence], n: int) -> Json:
     }
     details: Counter[str] = Counter()
     for s in sequences:
-        details.update(_reasoning_tokens(s))
+        details.update(formats.reasoning_tokens(s) if formats else {})
         if s.request.prediction:
             for fate in ("accepted", "rejected"):
                 details[f"{fate}_prediction_tokens"] += getattr(s.drafting, fate)["prediction"]
     return usage | ({"completion_tokens_details": dict(details)} if details else {})
-
-
-def _reasoning_tokens(sequence: TextSequence) -> Json:
-    """How many tokens of a chat's answer are reasoning, with its tags, where there may be any."""
-    prompt, tokenizer, output = sequence.request.prompt, sequence.tokenizer, sequence.output
-    reasoning = reasoning_of(tokenizer, prompt)
-    begin, end = map(tokenizer.added_tokens_encoder.get, ("<think>", "</think>"))
-    if not reasoning or end is None:
-        return {}
-    has_begun = reasoning == OPEN or output[:1] == [begin]
-    count = output.index(end) + 1 if end in output else len(output)
-    return {"reasoning_tokens": count if has_begun else 0}
 
 
 def _times(run: Run) -> Json:
@@ -167,17 +140,6 @@ def _timings(s: TextSequence) -> Json:
     return counts | timings | rates
 
 
-def public(event: Json) -> Json:
-    """A cycle's event as a trace shows it, without what stands beside it: text and logprobs."""
-    return {name: value for name, value in event.items() if name not in ("pieces", "logprobs")}
-
-
-def brief(event: Json) -> Json:
-    """A cycle's event as a stream shows it without a trace: what it committed."""
-    tokens = [{"id": token["id"], "kind": token["kind"]} for token in event["tokens"]]
-    return {"step": event["step"], "tokens": tokens}
-
-
 class Shape:
     """How /generate writes an answer: whole, or as a stream of an event for each cycle.
 
@@ -192,7 +154,7 @@ class Shape:
     def __init__(self, fields: Json) -> None:
         """`fields` are the request's, which may be wrong until a job has begun."""
         self._fields = fields
-        self.requests: list[Request] = []  # of the runs, once the job has begun
+        self.runs: list[Run] = []  # once the job has begun
 
     @property
     def per_prompt(self) -> int:
@@ -208,9 +170,6 @@ class Shape:
         """The body of a request that is answered at once; `body` is the service's answer."""
         return body
 
-    def note(self, event: Json, number: int) -> None:
-        """See an event of the run of this number, before it is shown."""
-
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event of the run of this number; "" is nothing."""
         has_choices = self.num_choices > 1
@@ -223,10 +182,6 @@ class Shape:
         if "logprobs" in event:
             shown["logprobs"] = event["logprobs"]
         return sse(({"index": number} if has_choices else {}) | shown | text)
-
-    def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
-        """What a stream shows of a run before its first event; `scores` gives the prompt's."""
-        return ""
 
     def last(self, body: Json) -> Iterable[str]:
         """What a stream says when all is done."""
@@ -242,27 +197,16 @@ def stream(job: Job, shape: Shape, answer: Callable[[], Json]) -> Iterator[str]:
 
     A stream that merely ended would look like a success. The job does not outlive it.
     """
-    silent = set(range(len(job.runs)))  # runs without an event so far
-
-    def head(number: int) -> str:
-        silent.remove(number)
-        # Scores of the prompt, which the first of its choices has.
-        scored = job.runs[number - number % job.runs[number].request.n]
-        return shape.head(number, lambda: trace.prompt_logprobs(scored.sequence))
-
     try:
         if opening := shape.opening:
             yield opening
         for news in job.read():
             text = ""
             for number, event in news:
-                text += head(number) if number in silent else ""
-                shape.note(event, number)
                 text += shape.shown(event, number)
             if text or not news:
                 yield text or PING
         if not job.cancelled:
-            yield from filter(None, map(head, sorted(silent)))
             yield from shape.last(answer())
     except RequestError as error:
         yield shape.failed(error)
@@ -353,27 +297,12 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         },
         "controller": controller
         and {  # what it has measured, and last said of each drafter
-            "costs_by_batch": _costs_by_batch(controller.costs),
+            "costs_by_batch": controller.costs.by_batch(),
             "curve": worker.measurement and worker.measurement.curve.pass_ms,
             "last": {n: str(decision) for n, decision in dict(engine.planner.decisions).items()},
         },
         "warnings": _warnings(engine),
     }
-
-
-def _costs_by_batch(costs: Any) -> Json:
-    """What passes and drafts take, by class of batches, as of the smallest batch of each."""
-    classes = {}
-    measured = sorted({name for name, _ in list(costs.drafts)})
-    for size in sorted(costs.passes):
-        batch = 1 << size - 1
-        prices = costs.prices(batch, batch)
-        classes["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
-            "pass_ms": round(prices.plain_ms, 4),
-            "token_ms": round(fmean(prices.rows_ms[:_FEW]), 4),
-            "draft_step_ms": {n: round(prices.drafts[n].first_ms, 4) for n in measured},
-        }
-    return classes
 
 
 def _warnings(engine: Engine) -> list[str]:

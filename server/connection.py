@@ -44,10 +44,9 @@ import h11
 
 from runtime.values import Json, RequestError, in_short
 
-MAX_BODY_BYTES = 1 << 20
+from .http import MAX_BODY_BYTES, REFUSAL, WHEN_LEFT
+
 MAX_HEAD_BYTES = 1 << 16
-REFUSAL = "server.refusal"  # in the environ: the RequestError that the application has to raise
-WHEN_LEFT = "server.when_left"  # in the environ: has a function called if the client leaves
 LOG = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES = 1 << 16  # of a chunked body: sizes, extensions, trailers

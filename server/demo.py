@@ -1,4 +1,4 @@
-"""What the terminal shows: one generation (--prompt), or all demo prompts by all methods (--demo).
+"""What the terminal shows: all demo prompts by all methods (--demo). generation.py shows one.
 
 Each token is shown with its origin, in colours where the terminal has them, in brackets where not
 (or where NO_COLOR is set). Everything here is handed an engine.
@@ -23,6 +23,7 @@ import transformers
 from tqdm import tqdm
 
 from drafters.pool import TREE
+from runtime import plug
 from runtime.models.prompts import kind_of, read_prompts
 from runtime.models.startup import end_ahead, print_error
 from runtime.statistics import Statistics, ratio
@@ -36,7 +37,7 @@ from runtime.values import (
     TextSequence,
     one_line,
 )
-from server import core, trace
+from server import core
 from server.answers import setting
 from server.options import Options
 from server.parsing import parse_request
@@ -47,11 +48,6 @@ _KINDS = {  # of tokens: their colour, their brackets, and what they are
     "bonus": (36, "{}", "the model's own next token"),
 }
 _END = (2, ("", ""), "the end of the text")
-_CHOICES = (
-    "The controller chooses K, the most tokens to draft; K=0 is none. α is the chance that a\n"
-    "token is accepted, c the time to draft it, in passes. Drafting pays if α is above break-even."
-)
-_ENDS = {"length": "the limit is reached", "stop": "the text has ended"}
 _VERDICTS = {True: "yes", False: "NO", None: "not compared (verified by rejection)"}
 
 
@@ -121,7 +117,7 @@ def print_heading(engine: Engine, drafter: str | None) -> None:
     """What the marks mean, and the words of the controller where one decides."""
     print(" · ".join(f"{mark([(kind, kind)])} {means}" for kind, (*_, means) in _KINDS.items()))
     if engine.controller and drafter:
-        print(_CHOICES)
+        print(engine.controller.LEGEND)
 
 
 def request_of(prompt: str, engine: Engine, options: Options, **fields: Json) -> Request:
@@ -130,49 +126,11 @@ def request_of(prompt: str, engine: Engine, options: Options, **fields: Json) ->
     return parse_request(fields, engine, options.for_requests)[0]
 
 
-# ------------------------------------------------------------------------------ one prompt
-
-
 def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
-    """One generation, streamed to the terminal with the origin of each token, then its figures.
-
-    Of the first cycles, as many as --explain says, every step is shown before the text; the
-    prefill is one of them. Those that are only timed do not count. Returns 0, the exit status.
-    """
-    left = flags.explain
-    request = request_of(flags.prompt, engine, options, stop=flags.stop, trace=bool(left))
-    print_heading(engine, request.drafter)
-    if left:
-        print(trace.REASONS[request.sampling.rule])
-    text = "\n" + engine.target.tokenizer.decode(request.prompt)
-    for s, cycle in engine.generate(request):
-        event, decision = trace.event(s, cycle), s.drafting.task.decision
-        text += mark(event["pieces"])
-        if left and decision and decision.is_timing:
-            print(f"\ncycle {cycle.number}: {decision}")
-        elif left:
-            print(f"\n{trace.explain(event)}")
-            left -= 1
-        if not left or s.finish_reason:
-            print(text, end="", flush=True)
-            text = ""
-    figures, rate = s.statistics, s.statistics.draft_acceptance_rate
-    print(
-        f"{mark([end_of_text(engine, s)])}\n\n{figures.completion_tokens} tokens "
-        f"({_ENDS.get(s.finish_reason, s.finish_reason)})"
-        f" · {figures.target_passes} passes after the prompt's"
-        f" · {figures.tokens_per_pass or 0:.2f} tokens per pass"
-        f" · {'nothing drafted' if rate is None else format(rate, '.0%') + ' accepted'}"
-        f" · ms: prompt {figures.prompt_ms:.0f}, draft {figures.draft_ms:.0f}, "
-        f"verify {figures.verify_ms:.0f}, other {figures.other_ms:.0f}"
-    )
-    if decision:
-        print(f"the controller's last choice: {decision}")
-    if not request.sampling.is_greedy:
-        print(f"seed {request.seed}")
-    for warning in s.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    return 0
+    """One generation (--prompt). Returns the exit status."""
+    if not (generation := plug("server.generation")):
+        raise ValueError("--prompt needs server/generation.py")
+    return generation.show(engine, options, flags)
 
 
 # -------------------------------------------------------------------------------- the demo

@@ -1,18 +1,19 @@
 """Which fields a request may have, so that none that is misspelt is silently ignored.
 
-A route has its own names. Some of other servers change no text, whatever their value: clients send
-them unasked, and they are taken silently. Others change nothing by one value alone. Any other field
-is a 400. A null counts as absent everywhere. Names inside of messages and of other values are not
-looked at: clients send back what servers gave them.
+A Check tells what a field may hold. A route has its own names. Some of other servers change no
+text, whatever their value: clients send them unasked, and they are taken silently. Others change
+nothing by one value alone. Any other field is a 400. A null counts as absent everywhere. Names
+inside of messages and of other values are not looked at: clients send back what servers gave them.
 """
 
 import json
 import re
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Any
 
+from runtime.models.prompts import is_text
 from runtime.values import Json, RequestError
 
 # Who asks, how it is billed, kept or computed; and how much a model is to think, which only the
@@ -33,6 +34,36 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("auto", "none"), "functions": ([],),
     "function_call": ("auto", "none"), "modalities": (["text"],), "mcp_servers": ([],),
 }  # fmt: skip
+IDS, NAMES = "return_token_ids", "return_tokens_as_token_ids"
+
+Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
+TRUTH: Check = lambda value: isinstance(value, bool), "true or false"
+
+
+def number(low: float, high: float, kind: Any = int | float, name: str = "a number") -> Check:
+    """The check of a number in a range."""
+
+    def is_valid(value: Any) -> bool:
+        return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+
+    return is_valid, f"{name} from {low} to {high}"
+
+
+def integer(low: int, high: int) -> Check:
+    """The check of an integer in a range."""
+    return number(low, high, int, "an integer")
+
+
+def list_of(is_valid: Callable[[Any], Any], least: int, most: int) -> Callable[[Any], bool]:
+    """What tells whether a value is a list of so many valid ones."""
+    return lambda values: (
+        isinstance(values, list) and least <= len(values) <= most and all(map(is_valid, values))
+    )
+
+
+def is_stop(value: Any) -> bool:
+    """Whether a value is a text as long as a stop string may be."""
+    return is_text(value) and len(value) <= 1000
 
 
 def wrong(path: str, what: str) -> RequestError:

@@ -27,7 +27,7 @@ from runtime.grammars import (
 )
 from runtime.grammars.measure import HELD, Limits, check_length, limits_of, schemas_in
 from runtime.models.prompts import Conversation, Tokenizer, is_text
-from runtime.values import Engine, Json, one_line
+from runtime.values import Engine, Json, TextSequence, one_line
 
 from .fields import wrong
 
@@ -89,6 +89,18 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
         return ""
     tail = tokenizer.decode(prompt[-_TAIL:]).rstrip()  # earlier tags may be a user's words
     return OPEN if tail.endswith("<think>") else "" if tail.endswith("</think>") else POSSIBLE
+
+
+def reasoning_tokens(sequence: TextSequence) -> Json:
+    """How many tokens of a chat's answer are reasoning, with its tags, where there may be any."""
+    prompt, tokenizer, output = sequence.request.prompt, sequence.tokenizer, sequence.output
+    reasoning = reasoning_of(tokenizer, prompt)
+    begin, end = map(tokenizer.added_tokens_encoder.get, ("<think>", "</think>"))
+    if not reasoning or end is None:
+        return {}
+    has_begun = reasoning == OPEN or output[:1] == [begin]
+    count = output.index(end) + 1 if end in output else len(output)
+    return {"reasoning_tokens": count if has_begun else 0}
 
 
 # What the first two count is not taken back with a draft's tokens, and nobody reads temperatures.
@@ -166,5 +178,5 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
         has_tokens = "</think>" in tokenizer.added_tokens_encoder
         source = source_of(kind, value, reasoning_of(tokenizer, prompt), has_tokens)
         return vocabulary.compiled(source, limits)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, ModuleNotFoundError) as error:  # without llguidance
         raise wrong(name, f"cannot be used: {one_line(error, longest=200)}") from error

@@ -1,44 +1,32 @@
-"""Serving the Flask app: access control, one error body for everything, and an orderly end."""
+"""The Flask app's frame: access control, and one error body for everything.
 
-import ctypes
-import gc
+serving.py serves it on a network that means harm; without that file Flask's own server does.
+"""
+
 import hmac
 import logging
-import os
-import queue
 import re
-import signal
-import sys
-import time
+import secrets
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from ipaddress import ip_address
-from math import inf
-from typing import Any, NoReturn
 
 from flask import Flask, Response, current_app, g, request
 from werkzeug import Request
 from werkzeug.datastructures import EnvironHeaders
 from werkzeug.exceptions import HTTPException
+from werkzeug.serving import make_server
 
 from runtime import plug
-from runtime.models.catalogue import abandon
 from runtime.values import TOO_SLOW, Json, RequestError, engine_failure, in_short
 
-from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
-from .log import Progress, log_to_stderr, name_requests
 from .options import Options
-from .parsing import model_id
-from .worker import Worker, unavailable
 
-_OTHER_THREADS = 32  # beside those of requests that run or wait: they read, and refuse
-_OTHER_CONNECTIONS = 448  # beside those that have a thread
-_OTHER_FILES = 128 + MAX_ACCEPTED  # beside connections
-_LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
-_HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
+MAX_BODY_BYTES = 1 << 20
+REFUSAL = "server.refusal"  # in the environ: the RequestError that the application has to raise
+WHEN_LEFT = "server.when_left"  # in the environ: has a function called if the client leaves
 _OPEN = re.compile("/|/health|/page/.*|/prompts.*")  # paths that need no API key
 LOG = logging.getLogger(__name__)
+log = plug("server.log")
 
 
 def base_app(options: Options) -> Flask:
@@ -47,12 +35,16 @@ def base_app(options: Options) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # /v1//models gets a 404: a redirect would be HTML
-    name_requests(app)
+    if log:
+        log.watch_requests(app)
     register_errors(app)
 
     @app.before_request
     def check() -> Response | None:
         """Refuse callers without access. Answer OPTIONS where other pages may call."""
+        client_id = request.headers.get("X-Request-Id", "")
+        is_usable = re.fullmatch(r"[\w.:/+=-]{1,128}", client_id, re.ASCII)
+        g.id, g.job, g.error = client_id if is_usable else secrets.token_hex(12), None, None
         if refusal := request.environ.get(REFUSAL):
             raise refusal
         if WHEN_LEFT not in request.environ:  # the server has checked heads that it read
@@ -65,6 +57,7 @@ def base_app(options: Options) -> Flask:
     def add_headers(response: Response) -> Response:
         """Keep a browser from taking an answer for something else; say which pages may read it."""
         headers = response.headers
+        headers["X-Request-Id"] = g.id
         headers["X-Content-Type-Options"] = "nosniff"
         headers.setdefault("Content-Security-Policy", "default-src 'none'")
         if options.allow_origin:  # CORS
@@ -164,149 +157,17 @@ def register_errors(app: Flask) -> None:
         return body_of(engine_failure(error)), 500
 
 
-def loading_app(options: Options, error_forms: Json) -> Flask:
-    """Answers 503 to all but the page, which asks /health for the progress, and reloads itself."""
-    app = base_app(options)
-    app.extensions["error_forms"] |= error_forms
-    if page := plug("server.page"):
-        page.register_page(app, {})
-    progress = Progress()
-    body = {"status": "loading", "model": model_id(options.title)}
-    app.add_url_rule("/health", view_func=lambda: (body | progress.as_dict(), 503))
-
-    @app.before_request
-    def refuse() -> None:
-        if request.path not in ("/", "/health") and not request.path.startswith("/page/"):
-            raise unavailable("the model is being loaded")
-
-    return app
-
-
-def room_for(options: Options) -> tuple[int, int]:
-    """How many threads may answer, and how many connections may be open.
-
-    A request that runs or waits has a thread. Raises this process's limit of open files if need be,
-    and ValueError if fewer connections are possible than there are threads.
-    """
-    needed = options.max_running + options.max_queued + _OTHER_THREADS
-    room = needed + _OTHER_CONNECTIONS
-    with suppress(ImportError, ValueError, OSError):  # elsewhere than on Unix there is no limit
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY and soft < room + _OTHER_FILES:
-            most = inf if hard == resource.RLIM_INFINITY else hard
-            room = min(room, most - _OTHER_FILES)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (room + _OTHER_FILES, hard))
-    if needed > room:
-        why = f"--max-running and --max-queued ask for {needed} connections, and {max(0, room)}"
-        raise ValueError(f"{why} are possible here (ulimit -n sets how many files may be open)")
-    return needed, room
-
-
-def wait_for(reports: "queue.SimpleQueue[Any]") -> Any:
-    """Wait in the main thread until the queue has an item, and return it.
-
-    A signal that comes just before the thread sleeps does not wake it, and its handler is called
-    when the thread is awake again. So the thread wakes every second.
-    """
-    while True:
-        with suppress(queue.Empty):
-            return reports.get(timeout=1)
-
-
-def serve(load: Callable[[], Flask], port: int, options: Options, error_forms: Json) -> NoReturn:
-    """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
-
-    The address is taken first, so that clients get a 503 while the model is loaded, in the form
-    that `error_forms` has for their path. On the first signal what runs is finished, for
-    `options.grace_period` seconds at most. The exit status is 1 if the server's thread has died.
-    Raises OSError if the address is taken, ValueError if too few connections are possible, and what
-    `load` raises.
-    """
-    num_threads, num_connections = room_for(options)
-    # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
-    ends: queue.SimpleQueue[None] = queue.SimpleQueue()
-    is_loading = True
-
-    def stop(*_: Any) -> None:
-        _handle_signals(_quit, signal.SIG_IGN)  # a terminal that closes sends several hang-ups
-        ends.put(None)
-        if is_loading:
-            _end(flush_log)
-
-    # Have all threads take memory from two places: what one gives back, another can use. With a
-    # place for each thread, as glibc has it, memory grows for ten thousands of requests.
-    _ask_glibc("mallopt", -8, 2)  # M_ARENA_MAX
-    flush_log = log_to_stderr()
-    _handle_signals(stop, stop)
-    loading, check = loading_app(options, error_forms), partial(check_head, options)
-    server = Server(loading, check, options.host, port, num_threads, num_connections)
-    server.start(at_end=lambda: ends.put(None))
-    url = url_of(options.host, port)
-    _say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
-    try:
-        server.app = app = load()
-    finally:
-        flush_log()  # an error in loading is printed after the lines of the log
-    gc.collect()
-    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
-    _ask_glibc("malloc_trim", 0)  # what only loading needed goes back to the system
-    is_loading = False
-    _say(f"serving on {url}: open it in a browser, or send requests (POST /generate, /v1/…)")
-    wait_for(ends)
-    if not server.has_died:
-        _drain(app.extensions["worker"], server, options.grace_period)
-    _end(flush_log, int(server.has_died))
-
-
 def url_of(host: str, port: int) -> str:
     """A server's URL. Example: ::1, 5000 -> http://[::1]:5000."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _ask_glibc(function: str, *arguments: int) -> None:
-    """Call a function of glibc's memory; elsewhere than on Linux with glibc there is none."""
-    with suppress(OSError, AttributeError, TypeError):
-        getattr(ctypes.CDLL(None), function)(*arguments)
-
-
-def _handle_signals(stop: Callable[..., None], at_hangup: Any) -> None:
-    """Have what is sent to end a server call these."""
-    # Also where a shell has started the job in the background, with SIGINT ignored.
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    if _HANGUP and signal.getsignal(_HANGUP) is not signal.SIG_IGN:  # as nohup has it
-        signal.signal(_HANGUP, at_hangup)
-
-
-def _drain(worker: Worker, server: Server, grace_s: float) -> None:
-    """Let answers be finished and sent."""
-    deadline = time.monotonic() + grace_s
-    if waited_for := worker.num_running + worker.num_waiting:
-        _say(f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once")
-    if cut_off := worker.drain(grace_s):
-        _say(f"{cut_off} requests were cut off")
-    while server.is_busy and time.monotonic() < deadline + _LAST_WORDS_S:
-        time.sleep(0.02)
-
-
-def _say(line: str) -> None:
-    """Tell whoever reads stdout, if anybody does: the disk may be full, the terminal closed."""
-    with suppress(OSError, ValueError):
-        print(line, flush=True)
-
-
-def _end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
-    """End the process. Python's own exit would wait for threads, or end one inside torch."""
-    # While a thread waits for somebody to read the log, stderr is locked: flush would wait, too.
-    for stream in (sys.stdout, sys.stderr) if flush_log() else (sys.stdout,):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    _quit(status=status)
-
-
-def _quit(*_: Any, status: int = 1) -> NoReturn:
-    """End the process at once: what a second signal does."""
-    abandon()
-    os._exit(status)
+def serve(load: Callable[[], Flask], port: int, options: Options) -> int:
+    """Serve what `load` makes, with Flask's own server, until Ctrl-C; what runs is finished."""
+    logging.lastResort = logging.StreamHandler()  # which writes tracebacks, too
+    server = make_server(options.host, port, base_app(options), threaded=True)
+    server.app = app = load()
+    print(f"serving on {url_of(options.host, port)}: send requests (POST /generate)", flush=True)
+    server.serve_forever()
+    app.extensions["worker"].drain(options.grace_period)
+    return 0

@@ -9,7 +9,6 @@ import json
 import logging
 import queue
 import re
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -134,24 +133,19 @@ def log_to_stderr() -> Callable[[], bool]:
     return flush
 
 
-def name_requests(app: Flask) -> None:
-    """Give every request an id; write a line for those that generate and those refused.
+def watch_requests(app: Flask) -> None:
+    """Write a line for requests that generate and those refused.
 
     To be registered before what may refuse. Prompts and outputs are never written.
     """
 
     @app.before_request
     def begin() -> None:
-        """Take over the client's X-Request-Id, or make one."""
-        client_id = request.headers.get("X-Request-Id", "")
-        is_usable = re.fullmatch(r"[\w.:/+=-]{1,128}", client_id, re.ASCII)
-        g.id, g.arrived = client_id if is_usable else secrets.token_hex(12), time.monotonic()
-        g.job, g.error = None, None
+        g.arrived = time.monotonic()
 
     @app.after_request
     def end(response: Response) -> Response:
-        """Return the id, and see to it that the line is written."""
-        response.headers["X-Request-Id"] = g.id
+        """See to it that the line is written."""
         is_watched = request.path not in ("/health", "/metrics")
         if g.job or (response.status_code >= 400 and is_watched):
             head = {"id": g.id, "method": request.method[:20], "path": request.path[:200]}

@@ -21,7 +21,7 @@ from runtime.models.files import is_gguf
 from runtime.models.prompts import Tokenizer, kind_of, read_prompts
 from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, RequestError, Sampling
 
-from .parsing import SAMPLING_FIELDS, check_fields
+from .parsing import SAMPLING_FIELDS, chat, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 MAX_QUEUED = 4096  # a thread waits for each request
@@ -86,12 +86,6 @@ class Options:
         return self.engine or self.model or DEFAULT
 
     @property
-    def sampling(self) -> Sampling:
-        """The sampling of a request that sets none."""
-        known = {field.name for field in fields(Sampling)}
-        return Sampling(**{n: value for n, value in vars(self).items() if n in known})
-
-    @property
     def for_requests(self) -> Json:
         """Defaults for the fields that a request leaves out."""
         names = (*SAMPLING_FIELDS, "num_speculative_tokens")
@@ -124,7 +118,7 @@ class Options:
 
     def is_chat(self, tokenizer: Tokenizer) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""
-        return bool(tokenizer.chat_template) and not self.raw
+        return bool(chat and tokenizer.chat_template) and not self.raw
 
     @property
     def is_exposed(self) -> bool:

@@ -8,15 +8,15 @@ import json
 import re
 import reprlib
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
 from drafters.pool import AUTO, TREE
-from runtime.models.chat import chat_ids, prediction_ids
-from runtime.models.prompts import at_place, is_text, large_bodies, prompt_ids
+from runtime import plug
+from runtime.models.prompts import large_bodies, prompt_ids
 from runtime.values import (
     MAX_SPECULATIVE_TOKENS,
     PLAIN,
@@ -29,9 +29,26 @@ from runtime.values import (
     check_prompt,
 )
 
-from . import formats, masks
-from .fields import known_fields, wrong
-from .trace import IDS, NAMES
+from .events import trace
+from .fields import IDS, NAMES, TRUTH, Check, integer, is_stop, known_fields, list_of, number, wrong
+
+chat, comparison = plug("runtime.models.chat"), plug("server.comparison")
+formats, masks = plug("server.formats"), plug("server.masks")
+# Each of these may be deleted, with the fields that go with it.
+_PLUGGED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "runtime/models/chat.py": (chat, ("chat", "prediction")),
+    "server/comparison.py or server/trace.py": (comparison and trace, ("compare",)),
+    "server/formats.py or runtime/grammars/": (
+        formats, ("response_format", "json_schema", "regex", "grammar", "choice"),
+    ),
+    "server/masks.py": (
+        masks, ("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids",
+                "include_stop_str_in_output"),
+    ),
+    "server/trace.py": (trace, ("trace", "logprobs", "prompt_logprobs", NAMES)),
+}  # fmt: skip
+_NAMES = {name: file for file, (_, names) in _PLUGGED.items() for name in names}
+_MISSING = {name: file for name, file in _NAMES.items() if not _PLUGGED[file][0]}
 
 
 def parse_json(data: bytes) -> Json:
@@ -58,43 +75,14 @@ def parse_json(data: bytes) -> Json:
 
 
 # ----------------------------------------------------------------------- what a field may hold
-Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
-MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of a request's prompts: 60 bytes of JSON each
 _PREDICTION = "prediction"  # the name of the field, and of its drafter
 _STOP = "a non-empty string of at most 1000 characters"
 _MOST_STOPS, _MOST_BIASES = 64, 300
 _STREAM_OPTIONS = "include_usage", "continuous_usage_stats", "include_obfuscation"
 
 
-def _number(low: float, high: float, kind: Any = int | float, name: str = "a number") -> Check:
-    def is_valid(value: Any) -> bool:
-        return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-
-    return is_valid, f"{name} from {low} to {high}"
-
-
-def _integer(low: int, high: int) -> Check:
-    return _number(low, high, int, "an integer")
-
-
-def _list(is_valid: Callable[[Any], Any], least: int, most: int) -> Callable[[Any], bool]:
-    """What tells whether a value is a list of so many valid ones."""
-    return lambda values: (
-        isinstance(values, list) and least <= len(values) <= most and all(map(is_valid, values))
-    )
-
-
-def _ids(least: int) -> Check:
-    what = f"a list of {least} to {masks.MOST_IDS} token ids"
-    return _list(_integer(0, 1 << 31)[0], least, masks.MOST_IDS), what
-
-
 def _one_of(*values: str) -> Check:
     return lambda value: isinstance(value, str) and value in values, " or ".join(values)
-
-
-def _is_stop(value: Any) -> bool:
-    return is_text(value) and len(value) <= 1000
 
 
 def _are_flags(value: Any) -> bool:
@@ -104,79 +92,64 @@ def _are_flags(value: Any) -> bool:
 
 
 def _are_biases(value: Any) -> bool:
-    is_number, _ = _number(-100, 100)
+    is_number, _ = number(-100, 100)
     return (isinstance(value, dict) and len(value) <= _MOST_BIASES) and all(
         re.fullmatch("0|[1-9][0-9]{0,8}", token) and is_number(bias)
         for token, bias in value.items()
     )
 
 
-_FLAGS = (
-    "fixed_k", "speculative", "stream", "trace", "compare", "chat", "ignore_eos",
-    "include_stop_str_in_output", IDS, NAMES,
-)  # fmt: skip
 _LIMIT, _OTHER_LIMIT = "max_tokens", "max_completion_tokens"  # two names of one field
 _CHECKS: dict[str, Check] = {
-    **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
-    **dict.fromkeys((_LIMIT, _OTHER_LIMIT, "min_tokens"), _integer(0, 1_000_000)),
-    "n": _integer(1, 8),
-    "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
-    "temperature": _number(0, 100),
-    "typical_p": _number(1e-9, 1),
-    "top_k": _integer(-1, 1 << 31),
-    "top_p": _number(0, 1),
-    "min_p": _number(0, 1),
-    "repetition_penalty": _number(1e-9, 100),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
+    **dict.fromkeys(("fixed_k", "speculative", "stream", "compare", "chat", IDS), TRUTH),
+    **dict.fromkeys((_LIMIT, _OTHER_LIMIT), integer(0, 1_000_000)),
+    "n": integer(1, 8),
+    "num_speculative_tokens": integer(0, MAX_SPECULATIVE_TOKENS),
+    "temperature": number(0, 100),
+    "typical_p": number(1e-9, 1),
+    "top_k": integer(-1, 1 << 31),
+    "top_p": number(0, 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(1e-9, 100),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
     "logit_bias": (
         _are_biases,
         f"an object of at most {_MOST_BIASES} token ids, written as texts, with numbers from -100 "
         "to 100",
     ),
-    "seed": _integer(-(1 << 63), (1 << 64) - 1),
+    "seed": integer(-(1 << 63), (1 << 64) - 1),
     "verification": _one_of("coupled", "rejection"),
     "stop": (
-        lambda value: _is_stop(value) or _list(_is_stop, 0, _MOST_STOPS)(value),
+        lambda value: is_stop(value) or list_of(is_stop, 0, _MOST_STOPS)(value),
         f"{_STOP}, or a list of at most {_MOST_STOPS} of them",
     ),
-    "stop_token_ids": _ids(0),
-    "allowed_token_ids": _ids(1),
-    "bad_words": (
-        _list(lambda word: _is_stop(word) and word.strip(), 0, masks.MOST_WORDS),
-        f"a list of at most {masks.MOST_WORDS} texts of up to 1000 characters, none of them empty",
-    ),
     "truncate_prompt_tokens": (
-        lambda value: value == -1 or _integer(1, 1 << 31)[0](value),
-        f"-1 or {_integer(1, 1 << 31)[1]}",
+        lambda value: value == -1 or integer(1, 1 << 31)[0](value),
+        f"-1 or {integer(1, 1 << 31)[1]}",
     ),
     "truncation_side": _one_of("left", "right"),
-    "logprobs": (
-        lambda value: isinstance(value, bool) or _integer(0, 20)[0](value),
-        "true, false or an integer from 0 to 20",
-    ),
-    "prompt_logprobs": _integer(0, 20),
     "stream_options": (
         _are_flags,
         f"an object, in which {', '.join(_STREAM_OPTIONS)} are true or false",
     ),
 }
-# The fields of /generate. Those of the protocols in dialects/ are translated into these.
-KNOWN = frozenset([*_CHECKS, "prompt", "prediction", "drafter", "model", *formats.FIELDS])
-# The fields of Sampling that a request may set, with their defaults.
-_SAMPLING = {
-    field.name: field.default
-    for field in fields(Sampling)
-    if field.name in _CHECKS and field.name not in masks.NAMES
-}
+# The fields of Sampling that a request may set, with their defaults; masks.py sets the others.
+_SAMPLING = {field.name: field.default for field in fields(Sampling) if field.name in _CHECKS}
 SAMPLING_FIELDS = (*_SAMPLING, "seed")
 # And fields that a Request has as they are.
 _SAME = "num_speculative_tokens", "fixed_k", "n", "trace", "prompt_logprobs"
+_CHECKS |= (masks.CHECKS if masks else {}) | (trace.CHECKS if trace else {})
+# The fields of /generate. Those of the protocols in dialects/ are translated into these.
+KNOWN = frozenset([*_CHECKS, *_NAMES, "prompt", "drafter", "model"])
 
 
 def check_fields(body: Json) -> Json:
     """The fields of a body, each in range. Raises RequestError, naming the first that is not."""
     known = known_fields(body, KNOWN)
+    for name, file in _MISSING.items():
+        if known.get(name, False) is not False:  # which asks for nothing
+            raise wrong(name, f"needs {file}, which is not here")
     for name, (is_valid, what) in _CHECKS.items():
         if name in known and not is_valid(known[name]):
             raise wrong(name, f"must be {what}")
@@ -221,6 +194,8 @@ def parse_request(
     values = {"drafter": engine.default_drafter} | defaults | known
     sampling = _sampling(values, target.vocab_size)
     prompt, max_tokens = _read_prompt(values, target)
+    if trace:
+        trace.check_scores(len(prompt), values.get("prompt_logprobs"), values.get("n", 1))
     if (seed := values.get("seed")) is None:
         seed = secrets.randbits(32)  # few enough bits for every JSON parser
     _check_choices(values.get("n", 1), seed, values.get("compare", False))
@@ -230,37 +205,18 @@ def parse_request(
         max_tokens,
         _drafter(known, values["drafter"], engine.pool.choices),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=frozenset(values.get("stop_token_ids", ())),
-        include_stop=values.get("include_stop_str_in_output", False),
         seed=seed,
-        sampling=replace(sampling, **masks.masks_of(known, max_tokens, target)),
+        sampling=sampling,
         logprobs=logprobs if not isinstance(logprobs, bool) else 0 if logprobs else None,
         returns=frozenset(name for name in (IDS, NAMES) if values.get(name)),
-        grammar=formats.grammar_of(body, engine, prompt),
         **{name: values[name] for name in _SAME if name in values},
     )
+    if masks:
+        request = masks.masked(request, known, target)
+    if formats:
+        request = replace(request, grammar=formats.grammar_of(body, engine, prompt))
     request, notes = _expecting(request, known, target)
     return request, values.get("stream", False), values.get("compare", False), notes
-
-
-def parse_list(
-    body: Json, prompts: list[list[int]], engine: Engine, defaults: Json
-) -> tuple[list[Request], bool, list[str]]:
-    """`parse_request` for each of these prompts: (requests, stream, warnings).
-
-    Each has the fields of the body, its seed, too.
-    """
-    requests, notes = list[Request](), list[str]()
-    for i, prompt in enumerate(prompts):
-        with at_place(i):
-            one = body | {"prompt": prompt}
-            request, stream, compare, notes = parse_request(one, engine, defaults)
-        requests.append(replace(request, num_prompts=len(prompts)))
-    if compare:
-        raise RequestError("compare goes with one prompt", param="compare")
-    total = sum(len(request.prompt) for request in requests)
-    _check_scores(total, requests[0].prompt_logprobs, requests[0].n)
-    return requests, stream, notes
 
 
 def _sampling(values: Json, vocab_size: int) -> Sampling:
@@ -279,7 +235,7 @@ def _sampling(values: Json, vocab_size: int) -> Sampling:
 def _read_prompt(values: Json, target: Model) -> tuple[Any, int]:
     """The ids of a prompt, and how many tokens may follow, for which it leaves room."""
     context, most = target.max_length, values["max_tokens"]
-    read = chat_ids if values.get("chat") else prompt_ids
+    read = chat.chat_ids if values.get("chat") else prompt_ids
     prompt = read(values.get("prompt"), target.tokenizer, context)
     if (count := values.get("truncate_prompt_tokens")) is not None:
         count = max(1, context - (1 if most == -1 else most)) if count == -1 else count
@@ -293,16 +249,7 @@ def _read_prompt(values: Json, target: Model) -> tuple[Any, int]:
     except ValueError as error:
         code = "context_length_exceeded" if len(prompt) >= context else None
         raise RequestError(str(error), param="prompt", code=code) from error
-    _check_scores(len(prompt), values.get("prompt_logprobs"), values.get("n", 1))
     return prompt, most
-
-
-def _check_scores(num_tokens: int, num_top: int | None, num_choices: int) -> None:
-    """Raises RequestError for more log-probabilities of prompts than an answer may have."""
-    if num_top is not None and num_tokens * (1 + num_top) * num_choices > MAX_PROMPT_SCORES:
-        most = MAX_PROMPT_SCORES // (1 + num_top) // num_choices
-        why = f"prompt_logprobs: so many likeliest tokens are for up to {most} tokens of prompts"
-        raise RequestError(why, param="prompt_logprobs")
 
 
 def _drafter(known: Json, default: str | None, drafters: Collection[str]) -> str | None:
@@ -326,7 +273,9 @@ def _check_choices(count: int, seed: int, compare: bool) -> None:
 
 def _expecting(request: Request, known: Json, target: Model) -> tuple[Request, list[str]]:
     """The request with its prediction's ids, if its drafter reads them; and warnings."""
-    ids = prediction_ids(known.get("prediction", ""), target.tokenizer, target.max_length)
+    given, ids = known.get(_PREDICTION), ()
+    if given is not None:
+        ids = chat.prediction_ids(given, target.tokenizer, target.max_length)
     if known.get("drafter") == _PREDICTION and not ids:
         raise RequestError("drafter prediction goes with a prediction", param="drafter")
     request, notes = replace(request, prediction=ids), list[str]()

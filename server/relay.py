@@ -30,9 +30,8 @@ from runtime.models.loading import StartError
 from runtime.statistics import FORMULAS, Statistics
 from runtime.values import Json, RequestError, in_short
 from server.answers import sse
-from server.connection import WHEN_LEFT
 from server.dialects import ERROR_FORMS
-from server.http import base_app
+from server.http import WHEN_LEFT, base_app
 from server.options import Options
 from server.page import register_page
 from server.service import read_body

@@ -6,7 +6,9 @@
 import queue
 import threading
 from argparse import Namespace
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from flask import Flask
 
@@ -17,6 +19,17 @@ from server import core, http
 from server.options import Options
 from server.service import Service
 from server.worker import Worker
+
+
+def wait_for(reports: "queue.SimpleQueue[Any]") -> Any:
+    """Wait in the main thread until the queue has an item, and return it.
+
+    A signal that comes just before the thread sleeps does not wake it, and its handler is called
+    when the thread is awake again. So the thread wakes every second.
+    """
+    while True:
+        with suppress(queue.Empty):
+            return reports.get(timeout=1)
 
 
 def load_app(options: Options) -> Flask:
@@ -44,7 +57,7 @@ def load_app(options: Options) -> Flask:
         worker.run()
 
     threading.Thread(target=load_and_run, name="engine", daemon=True).start()
-    if isinstance(result := http.wait_for(results), BaseException):
+    if isinstance(result := wait_for(results), BaseException):
         raise result
     return result
 
@@ -52,9 +65,8 @@ def load_app(options: Options) -> Flask:
 def serve(flags: Namespace, options: Options) -> int:
     """Serve the application, or write the page with answers of it; returns the exit status."""
     if flags.port:
-        dialects = plug("server.dialects")
-        error_forms = dialects.ERROR_FORMS if dialects else {}
-        return http.serve(partial(load_app, options), flags.port, options, error_forms)
+        serving = plug("server.serving") or http
+        return serving.serve(partial(load_app, options), flags.port, options)
     if not (export := plug("server.page.export")):
         raise StartError("--export needs server/page/")
     return export.write(flags.export, load_app, options)

@@ -1,4 +1,4 @@
-"""A cycle as an event: what a request asked to know about it, in values that JSON has.
+"""What a request may ask to know about a cycle: log-probabilities, and a trace of all of it.
 
 docs/api.md says what each field means.
 """
@@ -12,37 +12,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime import kernels
 from runtime.models.prompts import Tokenizer
 from runtime.sampling import log_probabilities
 from runtime.scoring import TokenScores, scores_of
-from runtime.values import Cycle, Json, Judgement, TextSequence
+from runtime.values import Cycle, Json, RequestError, TextSequence
+
+from . import events
+from .fields import NAMES, TRUTH, Check, integer
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
-IDS, NAMES = "return_token_ids", "return_tokens_as_token_ids"
-_FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
-REASONS = {  # why a token is chosen, by rule
-    "greedy": "The score is the target's logit. It chooses the token with the highest score.",
-    "coupled": "The target chooses the token with the highest sum of log p (p: its chance) and\n"
-    "noise, which is made from the seed and the position alone.",
-    "rejection": "p and q are the chances that target and drafter give a token. It is accepted if\n"
-    "the random number u is below p / q.",
+MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of a request's prompts: 60 bytes of JSON each
+CHECKS: dict[str, Check] = {  # of the fields that ask for it
+    "trace": TRUTH,
+    NAMES: TRUTH,
+    "logprobs": (
+        lambda value: isinstance(value, bool) or integer(0, 20)[0](value),
+        "true, false or an integer from 0 to 20",
+    ),
+    "prompt_logprobs": integer(0, 20),
 }
+_FORBIDDEN = 3  # tokens that a grammar forbids and a trace shows, the likeliest ones
 
 
-@kernels.exclusive()  # torch's threads would take the cores from the next pass
-def event(s: TextSequence, cycle: Cycle) -> Json:
-    """The event of a sequence's latest cycle: {step, tokens, pieces}, and what was asked for.
+def check_scores(num_tokens: int, num_top: int | None, num_choices: int) -> None:
+    """Raises RequestError for more log-probabilities of prompts than an answer may have."""
+    if num_top is not None and num_tokens * (1 + num_top) * num_choices > MAX_PROMPT_SCORES:
+        most = MAX_PROMPT_SCORES // (1 + num_top) // num_choices
+        why = f"prompt_logprobs: so many likeliest tokens are for up to {most} tokens of prompts"
+        raise RequestError(why, param="prompt_logprobs")
 
-    tokens are those that stay. pieces is the text that may be shown now, as (text, kind). A request
-    may ask for `logprobs` and for a trace, which has more.
-    """
-    fields: Json = {
-        "step": cycle.number,
-        "tokens": [judgement_as_dict(token) for token in cycle.tokens],
-        "pieces": s.text.release(s.finish_reason is not None),
-    }
+
+def add_details(fields: Json, s: TextSequence, cycle: Cycle) -> None:
+    """Add to the event of a sequence's latest cycle what its request asked for."""
     if s.request.logprobs is not None:
         logits, new = cycle.along(cycle.logits), [token.id for token in cycle.tokens]
         count, has_names = s.request.logprobs, NAMES in s.request.returns
@@ -51,7 +53,6 @@ def event(s: TextSequence, cycle: Cycle) -> Json:
     if s.request.trace:
         fields |= summary(cycle)
         fields |= _details(s, cycle, fields)
-    return fields
 
 
 def summary(cycle: Cycle) -> Json:
@@ -67,17 +68,10 @@ def summary(cycle: Cycle) -> Json:
         "tree": tree and [{"id": token, "parent": parent} for token, parent in tree],
         "accepted_count": cycle.num_accepted,
         "emitted_count": cycle.num_kept,
-        "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
+        "rejected": cycle.rejected and events.judgement_as_dict(cycle.rejected),
         "cached": [cycle.held, cycle.cached],
         "recurrent": {"layers": num_layers} | rows if num_layers else None,
     }
-
-
-def judgement_as_dict(judgement: Judgement) -> Json:
-    """A judgement in an event; p, q and u only where they decided."""
-    if judgement.u is None:
-        return {"id": judgement.id, "kind": judgement.kind}
-    return judgement._asdict()
 
 
 def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
@@ -251,66 +245,3 @@ def _entries(tokens: list[int], scores: TokenScores, text_of: Callable[[int], st
         entry(token, logprob) | {"top_logprobs": list(map(entry, ids, values))}
         for token, logprob, ids, values in zip(tokens, *columns, strict=True)
     ]
-
-
-def explain(event: Json) -> str:
-    """One cycle of a trace, step by step: draft, verdicts with what decided, the cut.
-
-    A prefill shows only what it cached and which token it chose.
-    """
-    texts, (verified, after) = event["texts"], event["cached"]
-    drafted, tokens = event["proposals"], event["tokens"]
-    tree = event.get("tree") or [{"id": id, "parent": i - 1} for i, id in enumerate(drafted)]
-    held = verified - 1 - len(tree)
-    lines = [f"cycle {event['step']}"]
-    if event["step"] == 0:
-        lines[0] += f": the prompt is read (prefill), its {verified} tokens are cached now"
-    if event.get("controller"):
-        lines.append(f"  decide    {event['controller']}")
-    if event["step"]:
-        read = f"the pending token and {len(tree)} drafted" if tree else "the pending token"
-        lines.append(f"  draft     {_branches(tree, texts) or 'nothing'}")
-        lines.append(f"  verify    one pass over {read}: cache {held} -> {verified} tokens")
-    judged = [t for t in tokens if t["kind"] == "accepted"]
-    judged += [event["rejected"]] if event["rejected"] else []
-    for i, token in enumerate(judged, 1):
-        lines.append(f"  d{i:<8} {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
-    if tokens[-1]["kind"] != "accepted" and len(judged) < len(drafted):
-        rest = ", ".join(f"d{i}" for i in range(len(judged) + 1, len(drafted) + 1))
-        lines.append(f"  {'':9} {rest}: dropped behind the rejected token")
-    for token in tokens:
-        if token["kind"] != "accepted":
-            lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
-    cut = f"cache {verified} -> {after} tokens" if after < verified else f"nothing, {after} stay"
-    if (states := event.get("recurrent")) and after < verified:
-        again = f", and replay {states['stepped']} of the tokens" if states["stepped"] else ""
-        lines.append(f"  states    of {states['layers']} layers go back, like the cache{again}")
-    return "\n".join([*lines, f"  truncate  {cut}; pending next: {texts[tokens[-1]['id']]!r}"])
-
-
-def _branches(tree: list[dict[str, int]], texts: dict[int, str], at: int = -1) -> str:
-    """What was drafted behind a token of a tree. Example: 'a' ('b' | 'c' 'd')."""
-    branches = [
-        f"{texts[token['id']]!r} {_branches(tree, texts, i)}".strip()
-        for i, token in enumerate(tree)
-        if token["parent"] == at
-    ]
-    return f"({' | '.join(branches)})" if len(branches) > 1 else "".join(branches)
-
-
-def _why(token: Json) -> str:
-    """What decided on a token: numbers under the rule of rejection, else the target's choice."""
-    kind = token["kind"]
-    if "u" in token:
-        if kind in ("accepted", "rejected"):
-            sign = "<" if kind == "accepted" else ">="
-            return f"u {token['u']:.3f} {sign} p / q = {token['p']:.3f} / {token['q']:.3f}"
-        source = "from norm(max(0, p - q))" if kind == "recovered" else "from p"
-        return f"p {token['p']:.3f}, {source}"
-    total, score = token["total"], token["score"]
-    if score is None:
-        return "has no chance here (p = 0)"
-    less = ", the target's choice has more" if kind == "rejected" else ""
-    if total == score:  # greedy
-        return f"score {score:.2f}{less}"
-    return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}{less}"

@@ -24,7 +24,7 @@ from typing import Any
 from runtime import plug
 from runtime.values import Engine, Json, Request, RequestError, TextSequence
 
-from . import trace
+from .events import event
 from .options import Options
 
 retry = plug("server.retry")  # without it a fault in a pass fails all requests in it
@@ -357,7 +357,7 @@ class Worker:
                     self._failures_in_a_row = 0
                 try:
                     if job.needs_events(run):
-                        job.push_event(run, trace.event(s, cycles[s]))
+                        job.push_event(run, event(s, cycles[s]))
                 except Exception as error:
                     s.fail(error)
             if s.finish_reason:

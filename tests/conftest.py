@@ -23,6 +23,7 @@ from runtime.models.prompts import read_prompts
 from runtime.sampling import Noise, truncated_softmax
 from runtime.values import Request, Verdict
 from server import assembly, core, demo, retry, trace
+from server.events import event
 from server.options import Options
 from server.service import Service
 from server.worker import Run
@@ -364,7 +365,7 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
     try:
         while sequence.finish_reason is None:
             for cycle in retry.step(engine, [sequence]).values():
-                events.append(trace.summary(cycle) | trace.event(sequence, cycle))
+                events.append(trace.summary(cycle) | event(sequence, cycle))
         if sequence.failure:
             raise sequence.failure
     finally:

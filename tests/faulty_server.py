@@ -15,7 +15,7 @@ from typing import Any
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
 from runtime.statistics import Statistics
-from server import assembly, http
+from server import assembly, serving
 
 core = importlib.import_module("08_speculative_decoding")
 
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
         break_forward(engine.target)
         return engine
 
-    class MortalServer(http.Server):
+    class MortalServer(serving.Server):
         """Its loop ends on SIGUSR1."""
 
         def __init__(self, *arguments: Any) -> None:
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
             signal.signal(signal.SIGUSR1, lambda *_: self.call(raises(SystemExit(3))))
 
     assembly.assemble_engine, core.load_engine = assemble_faulty, load_faulty
-    http.Server = MortalServer
+    serving.Server = MortalServer
     return core.main(arguments)
 
 

@@ -34,8 +34,8 @@ from runtime.models import chat as reading
 from runtime.models.chat import chat_prompt
 from runtime.models.prompts import FairLock, tokenize
 from runtime.values import RequestError
-from server.connection import WHEN_LEFT
 from server.fields import NEUTRAL
+from server.http import WHEN_LEFT
 from server.parsing import KNOWN
 
 GENERATE, COMPLETIONS, CHAT, MESSAGES, COUNT, RESPONSES = BODIES

@@ -15,7 +15,8 @@ from started import at_once, until
 
 from runtime.statistics import Statistics
 from runtime.values import Request
-from server import core, retry, trace
+from server import core, retry
+from server.events import event
 from server.options import Options
 from server.worker import _REST_S, Job, Worker
 
@@ -128,7 +129,7 @@ def test_a_step_that_fails_loses_no_token(demo_engine, prompts, monkeypatch, num
         sequences = [demo_engine.open(Request(text, 12, **fields)) for text in texts]
         while running := [s for s in sequences if not s.finish_reason]:
             for s, cycle in retry.step(demo_engine, running).items():
-                trace.event(s, cycle)
+                event(s, cycle)
         finish(demo_engine, sequences)
         return [(s.output, s.logprobs, s.statistics.num_draft_tokens) for s in sequences]
 
@@ -169,8 +170,8 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
 
 @pytest.mark.parametrize("asked, expected", [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)])
 def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, expected):
-    made, waiting = Mock(side_effect=trace.event), []
-    monkeypatch.setattr(trace, "event", made)
+    made, waiting = Mock(side_effect=event), []
+    monkeypatch.setattr("server.worker.event", made)
     monkeypatch.setattr(retry, "step", retry.step)
     before(retry, "step", lambda *_: until(lambda: waiting and not waiting[0]._is_read))
     worker = Worker(demo_engine, Options()).start()

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM
 import server.demo as terminal
 from runtime.models import loading, startup
 from runtime.values import RequestError
-from server import core, http
-from server.http import check_head
+from server import core
+from server.http import check_head, url_of
 from server.options import KEY_VARIABLE, Options, parse_arguments
 from server.parsing import parse_request
 
@@ -295,7 +295,7 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line, message, capsys, monke
 
 def test_the_address_that_is_told_can_be_opened():
     for host in ("localhost", "127.0.0.1", "::1", "fe80::1"):
-        parts = urlsplit(http.url_of(host, 5000))
+        parts = urlsplit(url_of(host, 5000))
         assert (parts.scheme, parts.hostname, parts.port) == ("http", host, 5000)
 
 
@@ -378,7 +378,7 @@ NO_MEMORY = [
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
 def test_too_little_memory_is_one_line(main, monkeypatch, capsys, error):
-    monkeypatch.setattr(http, "serve", Mock(side_effect=error))
+    monkeypatch.setattr("server.serving.serve", Mock(side_effect=error))
     with pytest.raises(type(error)) as raised:
         main("--port", "5000")
     with pytest.raises(SystemExit) as ended:
@@ -387,7 +387,7 @@ def test_too_little_memory_is_one_line(main, monkeypatch, capsys, error):
 
 
 def test_a_fault_of_the_program_has_a_traceback(main, monkeypatch):
-    monkeypatch.setattr(http, "serve", Mock(side_effect=RuntimeError("a fault")))
+    monkeypatch.setattr("server.serving.serve", Mock(side_effect=RuntimeError("a fault")))
     with pytest.raises(RuntimeError, match="a fault"):
         main("--port", "5000")
 

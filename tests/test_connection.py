@@ -10,7 +10,8 @@ import h11
 import pytest
 
 from server import connection
-from server.connection import REFUSAL, WHEN_LEFT, Connection, environ_of
+from server.connection import Connection, environ_of
+from server.http import REFUSAL, WHEN_LEFT
 
 
 class Transport:

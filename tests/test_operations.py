@@ -40,9 +40,9 @@ from started import (
 
 from runtime.kernels import library
 from server import core
-from server.http import room_for
 from server.options import MAX_QUEUED, Options
 from server.page import INDEX, files
+from server.serving import room_for
 
 server = module_server("--fixed-k")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}

@@ -16,7 +16,9 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from started import LIMIT_S, ROOT, SCRIPT, Client, free_port, until
+from started import LIMIT_S, ROOT, SCRIPT, Client, free_port, heeding_interrupts, until
+
+from server import formats, masks, parsing, trace
 
 PROMPT = "tick, tock, tick, tock, tick,"
 _ACTS = """import json, os, sys
@@ -36,18 +38,29 @@ for drafter in ("none", "ngram", "mtp", "auto"):
     whole = client.post("/generate", json=body).get_json()
     events = client.post("/generate", json=body | {"stream": True}).get_data(as_text=True)
     answers[drafter] = whole["text"], json.loads(events.split("data: ")[-2])["text"]
+asked = {
+    "trace": True, "logprobs": 1, "prompt_logprobs": 1, "min_tokens": 1, "bad_words": ["a"],
+    "compare": True, "json_schema": True,
+}
+refused = {}
+for name, value in asked.items():
+    answer = client.post("/generate", json={"prompt": "a b", "max_tokens": 2, name: value})
+    if answer.status_code != 200:
+        refused[name] = answer.status_code, answer.get_json()["error"]["message"]
 routes = sorted(rule.rule for rule in client.application.url_map.iter_rules())
 status = client.get("/health").get_json()["status"]
-print(json.dumps({"answers": answers, "routes": routes, "status": status}), flush=True)
+told = {"answers": answers, "routes": routes, "status": status, "refused": refused}
+print(json.dumps(told), flush=True)
 os._exit(0)  # as the server does: torch's threads do not end in order
 """
 
 
 class Plug(NamedTuple):
-    """Files that are deleted together, and a route that goes with them."""
+    """Files that are deleted together, and the route and fields of requests that go with them."""
 
     paths: tuple[str, ...]
     route: str = ""
+    fields: str = ""
 
 
 def in_models(*patterns):
@@ -63,7 +76,14 @@ PLUGS = {
     "dialects": Plug(("server/dialects",), "/v1/chat/completions"),
     "metrics": Plug(("server/metrics.py",), "/metrics"),
     "curve": Plug(("server/curve.py", "server/measurement.py"), "/curve"),
-    "comparison": Plug(("server/comparison.py",)),
+    "comparison": Plug(("server/comparison.py",), fields="compare"),
+    "connection": Plug(("server/serving.py", "server/connection.py", "server/log.py")),
+    "grammars": Plug(
+        ("server/formats.py", "runtime/grammars"), "/v1/chat/completions", "json_schema"
+    ),
+    "masks": Plug(("server/masks.py",), fields="min_tokens bad_words"),
+    "trace": Plug(("server/trace.py",), fields="trace logprobs prompt_logprobs compare"),
+    "generation": Plug(("server/generation.py",)),
     "relay": Plug(("server/relay.py",)),
     "prefix cache": Plug(("runtime/cache/prefix.py",)),
     "recurrent layers": Plug(("runtime/cache/states.py",)),
@@ -86,11 +106,6 @@ PLUGS = {
 }
 ORDINARY = "auto", "dialects", "page"  # the others are in the slow run
 MINIMAL = (ROOT / "tests" / "minimal.txt").read_text().split()
-# Fields of requests that plugs bring.
-LACKING = {
-    "trace": True, "logprobs": 2, "json_schema": {"type": "object"}, "bad_words": ["tock"],
-    "chat": True, "compare": True, "prediction": "tick",
-}  # fmt: skip
 # What the program uses beside the four packages, and beside what those need themselves.
 _BLOCKED = """import sys
 
@@ -143,8 +158,12 @@ def whole(copy_without):
     return json.loads(run(copy_without(), "acts.py"))
 
 
-def assert_the_rest_works(folder, whole, routes, **environ):
+def assert_the_rest_works(folder, whole, *plugs, **environ):
+    routes = [plug.route for plug in plugs if plug.route]
     answered = json.loads(run(folder, "acts.py", **environ))
+    assert answered["refused"].keys() == {field for plug in plugs for field in plug.fields.split()}
+    for name, (code, message) in answered["refused"].items():
+        assert code == 400 and message.startswith(f"{name} needs server/")
     assert answered["answers"] == whole["answers"] and answered["status"] == "ok"
     assert not {*routes} & {*answered["routes"]} and {*routes} <= {*whole["routes"]}
     few = ("--demo", "--model", "embedded", "--max-tokens", "8", "--prompts", "easy", "--json")
@@ -156,8 +175,7 @@ def assert_the_rest_works(folder, whole, routes, **environ):
     "name", [n if n in ORDINARY else pytest.param(n, marks=pytest.mark.slow) for n in PLUGS]
 )
 def test_without_a_plug_the_rest_writes_the_same(copy_without, whole, name):
-    plug = PLUGS[name]
-    assert_the_rest_works(copy_without(plug.paths), whole, [plug.route] if plug.route else [])
+    assert_the_rest_works(copy_without(PLUGS[name].paths), whole, PLUGS[name])
 
 
 @pytest.fixture(scope="module")
@@ -170,25 +188,31 @@ def minimal(copy_without, tmp_path_factory):
 
 def test_the_minimal_server_writes_the_same(minimal, whole):
     folder, environ = minimal
-    routes = [plug.route for plug in PLUGS.values() if plug.route]
-    assert_the_rest_works(folder, whole, routes, **environ)
+    assert_the_rest_works(folder, whole, *PLUGS.values(), **environ)
 
 
 def test_the_minimal_server_answers_over_http(minimal, whole):
-    """Flask's own server has it; what is not there is a 400 that says so."""
+    """Flask's own server has it, until Ctrl-C."""
     folder, environ = minimal
     client = Client(free_port())
     command = [sys.executable, SCRIPT, "--port", str(client.port), "--model", "embedded"]
-    with subprocess.Popen(command, cwd=folder, env=os.environ | environ) as server:
+    options = {"cwd": folder, "env": os.environ | environ, "preexec_fn": heeding_interrupts}
+    with subprocess.Popen(command, **options) as process:
         try:
-            until(client.is_ready)
+            until(lambda: client.is_ready() or process.poll() is not None)
             for drafter in ("none", "ngram", "mtp"):
                 fields = {"prompt": PROMPT, "max_tokens": 24, "drafter": drafter}
                 texts = client.generate(**fields)[1]["text"], client.stream(**fields)[-1]["text"]
                 assert texts == (whole["answers"][drafter][0],) * 2
-            for field, value in LACKING.items():
-                status, body = client.generate(prompt=PROMPT, **{field: value})
-                assert status == 400 and field in body["error"]["message"], body
+            assert client.generate(prompt=PROMPT, unheard_of=1)[0] == 400
+            process.send_signal(signal.SIGINT)
+            assert process.wait(LIMIT_S) == 0
         finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(LIMIT_S)
+            process.kill()
+
+
+def test_fields_of_a_plug_are_known_where_it_is_missing():
+    known = {file: {*names} for file, (_, names) in parsing._PLUGGED.items()}
+    assert known["server/masks.py"] == {*masks.CHECKS}
+    assert known["server/trace.py"] == {*trace.CHECKS}
+    assert known["server/formats.py or runtime/grammars/"] == {*formats.FIELDS}

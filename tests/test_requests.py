@@ -23,6 +23,7 @@ from runtime.text import TextStream
 from runtime.values import Request
 from server import answers, comparison, core, trace
 from server.comparison import costs_of, predicted_speedup
+from server.events import event as event_of
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
@@ -247,7 +248,7 @@ def run_both_ways(engine, prompt, **fields):
     for each in (request, dataclasses.replace(request, drafter=None, trace=True)):
         events = []
         for sequence, cycle in engine.generate(each):
-            events.append(trace.event(sequence, cycle))
+            events.append(event_of(sequence, cycle))
         runs.append(finished(sequence, events))
     return runs
 

@@ -16,10 +16,10 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from math import inf
-from statistics import median_low  # of two measurements the faster is to be believed
+from statistics import fmean, median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
-from runtime.values import MAX_SPECULATIVE_TOKENS, StopRule
+from runtime.values import MAX_SPECULATIVE_TOKENS, Json, StopRule
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 CERTAIN = 0.83  # how certain the target is of its tokens, before anything was seen
@@ -40,6 +40,7 @@ _READ_SHARE, READ_ALONG = 0.05, 4  # of a step: a token to read; so many cost ne
 _SLOWER, _STAYS = 1.3, 32  # times as long as usual: an accident, until so many passes are so
 _EXACT = 34  # rows up to which passes are told apart: a block's end may cost much
 _RENEWED = 8  # passes until prices are made again
+_FEW = 5  # drafted tokens, whose mean time is told
 _PLAIN, _TIMED_AGAIN = 4, 64  # plain cycles at first; with drafts, until another one is timed
 Call = tuple[str, list[int], int, float]  # of a drafter: see Costs.observe_pass
 
@@ -369,6 +370,19 @@ class Costs:
         kinds = [size for each, size in list(self.drafts) if each == name]
         nearest = min(kinds, key=lambda size: abs(size - requests.bit_length()), default=0)
         return believed(self.drafts.get((name, nearest), ()))
+
+    def by_batch(self) -> Json:
+        """What passes and drafts take, by class of batches, as of the smallest batch of each."""
+        classes, measured = Json(), sorted({name for name, _ in list(self.drafts)})
+        for size in sorted(self.passes):
+            batch = 1 << size - 1
+            prices = self.prices(batch, batch)
+            classes["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
+                "pass_ms": round(prices.plain_ms, 4),
+                "token_ms": round(fmean(prices.rows_ms[:_FEW]), 4),
+                "draft_step_ms": {n: round(prices.drafts[n].first_ms, 4) for n in measured},
+            }
+        return classes
 
     def prices(self, batch: int, requests: int) -> Prices:
         """The prices of a batch in which so many requests may draft."""

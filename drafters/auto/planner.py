@@ -207,6 +207,12 @@ class Choice:
 class Controller:
     """What is known across requests, and the choice for a batch by it."""
 
+    LEGEND = (
+        "The controller chooses K, the most tokens to draft; K=0 is none. α is the chance that a\n"
+        "token is accepted, c the time to draft it, in passes. Drafting pays if α is above "
+        "break-even."
+    )
+
     def __init__(self, *sizes: Any, copies: Collection[str] = ()) -> None:
         """The arguments of Costs, and the names of drafters that are copies of the target."""
         self.costs, self._copies = Costs(*sizes), copies

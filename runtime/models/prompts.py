@@ -7,14 +7,14 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from runtime.values import RequestError, check_prompt, in_short
+from runtime.values import RequestError, in_short
 
 from .catalogue import ROOT
 
@@ -51,10 +51,10 @@ class FairLock:
             self._places.release()
 
 
-_LONG_TEXT = 20_000  # characters
+LONG_TEXT = 20_000  # characters
 _places = threading.BoundedSemaphore(8)
 large_bodies = FairLock("large bodies", 32 << 10, 5e-8, _places)  # bytes; pauses of 50 ms for 1 MiB
-long_texts = FairLock("long prompts", _LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
+long_texts = FairLock("long prompts", LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def check_characters(
 ) -> None:
     """Raises RequestError if a text of so many characters cannot fit `max_length` tokens."""
     # Twice, as a normaliser may shorten the text.
-    if count > _LONG_TEXT and count > 2 * _longest_token(tokenizer) * max_length:
+    if count > LONG_TEXT and count > 2 * _longest_token(tokenizer) * max_length:
         raise RequestError(
             f"the {name}'s {count} characters are more than a context of {max_length} tokens holds",
             param=name,
@@ -139,38 +139,6 @@ def prompt_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> list[int]:
     ):
         return value
     raise bad_field("prompt must be a non-empty string or a non-empty list of token ids")
-
-
-@contextmanager
-def at_place(i: int) -> Iterator[None]:
-    """Let an error about the prompt name its place in the list."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param == "prompt":
-            error.param = f"prompt[{i}]"
-            is_first = error.message.startswith("prompt ")
-            what = error.message.removeprefix("prompt ")
-            error.message = f"{error.param}{' ' if is_first else ': '}{what}"
-        raise
-
-
-def list_ids(
-    values: list[Any], tokenizer: Tokenizer, max_length: int, vocab_size: int
-) -> list[list[int]]:
-    """The ids of each prompt in a list, which the context can hold. Raises RequestError."""
-    sizes = [len(value) for value in values if isinstance(value, str)]
-    are_short = max(sizes, default=0) <= _LONG_TEXT  # else one of them takes the turn
-    every = list[list[int]]()
-    with long_texts.take(sum(sizes) if are_short else 0):
-        for i, value in enumerate(values):
-            with at_place(i) if len(values) > 1 else nullcontext():
-                every.append(prompt_ids(value, tokenizer, max_length))
-                try:
-                    check_prompt(every[-1], max_length, vocab_size, max_tokens=0)
-                except ValueError as error:
-                    raise RequestError(str(error), param="prompt") from error
-    return every
 
 
 def kind_of(name: str) -> str:

@@ -13,13 +13,14 @@ from functools import partial
 
 from flask import Flask, Response
 
+from runtime.grammars import OPEN
 from runtime.models.calls import AnswerReader, Form, Part, Thought
-from runtime.models.chat import TEMPLATE_FIELDS, template_options
+from runtime.models.chat import TEMPLATE_FIELDS, call_form, chat_prompt, template_options
 from runtime.models.prompts import Tokenizer
 from runtime.models.tools import read_tools
 from runtime.values import Json, RequestError
 from server.fields import known_fields
-from server.formats import FIELDS, constraint_of
+from server.formats import FIELDS, constraint_of, reasoning_of
 from server.parsing import KNOWN
 from server.service import Service, read_body
 
@@ -31,6 +32,7 @@ NAMES = KNOWN - {"prompt", "chat"} | {"messages", "top_logprobs", *_OF_TOOLS, *T
 
 def register_routes(app: Flask, service: Service) -> None:
     """Add the route for the service's model."""
+    service.call_form = call_form(service.tokenizer)
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
@@ -71,7 +73,8 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
         sent["grammar"] = "tools"
     messages, how = fields.pop("messages", None), template_options(fields)
     _translate(fields, sent)
-    is_reasoning = service.read_chat(messages, fields, tools, how)
+    ids = chat_prompt(messages, service.tokenizer, service.max_length, tools, how)
+    fields["prompt"], is_reasoning = ids, reasoning_of(service.tokenizer, ids) == OPEN
     if tools:
         return partial(tools.reader, is_reasoning)
     return partial(AnswerReader, service.call_form or Form(), (), is_reasoning)
@@ -133,6 +136,10 @@ class Chat(InParts, OpenAIShape):
         call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
         calls.append(call | {"function": part._asdict()})
         return {"tool_calls": [{"index": len(calls) - 1} | calls[-1]]}
+
+    def shown(self, event: Json, number: int) -> str:
+        self.note(event, number)
+        return super().shown(event, number)
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
         """The chunk of a part."""

@@ -5,17 +5,21 @@ usual parts an answer, and a stream's last chunk, has `metrics.speculative_decod
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from flask import Flask, Response
 
-from runtime.models.prompts import is_text
-from runtime.values import Json
+from runtime.models.fim import infill_prompt
+from runtime.models.prompts import LONG_TEXT, is_text, long_texts, prompt_ids
+from runtime.values import Engine, Json, Model, Request, RequestError, check_prompt
+from server.events import trace
 from server.fields import known_fields, wrong
-from server.parsing import KNOWN
-from server.service import Service, read_body
+from server.parsing import KNOWN, model_id, parse_request
+from server.service import Parsed, Service, read_body
 
 from .shapes import Logprobs, OpenAIShape, Places
 
@@ -36,11 +40,63 @@ def register_routes(app: Flask, service: Service) -> None:
         prompts, shape = _prompts_of(fields.get("prompt")), Completion(service, fields)
         shape.num_prompts = len(prompts)
         if echo or len(prompts) > 1:
-            sent, prompts = prompts, service.read_list(prompts)
+            sent, prompts = prompts, _ids_of(prompts, service.engine.target)
         if echo:
             shape.begins = _begins(service, fields, sent, prompts)
         fields["prompt"] = prompts[0]
-        return service.respond(fields, shape, prompts if len(prompts) > 1 else None)
+        parse = partial(_parse_list, prompts) if len(prompts) > 1 else None
+        return service.respond(fields, shape, parse)
+
+
+@contextmanager
+def _at_place(i: int) -> Iterator[None]:
+    """Let an error about the prompt name its place in the list."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = f"prompt[{i}]"
+            is_first = error.message.startswith("prompt ")
+            what = error.message.removeprefix("prompt ")
+            error.message = f"{error.param}{' ' if is_first else ': '}{what}"
+        raise
+
+
+def _ids_of(values: list[Any], target: Model) -> list[list[int]]:
+    """The ids of each prompt in a list, which the context can hold. Raises RequestError."""
+    context = target.max_length
+    sizes = [len(value) for value in values if isinstance(value, str)]
+    are_short = max(sizes, default=0) <= LONG_TEXT  # else one of them takes the turn
+    every = list[list[int]]()
+    with long_texts.take(sum(sizes) if are_short else 0):
+        for i, value in enumerate(values):
+            with _at_place(i) if len(values) > 1 else nullcontext():
+                every.append(prompt_ids(value, target.tokenizer, context))
+                try:
+                    check_prompt(every[-1], context, target.vocab_size, max_tokens=0)
+                except ValueError as error:
+                    raise RequestError(str(error), param="prompt") from error
+    return every
+
+
+def _parse_list(prompts: list[list[int]], body: Json, engine: Engine, defaults: Json) -> Parsed:
+    """`parse_request` for each of these prompts: (requests, stream, warnings).
+
+    Each has the fields of the body, its seed, too. There are the choices of the first prompt, then
+    those of the second, …
+    """
+    requests, notes = list[Request](), list[str]()
+    for i, prompt in enumerate(prompts):
+        with _at_place(i):
+            one = body | {"prompt": prompt}
+            request, stream, compare, notes = parse_request(one, engine, defaults)
+        requests.append(replace(request, num_prompts=len(prompts)))
+    if compare:
+        raise RequestError("compare goes with one prompt", param="compare")
+    if trace:
+        total = sum(len(request.prompt) for request in requests)
+        trace.check_scores(total, requests[0].prompt_logprobs, requests[0].n)
+    return [choice for request in requests for choice in request.choices], stream, notes
 
 
 def _fill_in(service: Service, fields: Json) -> None:
@@ -54,7 +110,8 @@ def _fill_in(service: Service, fields: Json) -> None:
     for name, value in ("prompt", before), ("suffix", suffix):
         if value != "" and not is_text(value):
             raise wrong(name, "must be a text, where a gap is to be filled in")
-    service.read_infill(before, suffix, fields)
+    name, tokenizer = model_id(service.name), service.tokenizer
+    fields["prompt"] = infill_prompt(before, suffix, tokenizer, name, service.max_length)
 
 
 def _prompts_of(prompt: Any) -> list[Any]:
@@ -112,6 +169,7 @@ class Completion(OpenAIShape):
 
     def __init__(self, service: Service, fields: Json) -> None:
         super().__init__(fields)
+        self._begun = set[int]()  # choices whose prompt is repeated already
         self._places = defaultdict[int, Places](partial(Places, service.tokenizer))  # by choice
 
     def choice(self, index: int, body: Json) -> Json:
@@ -124,17 +182,27 @@ class Completion(OpenAIShape):
     def end(self, index: int, reason: str) -> Json:
         return self._choice(index, "", None, reason)
 
-    def head(self, number: int, scores: Callable[[], list[Json | None]]) -> str:
-        """A chunk that repeats the prompt."""
-        if not self.begins or number >= self.num_choices:
+    def _beginning(self, number: int) -> str:
+        """Before a choice's first event, a chunk that repeats the prompt."""
+        if not self.begins or number in self._begun or number >= self.num_choices:
             return ""
-        return self.chunk(self._choice(number, *self._echo(number, scores())))
+        self._begun.add(number)
+        # Scores of the prompt, which the first of its choices has.
+        scored = self.runs[number - number % self.per_prompt].sequence
+        scores = trace.prompt_logprobs(scored) if trace else []
+        return self.chunk(self._choice(number, *self._echo(number, scores)))
+
+    def last(self, body: Json) -> Iterator[str]:
+        yield from filter(None, map(self._beginning, range(self.num_choices)))
+        yield from super().last(body)
 
     def shown(self, event: Json, number: int) -> str:
         """A chunk for an event of a choice; a comparison's other runs are not shown."""
+        beginning = self._beginning(number)
+        self.note(event, number)
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
         is_news = number < self.num_choices and (text or logprobs is not None)
-        return self.chunk(self._choice(number, text, logprobs)) if is_news else ""
+        return beginning + (self.chunk(self._choice(number, text, logprobs)) if is_news else "")
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""

@@ -161,7 +161,7 @@ class OpenAIShape(Shape):
 
     def _usage(self, index: int) -> Json:
         """What a choice has taken so far."""
-        prompt, new = len(self.requests[index].prompt), self._num_tokens[index]
+        prompt, new = len(self.runs[index].request.prompt), self._num_tokens[index]
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _with_ids(self, choices: Sequence[Json]) -> Json:
@@ -175,7 +175,7 @@ class OpenAIShape(Shape):
             if index not in self._told and (self.has_own_prompts or not self._told):
                 self._told.add(index)
                 place = parts[-1] if self.has_own_prompts else of_all
-                place["prompt_token_ids"] = self.requests[index].prompt
+                place["prompt_token_ids"] = self.runs[index].request.prompt
         return {"choices": parts} | of_all
 
     def chunk(self, *choices: Json, **more: Any) -> str:
