@@ -111,7 +111,7 @@ _BLOCKED = """import sys
 
 class Blocker:
     def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("h11", "llguidance", "prometheus_client", "gguf", "ziglang"):
+        if name.partition(".")[0] in ("llguidance", "prometheus_client", "gguf", "ziglang"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())
