@@ -21,10 +21,10 @@ from runtime import plug
 from runtime.values import Draft, Request, RequestError, TextSequence, Verdict, in_short
 
 from .base import Drafter, first_choice
-from .checks import checked_drafts, checked_ids
 from .plan import DraftedText, Guess, Task, UnseenCycle, count_verified, split_verdict
 
 tree = plug("drafters.tree")  # without it drafts do not branch
+checks = plug("drafters.checks")  # without it drafts are verified as they come
 
 AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
@@ -198,7 +198,8 @@ class DrafterPool:
         """Drafts that can be verified; an empty one for a text that loses its drafter."""
         states, limits = [text.states[name] for text in texts], [text.task.limit for text in texts]
         asked = [(text.request, text.task.limit) for text in texts]
-        check = partial(checked_drafts, asked=asked, vocab_size=self._vocab_size)
+        rest = {"asked": asked, "vocab_size": self._vocab_size}
+        check = checks and partial(checks.checked_drafts, **rest)
         try:
             drafts = self.drafters[name].call("propose_batch", states, limits, then=check)
         except Exception as error:
@@ -225,7 +226,8 @@ class DrafterPool:
         drafter = self.drafters[name]
         if name not in text.states or not drafter.can_guess:
             return None
-        check = partial(checked_ids, most=max_tokens, vocab_size=self._vocab_size)
+        rest = {"most": max_tokens, "vocab_size": self._vocab_size}
+        check = checks and partial(checks.checked_ids, **rest)
         with self._containing(text, name, "guess"):
             if not self._prepare(text, name, max_tokens):
                 return Guess([])

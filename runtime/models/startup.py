@@ -1,26 +1,19 @@
 """A quick start and a good end: the core imports this before torch, which takes seconds to import.
 
-Too little memory, too few threads or Ctrl-C is one line and an exit status, not a traceback. While
-transformers is imported, what it brings for compiling and for training on several machines stays
-out: a thousand modules, and more than a second. Meanwhile ahead.py reads weights.
+Too little memory, too few threads or Ctrl-C is one line and an exit status, not a traceback.
+quick_import.py leaves out what transformers does not need, while ahead.py reads weights.
 """
 
-import functools
 import gc
-import importlib
 import os
 import signal
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, TracebackType
-from typing import Any
+from types import TracebackType
 
 from runtime import plug
 
 _IS_COMMAND = sys.argv[0].endswith("speculative_decoding.py")
 _SIGNS = "allocate memory", "bad_alloc", "can't start new thread", "out of memory", "map segment"
-_COMPILER = "torch._dynamo"
-_ALONE = f"{_COMPILER}._trace_wrapped_higher_order_op"  # what transformers imports of it
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -57,48 +50,6 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     sys.__excepthook__(kind, error, trace)
 
 
-class _Compiler(ModuleType):
-    """Stands for torch's compiler, until anything else than to mark functions is asked of it.
-
-    An import of a part of the compiler comes here, too: first the compiler itself is imported.
-    """
-
-    @staticmethod
-    def disable(function: Any = None, *_: Any, **__: Any) -> Any:
-        """The function itself, from a decorator with arguments or without."""
-        return function if callable(function) else _Compiler.disable
-
-    allow_in_graph = assume_constant_result = disable
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__", "find_", "invalidate_")):  # what importlib asks of finders, too
-            raise AttributeError(name)
-        return getattr(self.create_module(ModuleSpec(_COMPILER, None)), name)
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        is_part = name.startswith(f"{_COMPILER}.") and name != _ALONE
-        return ModuleSpec(name, self) if is_part else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if sys.modules.get(_COMPILER) is self:
-            del sys.modules[_COMPILER]
-            sys.meta_path.remove(self)
-        return importlib.import_module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: the module was run when it was imported."""
-
-
-def _cached(*given: Any, **options: Any) -> Any:
-    """lru_cache. transformers reads the names in its 2,600 files once, and no lines before them."""
-    if not given or getattr(given[0], "__name__", "") != "create_import_structure_from_path":
-        return lru_cache(*given, **options)
-    names = given[0].__globals__
-    usual = names["fetch__all__"]
-    names["fetch__all__"] = lambda text: usual(text[text.rfind("\n__all__") + 1 :])
-    return lru_cache(None)(given[0])
-
-
 sys.excepthook = _hook  # an import may fail for lack of memory
 # Until a command runs, a signal ends the process at once: an exception could be lost in an import.
 if any(word.startswith("--port") for word in sys.argv[1:]) and sys.argv[0].endswith(".py"):
@@ -112,17 +63,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 gc.set_threshold(10_000)  # the imports make 600,000 objects, which stay
 if _IS_COMMAND and (ahead := plug("runtime.models.ahead")):
     ahead.begin(sys.argv[1:])
-if "transformers" not in sys.modules and _COMPILER not in sys.modules:
-    import torch.distributed
-
-    sys.meta_path.insert(0, compiler := _Compiler(_COMPILER))
-    compiler.__path__ = [f"{torch.__path__[0]}/_dynamo"]
-    sys.modules[_COMPILER] = compiler
-    is_available, lru_cache = torch.distributed.is_available, functools.lru_cache
-    torch.distributed.is_available, functools.lru_cache = lambda: False, _cached
-    import transformers.masking_utils
-    import transformers.modeling_utils  # noqa: F401
-
-    torch.distributed.is_available, functools.lru_cache = is_available, lru_cache
+plug("runtime.models.quick_import")
 if not _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
     signal.signal(signal.SIGINT, signal.default_int_handler)
