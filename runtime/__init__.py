@@ -1,10 +1,12 @@
 """What computes: values, how tokens are chosen, KV caches, models, grammars and kernels."""
 
+import functools
 import logging
 from importlib import import_module
 from typing import Any
 
 
+@functools.cache  # what is missing is logged once
 def plug(name: str) -> Any:
     """The module `name`, which may be deleted: None without it, or without a package it needs."""
     try:
