@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from runtime.sampling import Noise, NothingLeft, confidence, sample
-from runtime.values import Draft, Model, Output, Request, Sampling, StopRule, Verdict
+from runtime.values import Draft, Model, Output, Request, Sampling, Verdict
 
 from .plan import DraftedText, UnseenCycle
 
@@ -62,7 +62,7 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    stop_rule: StopRule | None = None  # when a draft stops early; None: never. Set by the pool
+    stop_rule: Callable[[list[float]], bool] | None = None  # goes on behind such confidence?
     forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 
 
@@ -201,6 +201,12 @@ class Drafter(ABC):
             kind = type(state).__name__
             raise TypeError(f"open returned a {kind}: write return list(prompt), or observe, too")
         state.extend(verdict.tokens)
+
+    def count(self, text: DraftedText, draft: Draft, judged: Draft, came: list[int]) -> None:  # noqa: B027
+        """Note what became of its draft, which is a part of the `judged` one; these tokens came.
+
+        Of a drafter from a file it is not called.
+        """
 
     def close(self, state: Any) -> None:  # noqa: B027  (most drafters hold nothing to give back)
         """The request is over. Always called, also after an error."""

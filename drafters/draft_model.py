@@ -28,10 +28,6 @@ from runtime.values import Draft, Model, Sampling, Verdict
 
 from .base import Chain, Context, ModelDrafter, ModelState
 
-_FEWEST, _MOST = 16_384, 65_536  # frequent words
-_NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
-_LOOKED_AT = 1024  # latest tokens of a text, whose rare words may come again
-
 
 class DraftModelDrafter(ModelDrafter):
     """Runs `--draft-model`, one batched forward per draft step for all requests that use it."""
@@ -73,8 +69,8 @@ class DraftModelDrafter(ModelDrafter):
         # Embeddings may be padded. Ids that only one of the two models has are never drafted.
         self._vocab_size = context.target.vocab_size
         self._shared = min(draft.vocab_size, self._vocab_size)
-        width = draft.model.get_input_embeddings().weight.shape[-1]
-        self._num_frequent = num_frequent(draft.num_weights, width, self._shared)
+        # A call of C chooses among some of these words.
+        self._words = kernels.FrequentWords(draft, self._shared) if kernels.are_used() else None
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> ModelState:
         row = self._draft.cache.open_row()
@@ -98,12 +94,10 @@ class DraftModelDrafter(ModelDrafter):
         # What the grammar forces is fed, too. The draft begins with it.
         free = [max(0, n - len(s.forced)) for n, s in zip(limits, states, strict=True)]
         if is_compiled and kernels.can_chain(cache, states, fed, free):
-            count = self._num_words(states)
-            own = {token for s in states for token in (*s.text[-_LOOKED_AT:], *s.forced)}
+            words, rarer = self._words.of(states)
             drafts = kernels.draft_chain(
-                model.compiled.decoder, cache, states, fed, free, kernels.vocabulary_of(count),
-                rarer=sorted(token for token in own if count <= token < self._shared),
-            )  # fmt: skip
+                model.compiled.decoder, cache, states, fed, free, words, rarer=rarer
+            )
             begins = [s.forced[:n] for s, n in zip(states, limits, strict=True)]
             return [begun(*each) for each in zip(begins, drafts, strict=True)]
         chains = list(map(Chain, states, limits))
@@ -125,17 +119,6 @@ class DraftModelDrafter(ModelDrafter):
         if self._prefixes and may_restore and not cache.lengths[row]:
             self._prefixes.restore(row, state.text)
         cache.truncate(row, min(cache.lengths[row], len(state.text) - 1))
-
-    def _num_words(self, states: list[ModelState]) -> int:
-        """Among how many words drafts choose: the frequent ones, while texts keep to those.
-
-        The output layer is a large part of a small model, so fewer words make a step faster. Ids
-        are in the order in which the tokenizer's training added the words: the most frequent first.
-        Beside these, drafts choose among the rare words that the texts have.
-        """
-        recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
-        num_rare = sum(token >= self._num_frequent for token in recent)
-        return self._num_frequent if num_rare <= _MOST_RARE * len(recent) else self._shared
 
     def observe(self, state: ModelState, verdict: Verdict) -> None:
         cache = self._draft.cache
@@ -159,16 +142,6 @@ def begun(forced: Sequence[int], draft: Draft) -> Draft:
         return draft
     sure = draft.confidence and [1.0] * len(forced) + draft.confidence
     return replace(draft, tokens=[*forced, *draft.tokens], confidence=sure)
-
-
-def num_frequent(num_weights: int, width: int, num_words: int) -> int:
-    """Among how many words a model drafts a usual text; `width` is that of its embeddings.
-
-    A step reads as many numbers for each word as an embedding has. Of a large model words are a
-    small part, so it can choose among more of them.
-    """
-    num_others = num_weights // width - num_words
-    return min(num_words, max(_FEWEST, min(_MOST, num_others // 2)))
 
 
 def check_words(names: list[str], words: list[dict[str, int]]) -> None:

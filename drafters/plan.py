@@ -19,9 +19,7 @@ from runtime.values import (
     MAX_SPECULATIVE_TOKENS,
     Cycle,
     Draft,
-    Json,
     Request,
-    StopRule,
     TextSequence,
     Verdict,
 )
@@ -29,53 +27,13 @@ from runtime.values import (
 IDLE = "idle"  # no request may draft
 
 
-class Decision(NamedTuple):
-    """What was chosen, and the numbers behind it; costs in passes of plain decoding."""
-
-    drafter: str
-    num_tokens: int
-    alpha: float = 0.0  # of the first position
-    c: float = 0.0
-    break_even: float = 1.0  # the chance of being accepted at which a draft of a token pays
-    least_chance: float = 0.0  # the least acceptance at which one more drafted token pays
-    expected_speedup: float = 1.0  # of the whole batch
-    is_probe: bool = False
-    is_timing: bool = False  # nothing was chosen: the clock measures plain cycles
-
-    def as_dict(self) -> Json:
-        """A dict for JSON, with the sentence."""
-        values = {n: round(v, 4) if isinstance(v, float) else v for n, v in self._asdict().items()}
-        return values | {"says": str(self)}
-
-    def __str__(self) -> str:
-        if self.is_timing:
-            return "K=0 for now: a few plain cycles are timed, to compare with"
-        alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
-        if self.is_probe:
-            return f"a probe, one token of {self.drafter}: α {alpha}, break-even {even} (c {c})"
-        if self.num_tokens:
-            expected = f"expected {self.expected_speedup:.2f}×"
-            return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
-        if self.break_even > 1:
-            work = f"to draft with {self.drafter} and verify"  # c is the first part of it
-            return f"K=0 is faster here: {work} costs more than it can save (c {c})"
-        if self.alpha >= self.break_even:  # it has text to read first, say
-            return f"K=0 is faster now: starting {self.drafter} would not pay yet (α {alpha})"
-        return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
-
-
-def _short(value: float) -> str:
-    """Example: 0.714 -> ".71"."""
-    return f"{value:.2f}".removeprefix("0")
-
-
 class Task(NamedTuple):
     """What a text is to have drafted in a cycle."""
 
     drafter: str = ""  # a name, or that of several whose drafts are merged; empty for none
     limit: int = 0  # tokens, at most
-    stop_rule: StopRule | None = None  # when a draft stops early; None: never
-    decision: Any = None  # of the controller, with its reasons: to be shown
+    stop_rule: Any = None  # when a draft stops early; None: never
+    decision: Any = None  # auto/'s Decision, with its reasons: to be shown
 
 
 class Guess(NamedTuple):
@@ -110,8 +68,8 @@ class DraftedText:
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # a drafter's fault that is to end the request
     num_cached: int = 0  # tokens of the prompt that came from the prefix cache
-    accepted: Counter[str] = field(default_factory=Counter)  # tokens, by drafter that `needs` a
-    rejected: Counter[str] = field(default_factory=Counter)  # field, and those verified in vain
+    # Tokens of the prediction that were accepted, and those verified in vain.
+    predicted: Counter[str] = field(default_factory=Counter)
     # Of chunks of a prompt that are read, by the position of their first token.
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     # Of the text since its beginning, one after the other: states [tokens, D] by layer.
@@ -168,23 +126,6 @@ def split_verdict(verdict: Verdict, draft: Draft) -> list[Verdict]:
         states = hidden.tensor_split([len(hidden) - len(rest)])
     first = Verdict(len(draft.tokens), count, tokens, states[0])
     return [first, Verdict(0, len(rest) - 1, rest, states[1])] if rest else [first]
-
-
-def count_verified(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
-    """How many tokens of a drafter's chain were verified, and how many of them the text got.
-
-    Those behind an end of text count as not verified. `came` are the tokens that the text got.
-
-    Example: 5 6 7 in a tree that has 5 6 and 5 8; the text got 5 8 9 -> 2, 1.
-    """
-    at, num_verified, num_kept = -1, 0, 0
-    for token in chain:
-        below = [i for i in verified.children(at) if verified.tokens[i] == token]
-        if not below or num_kept == len(came):
-            break
-        at, num_verified = below[0], num_verified + 1
-        num_kept += came[num_kept] == token and num_kept == num_verified - 1
-    return num_verified, num_kept
 
 
 @dataclass

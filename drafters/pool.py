@@ -21,7 +21,7 @@ from runtime import plug
 from runtime.values import Draft, Request, RequestError, TextSequence, Verdict, in_short
 
 from .base import Drafter, first_choice
-from .plan import DraftedText, Guess, Task, UnseenCycle, count_verified, split_verdict
+from .plan import DraftedText, Guess, Task, UnseenCycle, split_verdict
 
 tree = plug("drafters.tree")  # without it drafts do not branch
 checks = plug("drafters.checks")  # without it drafts are verified as they come
@@ -279,10 +279,7 @@ class DrafterPool:
             if name not in text.states:
                 continue
             drafter = self.drafters[name]
-            if drafter.needs:
-                num_verified, num_kept = count_verified(draft.tokens, judged, verdict.tokens)
-                text.accepted[name] += num_kept
-                text.rejected[name] += num_verified - num_kept
+            drafter.count(text, draft, judged, verdict.tokens)
             if is_last and not drafter.keeps_outputs:
                 continue
             with self._containing(text, name, "observe"):

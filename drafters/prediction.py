@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from runtime.sampling import Noise
-from runtime.values import Sampling, Verdict
+from runtime.values import Draft, Sampling, Verdict
 
 from .base import GuessingDrafter
 from .plan import DraftedText
@@ -105,3 +105,25 @@ class PredictionDrafter(GuessingDrafter):
 
     def observe(self, state: Expected, verdict: Verdict) -> None:
         state.extend(verdict.tokens)
+
+    def count(self, text: DraftedText, draft: Draft, judged: Draft, came: list[int]) -> None:
+        num_verified, num_kept = count_verified(draft.tokens, judged, came)
+        text.predicted["accepted"] += num_kept
+        text.predicted["rejected"] += num_verified - num_kept
+
+
+def count_verified(chain: list[int], verified: Draft, came: list[int]) -> tuple[int, int]:
+    """How many tokens of a drafter's chain were verified, and how many of them the text got.
+
+    Those behind an end of text count as not verified. `came` are the tokens that the text got.
+
+    Example: 5 6 7 in a tree that has 5 6 and 5 8; the text got 5 8 9 -> 2, 1.
+    """
+    at, num_verified, num_kept = -1, 0, 0
+    for token in chain:
+        below = [i for i in verified.children(at) if verified.tokens[i] == token]
+        if not below or num_kept == len(came):
+            break
+        at, num_verified = below[0], num_verified + 1
+        num_kept += came[num_kept] == token and num_kept == num_verified - 1
+    return num_verified, num_kept

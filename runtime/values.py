@@ -6,7 +6,6 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # runtime/models/ahead.py works while torch is imported
@@ -266,26 +265,6 @@ class Verdict:
         assert len(self.tokens) == self.accepted + 1, (
             "a verdict is the accepted drafts and one target token"
         )
-
-
-class StopRule(NamedTuple):
-    """When a draft in the making ends: where one more token is too unlikely to be worth its step.
-
-    `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;
-    `mean` is the share of all tokens of this text, which stands for the token to come.
-
-    Example: chances .05, .15, …, .95, mean .9 and least_chance .3: behind confidences .85 and .42
-    the chance of one more token is .85 · .45 · .9 = .34, so the draft goes on.
-    """
-
-    chances: list[float]
-    mean: float
-    least_chance: float  # of being accepted, of a token that is worth its step
-
-    def __call__(self, confidence: list[float]) -> bool:
-        """Whether a draft goes on behind tokens of such confidence."""
-        chance = prod(self.chances[min(9, int(10 * sure))] for sure in confidence) * self.mean
-        return chance >= self.least_chance
 
 
 Json = dict[str, Any]  # an object of JSON, or what is to become one

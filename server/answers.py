@@ -100,7 +100,7 @@ def _usage(sequences: list[TextSequence], n: int) -> Json:
         details.update(formats.reasoning_tokens(s) if formats else {})
         if s.request.prediction:
             for fate in ("accepted", "rejected"):
-                details[f"{fate}_prediction_tokens"] += getattr(s.drafting, fate)["prediction"]
+                details[f"{fate}_prediction_tokens"] += s.drafting.predicted[fate]
     return usage | ({"completion_tokens_details": dict(details)} if details else {})
 
 

@@ -1,17 +1,11 @@
 """Puts an engine together: a target, a draft model, drafters, a controller and a prefix cache."""
 
-import logging
-from collections import Counter
-from contextlib import suppress
-from copy import copy
-
 import drafters
 from runtime import kernels, plug
 from runtime.models import StartError
-from runtime.models.loading import PROGRESS, check, refusal
+from runtime.models.loading import check, refusal
 from runtime.models.startup import end_ahead
-from runtime.statistics import Totals
-from runtime.values import Engine, Model, Request
+from runtime.values import Engine, Model
 from server import core
 
 from . import answers
@@ -64,34 +58,6 @@ def load_engine(options: Options) -> Engine:
     for model in filter(None, (engine.target, engine.draft_model)):
         check(model)
     LOG.info(answers.setting(engine, options))
-    warm_up(engine)
+    if warming := plug("server.warming"):  # else the first requests are slow
+        warming.warm_up(engine)
     return engine
-
-
-def uncounted(engine: Engine) -> Engine:
-    """A copy of the engine whose runs no statistics count and no controller learns from.
-
-    It logs none of its drafters' failures.
-    """
-    twin = copy(engine)
-    twin.pool, twin.planner = copy(engine.pool), drafters.FixedK()
-    twin.totals, twin.pool.failures = Totals(engine.pool.choices), Counter()
-    twin.pool.log = logging.Logger("nobody's", logging.CRITICAL + 1)
-    return twin
-
-
-def warm_up(engine: Engine) -> None:
-    """Let the target and each model that drafts run once, before a measurement counts.
-
-    First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
-    at K + 1 rows. Statistics are dropped. A fault is ignored: it comes again at run time.
-    """
-    PROGRESS.info("warming up: each model runs once, as its first pass is slow")
-    prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    models = [name for name, model in engine.pool.drafters.items() if not model.can_guess]
-    for name in models or [None]:
-        with suppress(Exception):
-            request = Request(prompt, 16, name, isolated=True)
-            for _, cycle in uncounted(engine).generate(request):
-                if cycle.number:
-                    break

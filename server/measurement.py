@@ -23,8 +23,8 @@ from runtime import kernels
 from runtime.cache.states import MOST_RECORDED
 from runtime.values import Draft, Engine, Json, Request, TextSequence, in_short
 
-from .assembly import uncounted
 from .curve import LOG, PARTS, ROWS, Curve, Store
+from .warming import uncounted
 
 _LONGEST_PASS_MS = 750.0  # a request may come meanwhile
 _TURNS = 3

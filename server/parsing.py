@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
-from drafters.pool import AUTO, TREE
 from runtime import plug
 from runtime.models.prompts import large_bodies, prompt_ids
 from runtime.values import (
@@ -33,10 +32,11 @@ from .events import trace
 from .fields import IDS, NAMES, TRUTH, Check, integer, is_stop, known_fields, list_of, number, wrong
 
 chat, comparison = plug("runtime.models.chat"), plug("server.comparison")
-formats, masks = plug("server.formats"), plug("server.masks")
+formats, masks, prediction = map(plug, ("server.formats", "server.masks", "server.prediction"))
 # Each of these may be deleted, with the fields that go with it.
 _PLUGGED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "runtime/models/chat.py": (chat, ("chat", "prediction")),
+    "runtime/models/chat.py": (chat, ("chat",)),
+    "server/prediction.py": (prediction, ("prediction",)),
     "server/comparison.py or server/trace.py": (comparison and trace, ("compare",)),
     "server/formats.py or runtime/grammars/": (
         formats, ("response_format", "json_schema", "regex", "grammar", "choice"),
@@ -75,7 +75,6 @@ def parse_json(data: bytes) -> Json:
 
 
 # ----------------------------------------------------------------------- what a field may hold
-_PREDICTION = "prediction"  # the name of the field, and of its drafter
 _STOP = "a non-empty string of at most 1000 characters"
 _MOST_STOPS, _MOST_BIASES = 64, 300
 _STREAM_OPTIONS = "include_usage", "continuous_usage_stats", "include_obfuscation"
@@ -215,7 +214,9 @@ def parse_request(
         request = masks.masked(request, known, target)
     if formats:
         request = replace(request, grammar=formats.grammar_of(body, engine, prompt))
-    request, notes = _expecting(request, known, target)
+    notes = list[str]()
+    if prediction:
+        request, notes = prediction.expecting(request, known, target)
     return request, values.get("stream", False), values.get("compare", False), notes
 
 
@@ -269,18 +270,3 @@ def _check_choices(count: int, seed: int, compare: bool) -> None:
     if seed + count > 1 << 64:
         why = f"seed must be at most {(1 << 64) - count} with n {count}"
         raise RequestError(f"{why}: choices have the seeds behind it", param="seed")
-
-
-def _expecting(request: Request, known: Json, target: Model) -> tuple[Request, list[str]]:
-    """The request with its prediction's ids, if its drafter reads them; and warnings."""
-    given, ids = known.get(_PREDICTION), ()
-    if given is not None:
-        ids = chat.prediction_ids(given, target.tokenizer, target.max_length)
-    if known.get("drafter") == _PREDICTION and not ids:
-        raise RequestError("drafter prediction goes with a prediction", param="drafter")
-    request, notes = replace(request, prediction=ids), list[str]()
-    if ids and request.drafter not in (AUTO, TREE, _PREDICTION):
-        notes = [f"prediction was not used: the drafter is {request.drafter or PLAIN}"]
-    elif ids and "num_speculative_tokens" not in known:  # long drafts pay: most tokens are right
-        request = replace(request, num_speculative_tokens=MAX_SPECULATIVE_TOKENS)
-    return request, notes

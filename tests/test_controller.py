@@ -34,6 +34,7 @@ from drafters.auto.estimates import (
     Certainty,
     Costs,
     Lengths,
+    StopRule,
 )  # fmt: skip
 from drafters.auto.planner import (
     CHOICE_BUDGET,
@@ -44,11 +45,11 @@ from drafters.auto.planner import (
 )  # fmt: skip
 from drafters.pool import DraftedText, DrafterPool, Task
 from runtime.statistics import Statistics
-from runtime.values import Request, StopRule, Verdict
-from server import assembly, core
-from server.assembly import uncounted, warm_up
+from runtime.values import Request, Verdict
+from server import assembly, core, warming
 from server.curve import Curve
 from server.options import Options
+from server.warming import uncounted, warm_up
 from tools import simulated
 
 K = 8
@@ -902,7 +903,7 @@ def test_a_measurement_silences_no_drafter_of_a_request(demo_engine, caplog):
 
 def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
     warmed, options = [], Options(model="embedded", kernels=False)
-    monkeypatch.setattr(assembly, "warm_up", warmed.append)
+    monkeypatch.setattr(warming, "warm_up", warmed.append)
     monkeypatch.setattr(assembly, "assemble_engine", lambda *_: demo_engine)
     monkeypatch.setattr("runtime.kernels.report_of", lambda model: model.report, raising=False)
     assert [core.load_engine(options)] == warmed == [demo_engine]

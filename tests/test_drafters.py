@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from drafters import Drafter
-from drafters.draft_model import num_frequent
 from drafters.ngram import NgramIndex
 from drafters.timed import Fault, TimedDrafter
 from runtime.cache.prefix import PrefixCache
 from runtime.kernels import library
+from runtime.kernels.words import num_frequent
 from runtime.values import Draft, Request, RequestError, in_short
 from server import answers, core, log
 from server.options import Options
@@ -583,7 +583,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompt
     drafter = demo_engine.pool.drafters[name]
 
     def drafted(limit):
-        monkeypatch.setattr(drafter, "_num_frequent", limit)
+        monkeypatch.setattr(drafter._words, "num_frequent", limit)
         assert_lossless(demo_engine, prompt, 30, name)
         return propose_and_close(drafter, [fresh_state(demo_engine, drafter, prompt)], [20])[0]
 
@@ -591,7 +591,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompt
     few = drafted(border)
     assert few and max(few) < border
     assert any(token >= 2 for token in drafted(2))  # all are rare
-    monkeypatch.setattr("drafters.draft_model._MOST_RARE", 1.0)
+    monkeypatch.setattr("runtime.kernels.words.MOST_RARE", 1.0)
     prompt = prompts["easy_table"]
     few = drafted(max(prompt) + 1)
     assert set(few) <= set(prompt) and drafted(max(few)) == few != []

@@ -26,6 +26,7 @@ from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler, run
 from families import save_small
 from test_heads import new_eagle3, target_folder  # noqa: F401
 
+from drafters.auto.estimates import StopRule
 from runtime import kernels
 from runtime.folders import own_folder
 from runtime.kernels import chain, library
@@ -33,7 +34,7 @@ from runtime.kernels.decoder import Rows
 from runtime.kernels.parts import is_same
 from runtime.kernels.weights import FORMS, PackedMatrix
 from runtime.models import gguf_file
-from runtime.values import Request, StopRule
+from runtime.values import Request
 from server import core, trace
 
 pytestmark = needs_compiler

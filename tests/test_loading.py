@@ -628,7 +628,7 @@ def test_the_embedded_draft_model_is_compared(monkeypatch):
     """Both models are; the tests of the embedded ones would not notice if none were."""
     seen = []
     monkeypatch.setattr(reference.Reference, "check", lambda self, cached: seen.append(cached.name))
-    monkeypatch.setattr("server.assembly.warm_up", lambda engine: None)
+    monkeypatch.setattr("server.warming.warm_up", lambda engine: None)
     core.load_engine(Options(model="embedded"))
     assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]
 

@@ -13,15 +13,14 @@ from started import CHAT, GENERATE, ROUTES, is_error, text_of
 from drafters.auto import Controller
 from drafters.auto.estimates import Acceptance
 from drafters.auto.planner import Candidate
-from drafters.plan import count_verified
-from drafters.prediction import Expected, PredictionDrafter
+from drafters.prediction import Expected, PredictionDrafter, count_verified
 from runtime.cache.prefix import PrefixCache
 from runtime.models import prompts as reading
-from runtime.models.chat import prediction_ids
 from runtime.values import MAX_SPECULATIVE_TOKENS, Draft
 from server import core
 from server.curve import Curve
 from server.options import MOST_K
+from server.prediction import prediction_ids
 
 client = module_client(max_tokens=20)
 REJECTION = core.Sampling(temperature=0.9, verification="rejection")
@@ -67,7 +66,7 @@ def test_an_exact_prediction_is_drafted_at_full_length(demo_engine, prompts, pla
     s, events = run(demo_engine, prompt, prediction=(*text,), **fields)
     assert len(text) == 1 + 3 * 17 and s.statistics.target_passes == 3
     assert [len(event["proposals"]) for event in events] == [0, 16, 16, 16]
-    assert (s.drafting.accepted, s.drafting.rejected) == ({"prediction": 48}, {"prediction": 0})
+    assert s.drafting.predicted == {"accepted": 48, "rejected": 0}
 
 
 def unclocked(engine):
@@ -85,7 +84,7 @@ def test_auto_takes_the_prediction_where_it_is_best(engine, prompts, plain):
     for prediction, least in ((text, 0.85), (edited(text, random.Random(3)), 0.5)):
         given = {"prediction": (*prediction,), "isolated": True} | fields
         s, events = run(unclocked(engine), prompt, **given)
-        assert s.output == text and s.drafting.accepted["prediction"] >= least * len(text)
+        assert s.output == text and s.drafting.predicted["accepted"] >= least * len(text)
         if prediction == text:
             assert max(len(event["proposals"]) for event in events) == 16
 
@@ -108,7 +107,7 @@ def test_others_have_no_part_in_it(demo_engine, monkeypatch, prompts, name):
     monkeypatch.setattr(drafter, "open", lambda *_: opened.append(1) or Expected(), raising=False)
     fields = {"drafter": name, "max_tokens": 12}
     s, events = run(demo_engine, prompts["easy_facts"], **fields)
-    assert not opened and not s.drafting.accepted and not s.drafting.rejected
+    assert not opened and not s.drafting.predicted
     assert "prediction" not in {event.get("drafter") for event in events}
     s, _ = run(demo_engine, prompts["easy_facts"], prediction=(5, 6), **fields)
     assert len(opened) == (name in NAMES)

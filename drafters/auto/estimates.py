@@ -15,11 +15,11 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from math import inf
+from math import inf, prod
 from statistics import fmean, median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
-from runtime.values import MAX_SPECULATIVE_TOKENS, Json, StopRule
+from runtime.values import MAX_SPECULATIVE_TOKENS, Json
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 CERTAIN = 0.83  # how certain the target is of its tokens, before anything was seen
@@ -80,6 +80,26 @@ class Certainty:
         for chance in chances:
             self.count = min(self.count + 1, _MOST)
             self.mean += (chance - self.mean) / (self.count + _OF_OTHERS)
+
+
+class StopRule(NamedTuple):
+    """When a draft in the making ends: where one more token is too unlikely to be worth its step.
+
+    `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;
+    `mean` is the share of all tokens of this text, which stands for the token to come.
+
+    Example: chances .05, .15, …, .95, mean .9 and least_chance .3: behind confidences .85 and .42
+    the chance of one more token is .85 · .45 · .9 = .34, so the draft goes on.
+    """
+
+    chances: list[float]
+    mean: float
+    least_chance: float  # of being accepted, of a token that is worth its step
+
+    def __call__(self, confidence: list[float]) -> bool:
+        """Whether a draft goes on behind tokens of such confidence."""
+        chance = prod(self.chances[min(9, int(10 * sure))] for sure in confidence) * self.mean
+        return chance >= self.least_chance
 
 
 class Calibration:

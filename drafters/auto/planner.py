@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from drafters.plan import (
     IDLE,
-    Decision,
     FixedK,
     Guess,
     Plan,
@@ -38,6 +37,7 @@ from drafters.pool import DrafterPool
 from runtime.sampling import confidence
 from runtime.values import Cycle, Draft, Model, TextSequence
 
+from .decision import Decision
 from .estimates import READ_ALONG, SHORTEST, Acceptance, Agreement, Certainty, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET = 0.005, 0.01  # of the time, at most

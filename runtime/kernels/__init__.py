@@ -11,7 +11,7 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     speed_up_head                a head's layers in C (KernelHead), by mtp_layer or eagle_layer
     speed_up_blocks              a DFlash head's layers, which look ahead
     can_chain, draft_chain       a draft of several tokens in one call, and where that can be
-    vocabulary_of                the tokens that such a draft chooses among
+    vocabulary_of, FrequentWords the tokens that such a draft chooses among
     can_choose, choose, survivors, leaders, confidence
                                  what runtime/sampling.py computes, with the same bits
     score_rows                   log-probabilities, with about those of torch
@@ -41,6 +41,7 @@ _FILES = {
     ),
     "chain": ("draft_chain", "can_chain", "vocabulary_of"),
     "sampling": ("can_choose", "choose", "survivors", "leaders", "confidence", "score_rows"),
+    "words": ("FrequentWords",),
     "weights": ("PackedMatrix", "why_not_int8"),
     "patches": ("put_panels", "num_weights", "with_globals"),
     "experts": ("matrices_of", "put_experts"),

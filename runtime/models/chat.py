@@ -66,7 +66,7 @@ def _show_tags(tokenizer: Tokenizer) -> None:
     tokenizer._tokenizer = Backend.from_str(json.dumps(content))
 
 
-def _joined(content: Any) -> str | None:
+def joined(content: Any) -> str | None:
     """The text of a content, which may be a list of parts of type text; None of anything else."""
     if isinstance(content, list):
         of_text = (isinstance(part, dict) and part.get("type") == "text" for part in content)
@@ -238,7 +238,7 @@ def _turn(message: Any, i: int) -> Json:
     if turn["role"] == "assistant" and isinstance(thought := message.get(_REASONING), str):
         turn[_REASONING] = thought  # some templates write that of an answer under way
     if (content := message.get("content")) or "tool_calls" not in turn:
-        text = None if content == [] else _joined(content)
+        text = None if content == [] else joined(content)
         if text is None and content and isinstance(content, list):
             raise bad_field(f"{where}: only parts of type text are supported")
         if text is None:
@@ -260,25 +260,3 @@ def _about_tools(message: Json, where: str) -> Json:
     if not isinstance(number := message.get("tool_call_id"), str):
         raise bad_field(f"{where} has the role tool, and must have a tool_call_id")
     return {"tool_call_id": number}
-
-
-def prediction_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> tuple[int, ...]:
-    """The ids of the text that a client expects, as they would stand in the answer.
-
-    `value` is a text, or OpenAI's {"type": "content", "content": a text, or parts of type text}.
-    Raises RequestError for anything else, and for more tokens than `max_length`.
-    """
-    is_content = isinstance(value, dict) and value.get("type") == "content"
-    text = _joined(value.get("content")) if is_content else value
-    if not isinstance(text, str):
-        what = 'a text, or {"type": "content", "content": a text or a list of parts of type text}'
-        raise bad_field(f"prediction must be {what}")
-    if not text:
-        return ()
-    if not is_text(text):
-        raise bad_field("prediction holds a lone surrogate")
-    ids = tokenize(text, tokenizer, max_length, name="prediction", add_special_tokens=False)
-    if len(ids) > max_length:
-        what = f"the prediction's {len(ids)} tokens are more than a context of {max_length} holds"
-        raise RequestError(what, param="prediction")
-    return tuple(ids)
