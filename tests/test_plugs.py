@@ -9,10 +9,12 @@ transformers, flask and numpy alone.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -40,7 +42,7 @@ for drafter in ("none", "ngram", "mtp", "auto"):
     answers[drafter] = whole["text"], json.loads(events.split("data: ")[-2])["text"]
 asked = {
     "trace": True, "logprobs": 1, "prompt_logprobs": 1, "min_tokens": 1, "bad_words": ["a"],
-    "compare": True, "json_schema": True,
+    "compare": True, "json_schema": True, "prediction": "a",
 }
 refused = {}
 for name, value in asked.items():
@@ -63,47 +65,59 @@ class Plug(NamedTuple):
     fields: str = ""
 
 
-def in_models(*patterns):
-    """The files of runtime/models/ with such names."""
-    found = [path for each in patterns for path in (ROOT / "runtime/models").glob(each)]
+def in_room(room, *patterns):
+    """The files of a room with such names."""
+    found = [path for each in patterns for path in (ROOT / room).glob(each)]
     return tuple(str(path.relative_to(ROOT)) for path in found)
 
 
 PLUGS = {
     "auto": Plug(("drafters/auto",)),
-    "retry": Plug(("server/retry.py",)),
-    "page": Plug(("server/page",), "/page/"),
-    "dialects": Plug(("server/dialects",), "/v1/chat/completions"),
-    "metrics": Plug(("server/metrics.py",), "/metrics"),
-    "curve": Plug(("server/curve.py", "server/measurement.py"), "/curve"),
-    "comparison": Plug(("server/comparison.py",), fields="compare"),
-    "connection": Plug(("server/serving.py", "server/connection.py", "server/log.py")),
+    "trees": Plug(("drafters/tree.py",)),
+    "checks of drafts": Plug(("drafters/checks.py",)),
+    "drafters from files": Plug(in_room("drafters", "from_file.py", "timed.py")),
+    **{
+        name: Plug((f"drafters/{name}.py",))
+        for name in ("suffix", "grammar", "eagle3", "dflash", "self_int8")
+    },
+    "prediction": Plug(("drafters/prediction.py", "server/prediction.py"), fields="prediction"),
+    "kernels": Plug(("runtime/kernels", "runtime/folders.py")),
     "grammars": Plug(
         ("server/formats.py", "runtime/grammars"), "/v1/chat/completions", "json_schema"
     ),
-    "masks": Plug(("server/masks.py",), fields="min_tokens bad_words"),
-    "trace": Plug(("server/trace.py",), fields="trace logprobs prompt_logprobs compare"),
-    "generation": Plug(("server/generation.py",)),
-    "relay": Plug(("server/relay.py",)),
+    "trace": Plug(
+        ("server/trace.py", "runtime/scoring.py"), fields="trace logprobs prompt_logprobs compare"
+    ),
     "prefix cache": Plug(("runtime/cache/prefix.py",)),
     "recurrent layers": Plug(("runtime/cache/states.py",)),
-    "kernels": Plug(("runtime/kernels",)),
-    "trees": Plug(("drafters/tree.py",)),
-    "drafters from files": Plug(("drafters/from_file.py", "drafters/timed.py")),
+    "GGUF": Plug(in_room("runtime/models", "gguf_*.py", "ahead.py", "pair.py")),
+    "chats": Plug(
+        in_room("runtime/models", "chat.py", "calls.py", "tools.py", "template.py", "fim.py"),
+        "/v1/chat/completions", "prediction",
+    ),
+    "folder checks": Plug(in_room("runtime/models", "folder_checks.py", "tokenizer_bounds.py")),
+    **{
+        name: Plug((f"runtime/models/{name}.py",))
+        for name in (
+            "ahead", "pair", "fetch", "quick_import", "reference", "rope", "gpt_neo", "mimo",
+        )
+    },
+    "a process for templates": Plug(("runtime/models/child.py",), "/v1/chat/completions"),
+    "page": Plug(("server/page",), "/page/"),
+    "dialects": Plug(("server/dialects",), "/v1/chat/completions"),
     "anthropic": Plug(("server/dialects/anthropic.py",), "/v1/messages"),
     "responses": Plug(("server/dialects/responses.py",), "/v1/responses"),
     "completions": Plug(("server/dialects/completions.py",), "/v1/completions"),
-    "GGUF": Plug(in_models("gguf_*.py", "ahead.py", "pair.py")),
-    "folder checks": Plug(in_models("folder_checks.py", "tokenizer_bounds.py")),
-    **{
-        name: Plug(in_models(f"{name}.py"))
-        for name in ("ahead", "pair", "fetch", "reference", "rope", "gpt_neo", "mimo")
-    },
-    **{
-        name: Plug((f"drafters/{name}.py",))
-        for name in ("suffix", "grammar", "eagle3", "dflash", "self_int8", "prediction")
-    },
-}
+    "connection": Plug(in_room("server", "serving.py", "connection.py", "log.py")),
+    "comparison": Plug(("server/comparison.py",), fields="compare"),
+    "curve": Plug(("server/curve.py", "server/measurement.py"), "/curve"),
+    "generation": Plug(("server/generation.py",)),
+    "masks": Plug(("server/masks.py",), fields="min_tokens bad_words"),
+    "metrics": Plug(("server/metrics.py",), "/metrics"),
+    "relay": Plug(("server/relay.py",)),
+    "retry": Plug(("server/retry.py",)),
+    "warming": Plug(("server/warming.py",)),
+}  # fmt: skip
 ORDINARY = "auto", "dialects", "page"  # the others are in the slow run
 MINIMAL = (ROOT / "tests" / "minimal.txt").read_text().split()
 # What the program uses beside the four packages, and beside what those need themselves.
@@ -216,3 +230,29 @@ def test_fields_of_a_plug_are_known_where_it_is_missing():
     assert known["server/masks.py"] == {*masks.CHECKS}
     assert known["server/trace.py"] == {*trace.CHECKS}
     assert known["server/formats.py or runtime/grammars/"] == {*formats.FIELDS}
+
+
+def test_each_file_is_of_the_minimal_server_or_of_a_plug_and_the_docs_count_it():
+    every = {
+        str(path.relative_to(ROOT))
+        for room in ("runtime", "drafters", "server")
+        for path in (ROOT / room).rglob("*.py")
+    }
+    plugged = [path for plug in PLUGS.values() for path in plug.paths]
+    rest = {path for path in every if not path.startswith(tuple(plugged))}
+    assert rest == {*MINIMAL} - {SCRIPT}
+    told = {}
+    table = (ROOT / "docs" / "inside.md").read_text("utf-8").split("```")[1]
+    for count, room, names in re.findall(r"^ *([\d,]+)  (\S+/) ((?:\S+ )+) ", table, re.M):
+        paths = [Path(os.path.normpath(ROOT / room / name)) for name in names.split()]
+        files = [f for p in paths for f in ([*p.rglob("*.*")] if p.is_dir() else in_parent(p))]
+        told |= dict.fromkeys(str(f.relative_to(ROOT)) for f in files)
+        code = [f for f in files if f.suffix in (".py", ".c", ".h", ".js", ".css", ".html")]
+        lines = sum(f.read_text("utf-8").count("\n") for f in code)
+        assert abs(lines - int(count.replace(",", ""))) <= max(20, lines / 10), (room, names, lines)
+    assert not every - {*told} - {*MINIMAL}
+
+
+def in_parent(path):
+    """The Python files of this name without its end; it may be a pattern."""
+    return [*path.parent.glob(f"{path.name}.py")]
