@@ -147,7 +147,6 @@ HOSTILE = {  # what is done -> methods of a drafter
     "a number of passes that is none": {
         "propose": drafting(num_forwards=lambda k: bad("__int__", "__index__")())},
     "probabilities with functions of their own": {"propose": drafting(probs=subclass_of_tensor)},
-    "probabilities elsewhere": {"propose": drafting(probs=lambda k: uniform(k).to("meta"))},
     "probabilities that a thread goes on to change": {
         "propose": drafting(probs=lambda k: going_on(lambda it: it.resize_(0))(uniform(k)))},
     "drafts that exit": {"propose_batch": lambda *_: bad("__iter__", base=list)([Draft()])},
@@ -155,11 +154,13 @@ HOSTILE = {  # what is done -> methods of a drafter
     "a guess that exits": {"guess": lambda *_: bad("__iter__", base=list)([7])},
     "a guess that is not so": {"guess": lambda *_: bad("__bool__", "__len__", base=list)()},
     "a guess without an end": {"guess": lambda *_: endless()},
+    "a guess of words": {"guess": lambda *_: ["the"]},
     "evidence that is no number": {
         "guess": lambda *_: [7], "evidence": lambda *_: bad("__int__", "__index__")()},
     "no method where one was": {"observe": property(exits)},
     "changes of what it is given": {
         "open": open_and_spoil, "observe": spoil, "needs_hidden": True},
+    "a prompt that grows": {"open": lambda self, prompt, *_: prompt},
 }  # fmt: skip
 
 
