@@ -35,7 +35,10 @@ LAYOUTS = {
 }  # fmt: skip
 PUBLISHED = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}  # layers of MTP
 # The numbers of layers; of those with several one has MLA, and one has not.
-CASES = [*((family, 1) for family in LAYOUTS), ("deepseek_v3", 2), ("glm4_moe", 3)]
+CASES = [
+    *(("fast", family, 1) for family in LAYOUTS), ("fast", "deepseek_v3", 2),
+    ("fast", "glm4_moe", 3), ("modules", "glm4_moe", 1), ("modules", "glm4_moe", 3),
+]  # fmt: skip
 
 
 def larger_config(family, num_more):
@@ -130,23 +133,16 @@ class Equations:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
-def saved(request, tmp_path_factory):
-    """The folder of a target with MTP layers, their number, and the equations."""
-    family, num_layers = request.param
+def served(request, tmp_path_factory):
+    """An engine of a target with MTP layers, their number, and the equations."""
+    form, family, num_layers = request.param
     folder = tmp_path_factory.mktemp(family)
     equations = Equations(*checkpoint(family, folder, num_layers))
     contract.in_several_files(folder)
-    return folder, num_layers, equations
+    return contract.load("mtp", folder, kernels=form == "fast"), num_layers, equations
 
 
-@pytest.fixture(scope="module", params=["fast", "modules"])
-def served(request, saved):
-    """An engine of such a target, the number of layers, and the equations."""
-    folder, *known = saved
-    return contract.load("mtp", folder, kernels=request.param == "fast"), *known
-
-
-@pytest.mark.parametrize("length", [2, 3, 17])
+@pytest.mark.parametrize("length", [2, 17])
 def test_each_layer_drafts_by_the_equations_and_forgets_what_was_refused(served, length):
     """Whatever came before, verdicts and limits at random; two tokens are too few for a layer 2."""
     engine, num_layers, equations = served
