@@ -138,19 +138,10 @@ def test_a_step_that_fails_loses_no_token(demo_engine, prompts, monkeypatch, num
     assert answers() == expected and faulty.call_count >= 4
 
 
-def test_a_request_for_an_unknown_drafter_takes_no_row(engine):
-    with pytest.raises(ValueError, match="unknown drafter 'nobody'"):
-        engine.open(Request([5, 6], drafter="nobody"))
-    assert is_idle(engine)
-
-
 def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, prompts, monkeypatch):
     """Where not even another try of each by itself can be made."""
-    worker, step, errors = (
-        Worker(engine, Options()).start(),
-        retry.step,
-        [RuntimeError("no memory")],
-    )
+    worker, step = Worker(engine, Options()).start(), retry.step
+    errors = [RuntimeError("no memory")]
 
     def faulty(engine, sequences):
         if len(sequences) == 2 and errors:

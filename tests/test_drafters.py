@@ -8,10 +8,10 @@ import inspect
 import json
 import random
 import re
+import shutil
 import sys
 import threading
 import tracemalloc
-from dataclasses import replace
 from itertools import product
 from unittest.mock import MagicMock, Mock
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import WAYS, ScriptedDrafter, assert_lossless, fresh_state, propose_and_close, run
 from head_contract import with_heads
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import drafters
 from drafters import Drafter
@@ -36,15 +36,18 @@ from server.options import Options
 HEADS = ["mtp", "eagle3", "dflash"]
 EVERY = [(name, "compiled") for name in ("ngram", "suffix", "draft_model", *HEADS)]
 EVERY += [(name, "modules") for name in HEADS]
+FEW = "among few"
 SAMPLINGS = {
     "greedy": conftest.GREEDY,
     "sampled": core.Sampling(1.2, 1.0, 50),
-    "among few": core.Sampling(temperature=1.0, allowed_token_ids=(12, 1117, 1381)),
+    FEW: core.Sampling(temperature=1.0, allowed_token_ids=(12, 1117, 1381)),
 }
 
 
-@pytest.mark.parametrize("way", SAMPLINGS)
-@pytest.mark.parametrize(("name", "form"), EVERY)
+@pytest.mark.parametrize(
+    ("name", "form", "way"),
+    [(*each, way) for each in EVERY for way in SAMPLINGS if "modules" not in each or way == FEW],
+)
 def test_a_rolled_back_state_proposes_like_a_fresh_one(prompts, name, form, way):
     """Whatever of its drafts was refused before: each draft is that of a state that saw none.
 
@@ -56,7 +59,7 @@ def test_a_rolled_back_state_proposes_like_a_fresh_one(prompts, name, form, way)
         s, cycles = conftest.run_beside_fresh(engine, request)
         counts[0] += sum(cycle.num_drafted for cycle in cycles)
         counts[1] += s.statistics.num_accepted_draft_tokens
-    assert counts[0] > 12 and (counts[1] or way != "among few")
+    assert counts[0] > 12 and (counts[1] or way != FEW)
     if name in HEADS:
         cache = engine.pool.drafters[name]._cache
         assert cache.lengths == [0] * 8 and sorted(cache._free) == list(range(8))
@@ -86,7 +89,8 @@ def test_hidden_states_are_remembered_where_they_stand(name, tail):
     random = torch.Generator().manual_seed(tail)
     prompt, other = torch.randint(4096, (2, 128 + tail), generator=random).tolist()
     apart, expected = run(core.Engine(target, alone), prompt, max_tokens=12, drafter=name)
-    for first, second, beside in product((None, name), repeat=3):
+    pairs = (None, None, name), (None, name, None), (name, None, None), (name,) * 3
+    for first, second, beside in pairs:
         engine = core.Engine(target, alone, prefixes=PrefixCache.of(target, 64))
         run(engine, prompt[:129], max_tokens=1, drafter=first)
         asked = ((other, beside), (prompt, second), (prompt[::-1], beside))
@@ -97,11 +101,11 @@ def test_hidden_states_are_remembered_where_they_stand(name, tail):
         assert [e["proposals"] for e in events] == [e["proposals"] for e in expected]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("name", ["mtp", "draft_model"])
-def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule):
+@pytest.mark.parametrize(("name", "rule", "expected"), [
+    ("mtp", "coupled", 1.0), ("mtp", "rejection", 1.2), ("draft_model", "coupled", 1.2),
+])  # fmt: skip
+def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
     """A draft model does not: it may be close to the target."""
-    expected = 1.0 if (name, rule) == ("mtp", "coupled") else 1.2
     drafter, text, noise = demo_engine.pool.drafters[name], prompts["hard_story"], core.Noise(7)
     asked, drawn = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
     states = [fresh_state(demo_engine, drafter, text, asked, noise) for _ in range(2)]
@@ -152,12 +156,15 @@ def uniform(limit):
     return torch.full((limit, 4096), 1 / 4096)
 
 
+def one_hot(limit, token):
+    return torch.zeros(limit, 4096).index_fill_(1, torch.tensor([token]), 1)
+
+
 @pytest.mark.parametrize(("probs", "reason"), [
     (lambda k: uniform(k + 1), "probs of shape [6, 4096] for 5 tokens"),
     (lambda k: uniform(k) * 2, "probs are no distributions"),
     (lambda k: uniform(k) * torch.nan, "probs are no distributions"),
-    (lambda k: torch.eye(4096)[[7] * k] * 2 - torch.eye(4096)[[8] * k],
-     "probs are no distributions"),
+    (lambda k: one_hot(k, 7) * 2 - one_hot(k, 8), "probs are no distributions"),
     (lambda k: uniform(k).index_fill_(1, torch.tensor([7]), 0),
      "probs are no distributions that the tokens can be drawn from"),
     (lambda k: uniform(k).tolist(), "probs are a list: write a torch.Tensor, or None"),
@@ -185,57 +192,17 @@ def test_probs_that_cannot_be_are_a_failure_of_the_drafter(demo_engine, prompts,
 def test_probs_are_judged_as_they_were_proposed(demo_engine, prompts):
     """A thread of the drafter may change them between the draft and the verdict."""
     rejection, outputs = core.Sampling(1.0, 1.0, verification="rejection"), []
-    for change in (torch.Tensor.clone, torch.Tensor.zero_):
-        made = [uniform(5)]
+    for is_changed in (False, True):
+        made = []
         engine = conftest.scripted_engine(
-            demo_engine, lambda _, k: [7] * k, lambda *_, q=made: q[-1]
+            demo_engine, lambda _, k: [7] * k, lambda _, k, made=made: made[-1]
         )
-        propose = engine.pool.propose
-
-        def proposed(*given, propose=propose, change=change, made=made):
-            drafts = propose(*given)
-            change(made[-1])
-            made.append(uniform(5))
-            return drafts
-
-        engine.pool.propose = proposed
+        conftest.before(engine.pool, "propose", lambda *_, made=made: made.append(uniform(5)))
+        if is_changed:
+            conftest.before(engine, "accept", lambda *_, made=made: made[-1].zero_())
         fields = {"max_tokens": 30, "drafter": "scripted", "sampling": rejection, "fixed_k": True}
         outputs.append(run(engine, prompts["easy_json"], **fields)[0].output)
     assert outputs[0] == outputs[1]
-
-
-class Careless(conftest.ScriptedDrafter):
-    """One list is every draft, and is emptied as soon as a verdict is heard; the prompt grows."""
-
-    def __init__(self):
-        super().__init__([])
-        self.sure = []
-
-    def open(self, prompt, sampling, noise):
-        return prompt
-
-    def propose(self, state, max_tokens):
-        self.script[:] = [*state[-1:], *state[-3:]][:max_tokens]
-        self.sure[:] = [0.5] * len(self.script)
-        return Draft(self.script, confidence=self.sure)
-
-    def observe(self, state, verdict):
-        super().observe(state, verdict)
-        self.script.clear()
-        self.sure.clear()
-
-
-@pytest.mark.parametrize("num_requests", [1, 4])
-def test_a_careless_drafter_changes_no_text(demo_engine, prompts, num_requests):
-    engine = core.Engine(demo_engine.target, {"careless": Careless()}, "careless")
-    texts = list(prompts.values())[:num_requests]
-    fields = {"max_tokens": 12, "logprobs": 2, "trace": True}
-    plain = [run(demo_engine, text, **fields)[0] for text in texts]
-    ours = conftest.together(
-        engine, [Request(text, drafter="careless", **fields) for text in texts]
-    )
-    assert [s.output for s in ours] == [s.output for s in plain]
-    assert not any(s.warnings or s.failure for s in ours)
 
 
 @pytest.mark.parametrize("method", ["open", "propose", "observe"])
@@ -252,13 +219,13 @@ def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch
     assert answers._warnings(engine) == ["failures of scripted: 1; these requests failed: --strict"]
 
 
-def test_an_error_of_ten_megabytes_is_cut_before_it_is_looked_through():
-    """Ten times as long as a request may be: the log stays short, and others are not held up."""
-    error = RuntimeError("x\n" * 5_000_000 + "the end")
+def test_an_error_of_megabytes_is_cut_before_it_is_looked_through():
+    """As long as a request may be: the log stays short, and others are not held up."""
+    error = RuntimeError("x\n" * 800_000 + "the end")
     tracemalloc.start()
     said, (_, most) = in_short(error), tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(said) == 300 and said.endswith("the end") and most < 1_000_000
+    assert len(said) == 300 and said.endswith("the end") and most < 200_000
     try:
         raise error
     except RuntimeError:
@@ -268,18 +235,23 @@ def test_an_error_of_ten_megabytes_is_cut_before_it_is_looked_through():
         assert len(text) < 70_000 and "Traceback" in text and "the end" in text
 
 
-SETTINGS = {  # what loaders of models change and leave changed: how it is read and set
-    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "device": (torch.get_default_device, torch.set_default_device),
-}
+SETTINGS = [  # what loaders of models change and leave changed: how it is read and set, and to what
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    (torch.get_num_threads, torch.set_num_threads, 3),
+    (torch.is_grad_enabled, torch.set_grad_enabled, False),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 2),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    (torch.get_default_device, torch.set_default_device, "meta"),
+]
 
 
 def torch_s_settings():
-    return {name: read() for name, (read, _) in SETTINGS.items()}
+    return [read() for read, *_ in SETTINGS]
+
+
+def change_settings(*_):
+    for _, put, value in SETTINGS:
+        put(value)
 
 
 @pytest.fixture
@@ -287,31 +259,28 @@ def settings():
     """As they are before the test, and after it, whatever fails."""
     before = torch_s_settings()
     yield before
-    for name, value in before.items():
-        SETTINGS[name][1](None if name == "device" else value)
+    for value, (read, put, _) in zip(before, SETTINGS, strict=True):
+        put(None if read is torch.get_default_device else value)
 
 
-@pytest.mark.parametrize(("setting", "value"), [
-    ("dtype", torch.bfloat16), ("dtype", torch.float64), ("device", "meta"), ("threads", 3),
-    ("grad", True), ("grad", False), ("deterministic", 2), ("precision", "medium"),
-], ids=lambda value: str(value).removeprefix("torch."))  # fmt: skip
+@pytest.mark.parametrize("method", ["open", "propose", "observe", "close"])
 def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
-    demo_engine, prompts, settings, setting, value
+    demo_engine, prompts, settings, method
 ):
     """They were for the drafter alone, in its thread."""
-    prompt, mtp, expected = prompts["easy_json"], demo_engine.pool.drafters["mtp"], {}
-    _, change = SETTINGS[setting]
-    for method, way in product((None, "open", "propose", "observe", "close"), WAYS):
+    loaded, logprobs = {"mtp": demo_engine.pool.drafters["mtp"]}, []
+    for is_changing, way in product((False, True), WAYS.values()):
         drafter = ScriptedDrafter(lambda tokens, k: tokens[-k:])
-        if method:
-            conftest.before(drafter, method, lambda *_: change(value))
-        drafter = TimedDrafter(drafter, 60.0)
-        engine = core.Engine(demo_engine.target, {"scripted": drafter, "mtp": mtp}, "scripted")
-        s = assert_lossless(engine, prompt, 10, "auto", logprobs=2, **WAYS[way])
-        assert s.logprobs == expected.setdefault(way, s.logprobs) and not s.warnings
-        assert torch_s_settings() == settings
+        if is_changing:
+            conftest.before(drafter, method, change_settings)
+        loaded["scripted"] = drafter = TimedDrafter(drafter, 60.0)
+        engine = core.Engine(demo_engine.target, loaded, "scripted")
+        s = assert_lossless(engine, prompts["easy_json"], 10, "auto", logprobs=2, **way)
+        logprobs.append(s.logprobs)
+        assert torch_s_settings() == settings and not s.warnings
         drafter._inner.settings = torch_s_settings
-        assert drafter.call("settings") == settings | {"threads": 1}
+        assert drafter.call("settings") == [settings[0], 1, *settings[2:]]
+    assert logprobs[:2] == logprobs[2:]
 
 
 def test_a_file_that_changes_torch_s_settings_changes_them_for_itself_alone(tmp_path, settings):
@@ -384,16 +353,14 @@ def brute_force(tokens, smallest, largest, limit):
 
 def test_the_index_agrees_with_a_brute_force_search():
     chance = random.Random(0)
-    for _ in range(150):
-        smallest = chance.randint(1, 3)
-        largest = smallest + chance.randint(0, 3)
-        index, tokens = NgramIndex(smallest, largest), []
-        for _ in range(chance.randint(1, 12)):
-            new = [chance.randrange(4) for _ in range(chance.randint(1, 5))]
+    for smallest, more, _ in product((1, 2, 3), range(4), range(12)):
+        index, tokens = NgramIndex(smallest, smallest + more), []
+        for limit in range(1, 9):
+            new = chance.choices(range(4), k=chance.randint(1, 5))
             tokens += new
             index.extend(new)
-            limit = chance.randint(1, 8)
-            assert index.continuation(limit) == brute_force(tokens, smallest, largest, limit)
+            expected = brute_force(tokens, smallest, smallest + more, limit)
+            assert index.continuation(limit) == expected
 
 
 def test_a_lookup_does_not_slow_down_with_the_text():
@@ -457,8 +424,6 @@ def context(target, draft=None):
     ("class Mine(Inherits): name = 5", "name of Mine is 5: write name = \"mine\""),
     ("class Mine(Inherits): needs_hidden, hidden_layers = True, ()",
      r"hidden_layers of Mine are \(\): write a tuple of -1 .* such as \(-1,\)"),
-    ("class Mine(Inherits): needs_hidden, hidden_layers = True, 3",
-     "hidden_layers of Mine are 3: write a tuple of -1"),
     ("class Mine(Inherits): needs_hidden, hidden_layers = True, (1.0,)",
      r"hidden_layers of Mine are \(1.0,\)"),
 ])  # fmt: skip
@@ -468,12 +433,6 @@ def test_a_drafter_that_cannot_start_is_one_line(demo_engine, tmp_path, monkeypa
     with pytest.raises(ValueError, match=message) as caught:
         drafters.load_all("mine.py:Mine", context(demo_engine.target), True)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["zzz", "auto", "tree", "none"])
-def test_only_a_drafter_can_be_loaded(demo_engine, name):
-    with pytest.raises(ValueError, match=f"unknown drafter '{name}': choose ngram"):
-        drafters.load(name, context(demo_engine.target))
 
 
 def test_a_drafter_of_one_s_own_is_the_one_that_runs(demo_engine, prompts, tmp_path):
@@ -544,13 +503,15 @@ def renamed(folder):
 def test_what_does_not_fit_a_target_is_refused(demo_engine, tiny_folder):
     renamed(tiny_folder("llama:8"))
     short, other = (core.load_model(str(tiny_folder(f"llama:{i}")), Options()) for i in (2, 8))
-    for wanted, given, message in (
-        ("draft_model", context(demo_engine.target, other), "only one of them has .* as id 300"),
-        ("draft_model", context(demo_engine.target, short), "give --max-model-len 256 or less"),
+    target, unknown = demo_engine.target, "unknown drafter '{}': choose ngram"
+    for name, given, message in (
+        ("draft_model", context(target, other), "only one of them has .* as id 300"),
+        ("draft_model", context(target, short), "give --max-model-len 256 or less"),
         ("mtp", context(short), "has no MTP head .* use --drafter ngram"),
+        *((name, context(target), unknown.format(name)) for name in ("zzz", "auto", "none")),
     ):
         with pytest.raises(ValueError, match=message):
-            drafters.load_all("ngram", replace(given, named=(wanted,)), True)
+            drafters.load(name, given)
 
 
 @pytest.mark.parametrize(("target_rows", "draft_rows"), [(4096, 4160), (4160, 4096)])
@@ -560,18 +521,16 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
     for name, rows in (("llama:1", target_rows), ("qwen3:2", draft_rows)):
         model = AutoModelForCausalLM.from_pretrained(tiny_folder(name))
         model.resize_token_embeddings(rows, mean_resizing=False)
+        shutil.copytree(tiny_folder(name), tmp_path / name)
         model.save_pretrained(tmp_path / name)
-        AutoTokenizer.from_pretrained(tiny_folder(name)).save_pretrained(tmp_path / name)
         models.append(core.load_model(str(tmp_path / name), Options()))
     engine = core.Engine(models[0], {"draft_model": drafters.load("draft_model", context(*models))})
-    request = Request([5, 6, 7, 5, 6], 20, "draft_model")
+    assert_lossless(engine, [5, 6, 7, 5, 6], 20, "draft_model")
     warm = core.Sampling(temperature=1.3, verification="rejection")
-    greedy, sampled = conftest.together(engine, [request, replace(request, sampling=warm)])
-    assert greedy.output == core.plain_decode(engine.target, request.prompt, 20, engine.eos_ids)
-    assert greedy.warnings == sampled.warnings == []
-    assert sampled.statistics.num_draft_tokens > 10
+    sampled, _ = run(engine, [5, 6, 7], max_tokens=20, drafter="draft_model", sampling=warm)
+    assert sampled.statistics.num_draft_tokens > 10 and not sampled.warnings
     if target_rows > draft_rows:  # an id that the draft model cannot read costs that request alone
-        pair = [replace(request, prompt=[5, start, 6]) for start in (4150, 7)]
+        pair = [Request([5, start, 6], 20, "draft_model") for start in (4150, 7)]
         sequences = conftest.together(engine, pair)
         assert [s.statistics.num_draft_tokens > 0 for s in sequences] == [False, True]
         assert all(s.warnings == [] for s in sequences)
@@ -579,25 +538,19 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
 
 def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompts, monkeypatch):
     """The output is the same; the text's own rare words come again, and of many all are drafted."""
-    prompt, name = prompts["repetitive_colours"], "draft_model"
-    drafter = demo_engine.pool.drafters[name]
+    drafter = demo_engine.pool.drafters["draft_model"]
 
-    def drafted(limit):
+    def drafted(prompt, limit):
         monkeypatch.setattr(drafter._words, "num_frequent", limit)
-        assert_lossless(demo_engine, prompt, 30, name)
+        assert_lossless(demo_engine, prompt, 30, "draft_model")
         return propose_and_close(drafter, [fresh_state(demo_engine, drafter, prompt)], [20])[0]
 
-    border = sorted(prompt)[-1] + 1  # so the text has no rare word
-    few = drafted(border)
-    assert few and max(few) < border
-    assert any(token >= 2 for token in drafted(2))  # all are rare
+    colours, table = prompts["repetitive_colours"], prompts["easy_table"]
+    few = drafted(colours, max(colours) + 1)  # so the text has no rare word
+    assert few and max(few) <= max(colours)
+    assert any(token >= 2 for token in drafted(colours, 2))  # all are rare
     monkeypatch.setattr("runtime.kernels.words.MOST_RARE", 1.0)
-    prompt = prompts["easy_table"]
-    few = drafted(max(prompt) + 1)
-    assert set(few) <= set(prompt) and drafted(max(few)) == few != []
-
-
-def test_a_draft_model_of_which_words_are_a_large_part_chooses_among_fewer():
+    few = drafted(table, max(table) + 1)
+    assert set(few) <= set(table) and drafted(table, max(few)) == few != []
     assert num_frequent(18_000_000, 256, 49_152) == 16_384  # more than half of it are words
-    assert num_frequent(100_000_000, 1024, 50_000) == 23_828
     assert num_frequent(4_000_000, 128, 4096) == 4096

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import application, scripted_engine
+from conftest import application
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, TARGET_FAULTS
 from started import COLOURS, ENDLESS, FAULTY, PATHS, end_of, serving, until
 
-from runtime.values import Request, engine_failure
+from runtime.values import Request
 from server.options import Options
 from server.worker import Worker
 
@@ -70,23 +70,6 @@ def test_a_drafter_s_fault_never_changes_a_token(server, fault, way):
     assert is_sound(server)
     after = server.health()["warnings"]
     assert any(f"failures of {fault}: " in warning for warning in after) and after != before
-
-
-@pytest.mark.parametrize("guessed", [5, ["the"]], ids=str)
-def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, guessed):
-    engine = scripted_engine(demo_engine, lambda tokens, k: tokens[-k:])
-    engine.pool.drafters["scripted"].guess = lambda *_: guessed
-    sequence = engine.open(Request(IDS, 4, "scripted"))
-    assert engine.pool.guess(sequence.drafting, "scripted", 3) == ([], 0)
-    assert "scripted" in sequence.warnings[0]
-    engine.close(sequence)
-
-
-@pytest.mark.parametrize(("error", "said"), [
-    (KeyError("x"), "KeyError: 'x'"), (OSError("a\nb"), "OSError: a b"), (OSError(), "OSError"),
-])  # fmt: skip
-def test_a_failure_names_its_class_once(error, said):
-    assert engine_failure(error).message == f"the engine failed: {said}"
 
 
 @pytest.mark.parametrize("path", PATHS)

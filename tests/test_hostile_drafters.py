@@ -147,7 +147,6 @@ HOSTILE = {  # what is done -> methods of a drafter
     "a number of passes that is none": {
         "propose": drafting(num_forwards=lambda k: bad("__int__", "__index__")())},
     "probabilities with functions of their own": {"propose": drafting(probs=subclass_of_tensor)},
-    "probabilities elsewhere": {"propose": drafting(probs=lambda k: uniform(k).to("meta"))},
     "probabilities that a thread goes on to change": {
         "propose": drafting(probs=lambda k: going_on(lambda it: it.resize_(0))(uniform(k)))},
     "drafts that exit": {"propose_batch": lambda *_: bad("__iter__", base=list)([Draft()])},
@@ -155,11 +154,13 @@ HOSTILE = {  # what is done -> methods of a drafter
     "a guess that exits": {"guess": lambda *_: bad("__iter__", base=list)([7])},
     "a guess that is not so": {"guess": lambda *_: bad("__bool__", "__len__", base=list)()},
     "a guess without an end": {"guess": lambda *_: endless()},
+    "a guess of words": {"guess": lambda *_: ["the"]},
     "evidence that is no number": {
         "guess": lambda *_: [7], "evidence": lambda *_: bad("__int__", "__index__")()},
     "no method where one was": {"observe": property(exits)},
     "changes of what it is given": {
         "open": open_and_spoil, "observe": spoil, "needs_hidden": True},
+    "a prompt that grows": {"open": lambda self, prompt, *_: prompt},
 }  # fmt: skip
 
 
@@ -191,32 +192,27 @@ def test_whatever_a_drafter_from_a_file_does_costs_its_own_drafts_alone(demo_eng
     assert engine.pool.failures.keys() <= {"hostile"}
 
 
-@pytest.mark.parametrize("where", ["matcher", "drafter", "prefix", "planner"])
+@pytest.mark.parametrize("where", ["matcher", "drafter", "prefix", "planner", "close"])
 def test_whatever_raises_as_a_request_is_opened_gives_its_row_back(demo_engine, where):
-    drafter = ScriptedDrafter(lambda *_: [7])
-    engine = core.Engine(demo_engine.target, {"scripted": drafter})
-    grammar, num_free = None, len(engine.target.cache._free)
+    """Also in the method in one function."""
+    drafter, target = ScriptedDrafter(lambda *_: [7]), demo_engine.target
+    engine = core.Engine(target, {"scripted": drafter})
+    grammar, num_free = None, len(target.cache._free)
     if where == "matcher":
         grammar = SimpleNamespace(matcher=exits)
-    elif where == "drafter":
-        drafter.open = exits
     elif where == "prefix":
         engine.pool.prefixes = SimpleNamespace(restore=exits)
-    else:
+    elif where == "planner":
         engine.planner.open = exits
-    with pytest.raises(SystemExit):
-        engine.open(Request(PROMPT, 4, "scripted", grammar=grammar))
-    assert len(engine.target.cache._free) == num_free and drafter.num_open == 0
-
-
-@pytest.mark.parametrize("method", ["open", "close"])
-def test_a_drafter_that_raises_leaves_no_row_of_a_single_request(demo_engine, method):
-    drafter, cache = ScriptedDrafter(lambda *_: [7]), demo_engine.target.cache
-    num_free = len(cache._free)
-    setattr(drafter, method, exits)
-    with pytest.raises(SystemExit):
-        core.speculate(demo_engine.target, drafter, PROMPT, 4, set())
-    assert len(cache._free) == num_free
+    else:
+        setattr(drafter, "close" if where == "close" else "open", exits)
+        with pytest.raises(SystemExit):
+            core.speculate(target, drafter, PROMPT, 4, set())
+    if where != "close":
+        with pytest.raises(SystemExit):
+            engine.open(Request(PROMPT, 4, "scripted", grammar=grammar))
+        assert drafter.num_open == 0
+    assert len(target.cache._free) == num_free
 
 
 def test_an_error_s_words_are_looked_for_and_no_more():
