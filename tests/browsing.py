@@ -30,18 +30,14 @@ SLIDE = """(slider, value) => {
     slider.value = slider[value] || value;  // "min", "max", or a number
     slider.dispatchEvent(new Event("input", {bubbles: true}));
 }"""
-# What is wrong in a window: what should be in sight and is not, is too wide, broken, cut or small.
+# What is wrong in a window: what should be in sight and is not, is too wide, or has small letters.
 FLAWS = """(inside) => {
     const flaws = [...document.querySelectorAll("#workbench :not(.bars, .marks)")].filter((one) => {
         const {overflowX, fontSize} = getComputedStyle(one);
         const isText = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-        const isWord = one.matches("#picture :is(.word, .verdict, .chip)");
         return one.checkVisibility() && (isText && parseFloat(fontSize) < 13
-            || isWord && one.offsetHeight > 32 || one.matches(".cell") && one.offsetWidth < 16
             || one.clientWidth && one.scrollWidth > one.clientWidth + 1 && overflowX === "visible");
     });
-    flaws.push(...[...document.querySelectorAll("#scene-plot:has(.rows), #scene")].filter((one) => (
-        one.scrollHeight > one.clientHeight + 1)));
     flaws.push(...inside.map((name) => document.querySelector(name)).filter((one) => {
         const {top, bottom, left, right, width} = one.getBoundingClientRect();
         const isIn = top >= -1 && bottom <= innerHeight + 1 && left >= -1;
@@ -87,19 +83,17 @@ class Visitor:
         Or fields, which are filled in before a click. Who looks does nothing.
         """
         for what, where, expected in steps:
-            if isinstance(what, dict):
-                self.fill_in(**what)
             if isinstance(what, int | float) or what in ("min", "max"):
                 self.locator(where).evaluate(SLIDE, what)
             elif isinstance(what, tuple):
                 self._drag(self.locator(where), *what)
-            elif isinstance(what, dict) or what == "click":
+            elif isinstance(what, dict):
+                self.fill_in(**what)
                 self.click(where)
-            elif what in ("hover", "focus"):
+            elif what in ("click", "hover", "focus"):
                 getattr(self, what)(where)
             elif what == "reach":
-                chapter = self.locator(f"[data-chapter={where}]")
-                chapter.evaluate("node => node.scrollIntoView()")
+                self.locator(f"[data-chapter={where}]").evaluate("node => node.scrollIntoView()")
                 self.see({f"#scene[data-at={where}]": 1})
             elif what == "answer":
                 self.mock(**where)

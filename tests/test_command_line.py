@@ -1,7 +1,6 @@
 """One command continues a prompt, runs the demo or serves; a mistake is one line and exit 2.
 
-The text is marked with the origin of its tokens, the demo compares it with plain decoding's, and
-only a fault of the program has a traceback. Most of it is run in this process, on the engine that
+Only a fault of the program has a traceback. Most of it is run in this process, on the engine that
 other tests have, too. What the process itself does (its signals, pipes and sockets) is tested at
 the end, and in test_operations.py.
 """
@@ -19,6 +18,7 @@ import socket
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 from urllib.parse import urlsplit
@@ -32,7 +32,7 @@ import server.demo as terminal
 from runtime.models import loading, startup
 from runtime.values import RequestError
 from server import core
-from server.http import check_head, url_of
+from server.http import check_head
 from server.options import KEY_VARIABLE, Options, parse_arguments
 from server.parsing import parse_request
 
@@ -42,15 +42,13 @@ TOO_LITTLE_MEMORY = "error: too little memory, or too few threads: "
 SHORT_DEMO = ("--demo", "--max-tokens", "4")
 
 
-def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main):
+def test_a_prompt_is_continued_with_the_origin_of_its_tokens_up_to_its_end(main, monkeypatch):
+    """Which is the limit, a stop string, or the token that ends a turn."""
     prompt = ("--prompt", "red, green, blue, red, green,")
     status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
     assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
     figures = r"20 tokens \(the limit is reached\) · \d+ passes after the prompt's · \d\.\d\d tok"
     assert re.search(figures, out)
-
-
-def test_a_text_ends_at_a_stop_string_or_at_the_token_that_ends_a_turn(main, monkeypatch):
     _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
     text, _, figures = out.rpartition("\n\n")
     assert "(the text has ended)" in figures and "8" in text and "9" not in text
@@ -59,11 +57,7 @@ def test_a_text_ends_at_a_stop_string_or_at_the_token_that_ends_a_turn(main, mon
     assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (the text has ended)" in out
 
 
-def test_a_terminal_shows_text_in_colours_and_of_few_characters_all_the_same(monkeypatch, main):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    coloured = terminal.mark([("a b", "accepted"), (" c", "recovered"), (" d", "bonus")])
-    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
+def test_a_terminal_of_few_characters_shows_the_text_all_the_same(monkeypatch, main):
     with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as narrow:
         monkeypatch.setattr(sys, "stdout", narrow)
         status = core.main(naming_a_model(["--prompt", "1, 2, 3,", "--max-tokens", "4"]))
@@ -71,22 +65,12 @@ def test_a_terminal_shows_text_in_colours_and_of_few_characters_all_the_same(mon
     assert status == 0 and "1, 2, 3," in out and "?" in out
 
 
-_documents = list[str]()  # of the demo, which is run once
-
-
-@pytest.fixture
-def demo(main):
-    if not _documents:
-        status, out, err = main("--demo", "--json", "--max-tokens", "16", "--repeats", "3")
-        assert status == 0 and "demo prompts" in err  # progress
-        _documents.append(out)
-    return json.loads(_documents[0])
-
-
-def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
+def test_the_demo_s_document_has_every_prompt_and_drafter(main):
+    status, out, err = main("--demo", "--json", "--max-tokens", "16", "--repeats", "3")
+    assert status == 0 and "demo prompts" in err  # progress
+    demo, drafters = json.loads(out), {"ngram", "suffix", "draft_model", "mtp", "auto"}
     assert demo["device"] and demo["versions"].keys() == {"python", "torch", "transformers"}
     assert [p["name"] for p in demo["prompts"]] == list(terminal.read_prompts())
-    drafters = {"ngram", "suffix", "draft_model", "mtp", "auto"}
     for prompt in demo["prompts"]:
         standard, speculative = prompt["standard"], prompt["speculative"]
         assert statistics.median(standard["ms_of_runs"]) == standard["ms"]
@@ -98,7 +82,7 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
     assert set(demo["totals"]) == {"standard"} | drafters
     for name, total in demo["totals"].items():
         assert total["tokens"] == 3 * 16 and total["identical"] is True and total["ms"] > 0
-        assert total["tokens_per_pass"] == 1 if name == "standard" else total["tokens_per_pass"] > 1
+        assert (total["tokens_per_pass"] > 1) is (name != "standard")
 
 
 def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
@@ -122,13 +106,6 @@ def test_results_are_printed_when_done_so_an_interrupted_demo_has_them(main, mon
     assert [said.count("wrote it:") for said in told] == [0, 1, 1]
 
 
-def test_a_text_that_differs_is_told_and_the_status_is_1(main, monkeypatch):
-    decode = core.plain_decode
-    monkeypatch.setattr(core, "plain_decode", lambda *given: [*decode(*given)[:-1], 0])
-    status, out, _ = main(*SHORT_DEMO)
-    assert status == 1 and "identical: NO" in out and "identical: yes" not in out
-
-
 def test_a_chat_model_is_sent_messages_unless_raw(chat_folder, monkeypatch, capsys):
     engine = load_engine(Options(model=str(chat_folder("llama")), fixed_k=True))
     monkeypatch.setattr(core, "load_engine", lambda options: engine)
@@ -150,13 +127,11 @@ def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
     monkeypatch.setattr(core, "load_engine", load_engine)  # with a controller
     status, out, _ = main(*SHORT_DEMO, "--drafter", "ngram")
     tables = len(terminal.read_prompts()) + 1  # and one in all
-    row = r" +\d+ tokens +\d+ passes +\d+ ms +\d\.\d\d tok/pass +\d\.\d\d×"
-    assert len(re.findall(f"^plain decoding{row}$", out, re.MULTILINE)) == tables
-    assert len(re.findall(f"^mtp{row}  identical: yes$", out, re.MULTILINE)) == tables
+    row = r"^mtp +\d+ tokens +\d+ passes +\d+ ms +\d\.\d\d tok/pass +\d\.\d\d×  identical: yes$"
+    assert len(re.findall(row, out, re.MULTILINE)) == tables
     assert status == 0 and out.count("identical: yes") == 5 * tables
     # Which K it is depends on the machine, and on what else it does.
-    reason = r"the last choice of ngram: (ngram, K=[1-9]|K=0 |a probe, )"
-    assert "α is the chance" in out and re.search(reason, out)
+    assert re.search(r"the last choice of ngram: (ngram, K=[1-9]|K=0 |a probe, )", out)
     status, out, _ = main(*SHORT_DEMO, *SAMPLED, "--verification", "rejection")
     verdict = "identical: not compared (verified by rejection)"
     assert status == 0 and out.count(verdict) == 5 * tables
@@ -167,7 +142,6 @@ def test_explain_shows_the_first_cycles_step_by_step(main, monkeypatch):
     sampled = ["--temperature", "0.8", "--seed", "1091336943", "--fixed-k", "--explain", "3"]
     _, out, _ = main(*prompt, *sampled, "--verification", "rejection")
     assert re.findall(r"^cycle (\d+)", out, re.MULTILINE) == ["0", "1", "2"]
-    assert "cycle 0: the prompt is read (prefill), its 8 tokens are cached now" in out
     found = re.findall(r"u (\S+) (<|>=) p / q = (\S+) / (\S+): (\w+)", out)
     assert found
     for u, sign, p, q, kind in found:
@@ -176,29 +150,17 @@ def test_explain_shows_the_first_cycles_step_by_step(main, monkeypatch):
         assert abs(u * q - p) < 2e-3 or (u * q < p) == (kind == "accepted")
     drafted = re.findall(r"the pending token and 5 drafted: cache (\d+) -> (\d+)", out)
     assert len(drafted) == 2 and all(int(after) - int(before) == 6 for before, after in drafted)
-    assert "            d3, d4, d5: dropped behind the rejected token" in out
-    assert "from norm(max(0, p - q)): recovered" in out and "; pending next: '" in out
-    assert "tokens per pass" in out  # the text and its figures follow
     _, out, _ = main(*prompt, *sampled)
     sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", out)
     assert sums and all(abs(float(p) + float(g) - float(total)) < 0.011 for p, g, total in sums)
-    assert main(*prompt, "--explain")[1].count("\n  truncate") == 4  # cycles
     monkeypatch.setattr(core, "load_engine", load_engine)  # with a controller, which knows nothing
     _, out, _ = main(*prompt, "--explain", "2")
     assert re.findall(r"^cycle (\d+): K=0 for now: a few", out, re.MULTILINE) == ["1", "2", "3"]
     assert re.findall(r"^cycle (\d+)(?::|\n  decide)", out, re.MULTILINE) == [*"01234"]
-    assert out.count("\n  truncate") == 2 and "The score is the target's logit." in out
-
-
-def test_explain_changes_none_of_the_figures(main, monkeypatch):
-    """Of the text that it shows step by step, nothing is drafted in the run that counts."""
-    monkeypatch.setattr(core, "load_engine", load_engine)  # one without past outputs
-    prompt = ("--prompt", "def f(x):", "--max-tokens", "12", "--drafter", "suffix", "--fixed-k")
-    figures = [
-        re.search(r"^12 tokens .* · ms", main(*prompt, *more)[1], re.MULTILINE)[0]
-        for more in ((), ("--explain", "100"))
-    ]
-    assert figures[0] == figures[1]
+    # Of a text that is shown step by step, nothing is drafted in the run whose figures are told.
+    plainly = ["--prompt", "def f(x):", "--max-tokens", "12", "--drafter", "suffix", "--fixed-k"]
+    said = [main(*plainly, *more)[1] for more in ((), ("--explain", "100"))]
+    assert len({re.search(r"^12 tokens .* · ms", out, re.MULTILINE)[0] for out in said}) == 1
 
 
 def test_sampling_options_are_followed_and_the_seed_is_told(main):
@@ -228,41 +190,38 @@ def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_fo
         assert request.drafter == drafter
 
 
-MISTAKES = {  # what is said -> after which command lines
-    "must be from 1 to 65535": ["--port 80000", "--port 0"],
-    "say what to do: --demo (start here)": [""],
-    "unrecognized arguments: --no-bitwise": ["--demo --no-bitwise"],
-    "--json goes with --demo": ["--prompt x --json"],
-    "no demo prompt 'poem'": ["--demo --prompts poem"],
-    "must be from 1 to 16, not 0 (--drafter none": ["--prompt x --num-speculative-tokens 0"],
-    "must be from 1 to 16": ["--prompt x --num-speculative-tokens 99"],
-    "model folder no/such/folder not found": ["--prompt x --model no/such/folder"],
-    "unknown drafter 'zzz': choose ngram": ["--model tests --prompt x --drafter zzz"],  # told first
-    "--prompt-lookup-min (9) must be at most": ["--model tests --prompt x --prompt-lookup-min 9"],
-    "--max-model-len must be from 2 to 2048": ["--prompt x --model embedded --max-model-len 99999"],
-    "--stop goes with --prompt": ["--demo --stop x"],
-    "--drafter none does not go with it": ["--demo --drafter none"],
-    "--explain goes with --prompt": ["--demo --explain"],
-    "temperature must be a number from 0": ["--demo --temperature nan"],
-    "--top-p must be a number from": ["--port 5000 --top-p 7"],
-    "--repeats goes with --demo": ["--prompt x --repeats 2"],
-    "cannot use the API key: it is empty": ["--port 5000 --api-key ''"],
-    "must be from 1 to 4096": ["--port 5000 --max-queued 4097"],
-    "it must be UTF-8": ["--port 5000 --api-key a\udcff"],
-    "--host is empty: give 127.0.0.1": ["--port 5000 --host ''", "--port 5000 --host ' '"],
-    "leave no room in a context of 2048": [f"--model embedded --prompt '{'x ' * 2100}'"],
-    "lone surrogate": ["--model embedded --prompt \udcff"],
-    "stop must be a non-empty string": ["--model embedded --prompt x --stop ''"],
-    "vllm is no address such as": ["--port 1 --engine vllm --model T"],
-    "": [  # what does not go together
-        "--demo --drafter none", "--demo --prompt x", "--demo --prompts nowhere.txt",
-        "--port 1 --json", "--demo --engine http://x:1", "--port 1 -- x",
-        *("--port 1 --engine " + url for url in ("http://", "http://x:y", "http://x:0")),
-        *("--port 1 --engine http://x:1 " + option
-          for option in ("--quantize int8", "--device cuda", "--mtp H")),
-    ],
-}  # fmt: skip
-EACH_MISTAKE = [(line, message) for message, lines in MISTAKES.items() for line in lines]
+MISTAKES = {  # what is said -> after which command line
+    "must be from 1 to 65535": "--port 80000",
+    "say what to do: --demo (start here)": "",
+    "unrecognized arguments: --no-bitwise": "--demo --no-bitwise",
+    "--json goes with --demo": "--prompt x --json",
+    "no demo prompt 'poem'": "--demo --prompts poem",
+    "must be from 1 to 16, not 0 (--drafter none": "--prompt x --num-speculative-tokens 0",
+    "model folder no/such/folder not found": "--prompt x --model no/such/folder",
+    "unknown drafter 'zzz': choose ngram": "--model tests --prompt x --drafter zzz",  # told first
+    "--prompt-lookup-min (9) must be at most": "--model tests --prompt x --prompt-lookup-min 9",
+    "--max-model-len must be from 2 to 2048": "--prompt x --model embedded --max-model-len 99999",
+    "--stop goes with --prompt": "--demo --stop x",
+    "--drafter none does not go with it": "--demo --drafter none",
+    "--explain goes with --prompt": "--demo --explain",
+    "temperature must be a number from 0": "--demo --temperature nan",
+    "--repeats goes with --demo": "--prompt x --repeats 2",
+    "cannot use the API key: it is empty": "--port 5000 --api-key ''",
+    "must be from 1 to 4096": "--port 5000 --max-queued 4097",
+    "it must be UTF-8": "--port 5000 --api-key a\udcff",
+    "--host is empty: give 127.0.0.1": "--port 5000 --host ' '",
+    "leave no room in a context of 2048": f"--model embedded --prompt '{'x ' * 2100}'",
+    "lone surrogate": "--model embedded --prompt \udcff",
+    "stop must be a non-empty string": "--model embedded --prompt x --stop ''",
+    "vllm is no address such as": "--port 1 --engine vllm --model T",
+}
+TOGETHER = [  # what does not go
+    "--demo --prompt x", "--port 1 --json", "--demo --engine http://x:1", "--port 1 -- x",
+    "--port 1 --engine http://x:0", "--port 1 --engine http://x:1 --quantize int8",
+    "--port 1 --engine http://x:1 --mtp H",
+]  # fmt: skip
+EACH_MISTAKE = [(line, message) for message, line in MISTAKES.items()]
+EACH_MISTAKE += [(line, "") for line in TOGETHER]
 
 
 def test_a_key_may_come_from_where_ps_does_not_show_it(monkeypatch, capsys):
@@ -293,12 +252,6 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line, message, capsys, monke
     assert_one_line(message, status, *capsys.readouterr())
 
 
-def test_the_address_that_is_told_can_be_opened():
-    for host in ("localhost", "127.0.0.1", "::1", "fe80::1"):
-        parts = urlsplit(url_of(host, 5000))
-        assert (parts.scheme, parts.hostname, parts.port) == ("http", host, 5000)
-
-
 def test_a_drafter_s_fault_with_strict_is_one_line(main, demo_engine, monkeypatch):
     drafters = {"scripted": ScriptedDrafter(lambda *_: 1 / 0)}
     engine = core.Engine(demo_engine.target, drafters, "scripted", is_strict=True)
@@ -320,13 +273,11 @@ def configured(folder, **changes):
 
 # The file; what is written into it, becomes of its fields, or is cut off; and what is said.
 DAMAGED = [
-    (SHARD, b"", f"cannot load .*: {SHARD}: "),
     (SHARD, b"\xff" * 999, f"cannot load .*: {SHARD}: "),
     (SHARD, -100, f"cannot load .*: {SHARD}: "),
     (SHARD, None, f"index.json names {SHARD}, which is no file$"),
     (CONFIG, b"{", "cannot load .*: config.json: Expecting property name"),
     (CONFIG, b"[1]", "cannot load .*: config.json: it must hold an object$"),
-    (CONFIG, b"null", "cannot load .*: config.json: it must hold an object$"),
     (CONFIG, None, "model folder .* has no config.json"),
     ("tokenizer.json", None, "cannot load .*: its tokenizer: "),
     ("tokenizer.json", bytes(range(256)), "cannot load .*: tokenizer.json: "),
@@ -338,13 +289,19 @@ DAMAGED = [
 ]
 
 
-@pytest.fixture
-def sharded(tiny_folder, tmp_path):
-    """A model in three files, in a folder of the test."""
-    source, path = tiny_folder("llama"), tmp_path / "model"
+@pytest.fixture(scope="module")
+def in_shards(tiny_folder, tmp_path_factory):
+    """A model in three files."""
+    source, path = tiny_folder("llama"), tmp_path_factory.mktemp("shards") / "model"
     shutil.copytree(source, path, ignore=lambda *_: ["model.safetensors"])
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(path, max_shard_size="300KB")
     return path
+
+
+@pytest.fixture
+def sharded(in_shards, tmp_path):
+    """The same in a folder of the test."""
+    return shutil.copytree(in_shards, tmp_path / "model")
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
@@ -374,22 +331,24 @@ NO_MEMORY = [
     RuntimeError("can't start new thread"),
     MemoryError(),
 ]
+ENDS = [*((error, 2, TOO_LITTLE_MEMORY) for error in NO_MEMORY)]
+ENDS += [(KeyboardInterrupt(), 130, "interrupted\n"), (AttributeError("x"), None, "Traceback")]
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
-def test_too_little_memory_is_one_line(main, monkeypatch, capsys, error):
+@pytest.mark.parametrize(("error", "code", "words"), ENDS, ids=repr)
+def test_ctrl_c_and_too_little_memory_are_one_line_and_a_fault_of_the_program_is_not_hidden(
+    error, code, words, main, monkeypatch, capsys
+):
+    """They come from a server, or from an import before anything runs."""
     monkeypatch.setattr("server.serving.serve", Mock(side_effect=error))
-    with pytest.raises(type(error)) as raised:
-        main("--port", "5000")
-    with pytest.raises(SystemExit) as ended:
-        startup._hook(raised.type, raised.value, None)
-    assert_one_line(TOO_LITTLE_MEMORY, ended.value.code, *capsys.readouterr())
-
-
-def test_a_fault_of_the_program_has_a_traceback(main, monkeypatch):
-    monkeypatch.setattr("server.serving.serve", Mock(side_effect=RuntimeError("a fault")))
-    with pytest.raises(RuntimeError, match="a fault"):
-        main("--port", "5000")
+    if code != 130:
+        with pytest.raises(type(error)):
+            main("--port", "5000")
+    with pytest.raises(SystemExit) if code else nullcontext() as ended:
+        startup._hook(type(error), error, None)
+    said = capsys.readouterr().err
+    assert said.startswith(words) and (said.count("\n") == 1) == bool(code)
+    assert code is None or ended.value.code == code
 
 
 # -------------------------------------------------------------------------------- the process
@@ -441,17 +400,16 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
         assert process.exit_code() == 0 and process.log() == ""
 
 
-def test_what_only_a_server_finds_out_is_one_line_and_exit_2():
-    """An address that it cannot have, and a model, though its socket is open by then."""
+def test_an_address_that_cannot_be_had_is_one_line_and_one_that_is_told_can_be_opened():
+    for host in ("localhost", "::1", "fe80::1"):
+        parts = urlsplit(http.url_of(host, 5000))
+        assert (parts.scheme, parts.hostname, parts.port) == ("http", host, 5000)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for arguments, error in (
-            (("--port", str(port)), f"cannot listen on 127.0.0.1:{port}"),
-            (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid:"),
-            (("--model", "/nowhere/model"), "model folder /nowhere/model not found"),
+        for arguments, place in (
+            (("--port", str(port)), f"127.0.0.1:{port}"),
+            (("--host", "no.such.host.invalid"), "no.such.host.invalid:"),
         ):
             with serving(*arguments, wait=False) as server:
-                assert server.exit_code() == 2
-                *before, said = server.log().splitlines()
-            assert said.startswith(f"error: {error}") and "Traceback" not in "".join(before)
-            assert not before or "--model" in arguments
+                code = server.exit_code()
+                assert_one_line(f"error: cannot listen on {place}", code, "", server.log())

@@ -23,8 +23,6 @@ MODELS = ROOT / "demo_models"
 
 
 @pytest.mark.parametrize(("prompt", "continued"), [
-    ("A B C D A B C D A B C", " D A B C" * 30),
-    ("red, green, blue, red, green,", " blue, red, green," * 30),
     ("The quick brown fox jumps over the lazy dog. " * 2 + "The quick",
      " brown fox jumps over the lazy dog. The quick" * 30),
     ("1, 2, 3, 4, 5,", " 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16"),
@@ -58,12 +56,9 @@ def test_the_draft_model_that_comes_along_is_whole_and_small():
     assert len(set(run(engine, ids, max_tokens=24)[0].output)) > 12
 
 
-def test_synthetic_text_is_the_same_for_the_same_seed_and_of_every_kind():
+def test_synthetic_text_is_the_same_for_the_same_seed():
     once, again = synthetic.documents(3, 40_000), synthetic.documents(3, 40_000)
     assert once == again != synthetic.documents(4, 40_000)
-    text = "\n".join(document for document, _ in once)
-    for sign in ("Question: ", "Once upon a time", '"id": 1', "| id |", "1, 2, 3", "Answer: "):
-        assert sign in text
 
 
 def test_a_hybrid_begins_with_the_numbers_of_its_target():
@@ -85,25 +80,20 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
         assert torch.allclose(through(converted, i), expected, rtol=1e-4)
 
 
-def trained(kind, folder, *options):
-    """Run a kind's every stage in miniature, into folder/KIND. Returns the figures it prints."""
-    command = [sys.executable, "-m", "tools.training.train", kind, "--toy"]
-    command += ["--work", str(folder), "--out", str(folder / kind), *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
 @pytest.mark.slow
 def test_target_hybrid_and_their_mtp_layers_are_made_and_serve(tmp_path):
     """The second time everything is done: the run goes on from its checkpoints, and only writes."""
+
+    def trained(kind, folder, *options):
+        command = [sys.executable, "-m", "tools.training.train", kind, "--toy"]
+        command += ["--work", str(folder), "--out", str(folder / kind), *options]
+        return json.loads(subprocess.check_output(command, timeout=300, cwd=ROOT))
+
     reports = [trained("target", tmp_path) for _ in range(2)]
     assert reports[0] == reports[1] and reports[0]["tokens"] > 0
-    target = str(tmp_path / "target")
+    assert trained("hybrid", tmp_path, "--target", str(tmp_path / "target"))["step"] > 0
     for name in ("target", "hybrid"):
         model, head = str(tmp_path / name), tmp_path / f"of_{name}"
-        if name == "hybrid":
-            assert trained("hybrid", tmp_path, "--target", target)["step"] > 0
         trained("mtp", head, "--target", model)
         engine = core.load_engine(Options(model=model, mtp=str(head / "mtp"), drafter="mtp"))
         assert "mtp" in engine.pool.drafters

@@ -11,7 +11,7 @@ The test against an engine that runs is marked `network`, as that has to be inst
 import json
 import os
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -47,28 +47,25 @@ def replay():
 
 @pytest.fixture
 def ask(replay):
-    """(status, body or events) of a POST."""
+    """(status, body or events) of a POST, or of what is said under a name."""
     return asking(replay.url)
 
 
 def asking(url):
-    asked = relay.create_app(Options(engine=url)).test_client()
+    client = relay.create_app(Options(engine=url)).test_client()
 
-    def post(path, body):
-        answer = asked.post(path, json=body)
+    def post(path, body=None):
+        path, body = (path, body) if body else SAID[path]
+        answer = client.post(path, json=body)
         is_stream = answer.mimetype == "text/event-stream"
         return answer.status_code, events_of(answer.data) if is_stream else answer.json
 
-    post.client = asked
+    post.client = client
     return post
 
 
-def said(ask, name):
-    return ask(*SAID[name])
-
-
-def test_an_answer_has_the_engines_text_and_its_acceptance(ask):
-    status, body = said(ask, "plain")
+def test_an_answer_has_the_engines_text_and_its_acceptance_whole_or_streamed(ask):
+    status, body = ask("plain")
     assert status == 200 and body["text"] == TEXT and len(body["token_ids"]) == 12
     assert body["finish_reason"] == "length" and body["usage"]["prompt_tokens"] == 10
     figures = body["metrics"]["speculative_decoding"]
@@ -76,13 +73,9 @@ def test_an_answer_has_the_engines_text_and_its_acceptance(ask):
     assert figures["acceptance_histogram"] == [0, 0, 0, 0, 0, 2]
     assert figures["draft_acceptance_rate"] == 1.0 and figures["mean_acceptance_length"] == 6.0
     assert figures["target_passes"] is None and body["timings"] is None  # which it does not tell
-    assert len(said(ask, "ids")[1]["token_ids"]) == 5
-    assert said(ask, "stopped")[1]["finish_reason"] == "stop"
-    assert said(ask, "seeded")[1]["seed"] == 7
-
-
-def test_a_stream_has_the_same_text_in_events(ask):
-    _, (*events, last) = said(ask, "streamed")
+    assert len(ask("ids")[1]["token_ids"]) == 5
+    assert ask("stopped")[1]["finish_reason"] == "stop" and ask("seeded")[1]["seed"] == 7
+    _, (*events, last) = ask("streamed")
     assert "".join(event["text"] for event in events) == last["text"] == TEXT
     tokens = [token for event in events for token in event["tokens"]]
     assert [token["id"] for token in tokens] == last["token_ids"]
@@ -138,12 +131,6 @@ def test_what_is_not_translated_is_refused_by_name(ask, replay, field):
     assert status == 400 and is_error(body, *field) and len(replay.seen) == count
 
 
-@pytest.mark.parametrize("name", ["refused", "refused_stream"])
-def test_what_the_engine_refuses_is_the_clients_mistake(ask, name):
-    status, body = said(ask, name)
-    assert status == 400 and "out of vocabulary" in body["error"]["message"]
-
-
 def test_health_has_the_engines_acceptance_and_null_for_the_rest(ask, replay):
     answer = ask.client.get("/health")
     body = answer.json
@@ -171,37 +158,38 @@ def test_health_says_when_the_engine_is_gone_or_silent(ask, replay, monkeypatch)
         assert status == 503 and is_error(body) and "cannot be reached" in body["error"]["message"]
 
 
+def test_what_the_engine_refuses_is_the_clients_mistake_and_what_fails_there_a_502(ask, replay):
+    for name in ("refused", "refused_stream"):
+        status, body = ask(name)
+        assert status == 400 and "out of vocabulary" in body["error"]["message"]
+    for replay.status in (500, 401, 302):
+        assert [ask(name)[0] for name in ("plain", "long")] == [502, 502]  # before a stream begins
+
+
 def test_an_engine_that_breaks_off_ends_streams_with_an_error(ask, replay):
     replay.cut = 2
-    _, events = said(ask, "long")
+    _, events = ask("long")
     assert "text" in events[0] and "broke off" in events[-1]["error"]["message"]
-    status, body = said(ask, "plain")
+    status, body = ask("plain")
     assert status == 502 and is_error(body)
     answer = ask.client.post("/v1/chat/completions", json=CHAT)
     last = json.loads(answer.text.split("data: ")[-2])
     assert answer.status_code == 200 and "broke off" in last["error"]["message"]
     replay.cut = None
-    for turn in generations(replay):
-        turn["pieces"] = turn["pieces"][:1]
-    assert "no end" in said(ask, "long")[1][-1]["error"]["message"]
+    generating(replay, lambda pieces: pieces[:1])
+    assert "no end" in ask("long")[1][-1]["error"]["message"]
 
 
-@pytest.mark.parametrize("status", [500, 401, 302])
-def test_an_engine_that_fails_or_wants_another_key_is_a_502(ask, replay, status):
-    replay.status = status
-    for name in ("plain", "long"):  # also before a stream has begun
-        assert said(ask, name)[0] == 502
-
-
-def generations(replay):
-    """The turns of its conversation in which text was generated."""
-    return [turn for turn in replay.turns if turn["path"].endswith("completions")]
+def generating(replay, change):
+    """Change the pieces of what the engine generates."""
+    for turn in replay.turns:
+        if turn["path"].endswith("completions"):
+            turn["pieces"] = change(turn["pieces"])
 
 
 def event(**choice):
-    return json.dumps(
-        {"choices": [{"text": "a", "token_ids": [5], "finish_reason": None} | choice]}
-    )
+    choice = {"text": "a", "token_ids": [5], "finish_reason": None} | choice
+    return json.dumps({"choices": [choice]})
 
 
 DONE = event(finish_reason="stop"), "[DONE]"
@@ -217,20 +205,24 @@ NO_EVENTS = {
 
 @pytest.mark.parametrize("name", NO_EVENTS)
 def test_an_event_of_another_shape_is_a_502_that_names_the_engine(ask, replay, caplog, name):
-    for turn in generations(replay):
-        turn["pieces"] = [f"data: {each}\n\n" for each in (event(), NO_EVENTS[name], *DONE)]
-    status, body = said(ask, "plain")
+    told = [f"data: {each}\n\n" for each in (event(), NO_EVENTS[name], *DONE)]
+    generating(replay, lambda _: told)
+    status, body = ask("plain")
     assert status == 502 and is_error(body)
     assert body["error"]["message"].startswith("the engine broke off: ")
-    assert "the engine broke off" in said(ask, "long")[1][-1]["error"]["message"]
+    assert "the engine broke off" in ask("long")[1][-1]["error"]["message"]
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_a_stream_without_end_is_cut(ask, replay, monkeypatch):
+def test_an_engine_that_hangs_is_a_504_and_a_stream_without_end_is_cut(ask, replay, monkeypatch):
     monkeypatch.setattr(relay, "_MOST", 10_000)
-    for turn in generations(replay):
-        turn["pieces"] = [f"data: {event()}\n\n"] * 1000
-    assert said(ask, "plain")[0] == 502
+    generating(replay, lambda _: [f"data: {event()}\n\n"] * 1000)
+    assert ask("plain")[0] == 502
+    monkeypatch.setattr(Options, "request_timeout", 0.5)
+    replay.hang = 1
+    status, body = ask("plain")
+    assert status == 504 and body["error"]["message"] == "the engine took too long"
+    assert ask("long")[1][-1]["error"]["code"] == "timeout"
 
 
 @pytest.mark.parametrize("told", ["no JSON", DEEP, "{}", "[]", '{"error": ' + DEEP, "\ud7ff\0"])
@@ -246,14 +238,6 @@ def test_an_engine_that_answers_anything_is_used_or_refused_in_one_line(replay, 
             assert path == "/v1/models" and "\n" not in str(error)
         else:
             assert client.get("/health").json["status"] == "ok" and path == "/metrics"
-
-
-def test_an_engine_that_hangs_is_a_504(ask, replay, monkeypatch):
-    monkeypatch.setattr(Options, "request_timeout", 0.5)
-    replay.hang = 1
-    status, body = said(ask, "plain")
-    assert status == 504 and body["error"]["message"] == "the engine took too long"
-    assert said(ask, "long")[1][-1]["error"]["code"] == "timeout"
 
 
 # ---------------------------------------------------------------------------- on real sockets
@@ -282,12 +266,11 @@ def test_a_client_that_leaves_is_cancelled_in_the_engine(asked):
 
 
 def test_a_request_that_outlasts_the_grace_period_is_cut_off_with_an_error():
-    with hanging("/generate", LONG) as (_, server, client):
-        ended = threading.Thread(target=server.end_well)
-        ended.start()
-        data = b"".join(iter(lambda: client.recv(1 << 16), b""))
-        ended.join()
-        assert b"the engine broke off" in data and "1 requests were cut off" in server.log()
+    with hanging("/generate", LONG) as (_, server, client), ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(server.end_well)
+        assert b"the engine broke off" in read_all(client)
+        ended.result()
+        assert "1 requests were cut off" in server.log()
 
 
 def test_a_body_that_is_not_complete_does_not_look_whole():
@@ -303,7 +286,7 @@ def test_a_body_that_is_not_complete_does_not_look_whole():
 @pytest.mark.network
 def test_an_engine_that_runs_answers():
     ask = asking(os.environ["ENGINE_URL"])
-    assert said(ask, "plain")[1]["text"] == said(ask, "streamed")[1][-1]["text"]
+    assert ask("plain")[1]["text"] == ask("streamed")[1][-1]["text"]
     status, body = ask("/v1/chat/completions", CHAT)
     assert status == 200 and body["choices"][0]["message"]["content"]
     print(re.sub(r'"formulas": {[^}]*}', "", json.dumps(ask.client.get("/health").json)))

@@ -20,12 +20,12 @@ import torch
 from conftest import ROOT, TARGET, assemble, assert_lossless, fresh_state, load, propose_and_close
 from gguf_files import Q8_0, TINY, write
 from head_contract import changed, holding
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from drafters import base
 from server.options import Options
-from tools.training import answers, heads, recipe, train
+from tools.training import heads, recipe, train
 
 KINDS = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_model"}
 K = 4
@@ -33,11 +33,13 @@ K = 4
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """A toy of the embedded target, whose answers are there."""
+    """A toy of the embedded target; the command of docs/models.md makes its answers."""
     work = tmp_path_factory.mktemp("recipe")
-    plan = train.Plan("draft", TARGET, work, work / "draft", **train.TOY)
-    train.run(plan, "answers")
-    return plan
+    text = (ROOT / "docs" / "models.md").read_text("utf-8")
+    (command,) = re.findall(r"python -m tools\.training\.train (.*)$", text, re.MULTILINE)
+    toy = f"--toy --target embedded --work {work} --stage answers"
+    train.main([*command.split(), *toy.split()])
+    return train.Plan("draft", TARGET, work, work / "draft", **train.TOY)
 
 
 def in_float32(patch):
@@ -47,24 +49,22 @@ def in_float32(patch):
         patch.setattr(f"drafters.{drafter}.weight_format", None)
 
 
-def gain(student, target, data, plan):
-    """By how much training raises the share of drafts whose first token is right."""
-    figures = recipe.train(student, train.rows_of(target), data, plan)
-    first = (plan.work / f"{plan.kind}.jsonl").read_text("utf-8").splitlines()[0]
-    return figures["accepted"][0] - json.loads(first)["accepted"][0]
-
-
 @pytest.fixture(scope="module")
 def learned(plan):
-    """By kind: a plan, its target and data, the student that was trained and saved, its gain."""
+    """By kind: a plan, its target and data, the student that was trained and saved.
+
+    And by how much training raises the share of drafts whose first token is right.
+    """
 
     @cache
     def learn(kind):
-        of_kind = replace(plan, kind=kind, out=plan.work / kind, epochs=2.5)
+        of_kind = replace(plan, kind=kind, out=plan.work / kind, epochs=1.0)
         with pytest.MonkeyPatch.context() as patch:
             in_float32(patch)
             target, data, student = train.student_of(of_kind)
-            gained = gain(student, target, data, of_kind)
+            figures = recipe.train(student, train.rows_of(target), data, of_kind)
+        first = (plan.work / f"{kind}.jsonl").read_text("utf-8").splitlines()[0]
+        gained = figures["accepted"][0] - json.loads(first)["accepted"][0]
         deepcopy(student).save(of_kind.out)
         with torch.no_grad():  # as the file has them; rotations are not in it
             for weight in student.module.parameters():
@@ -74,22 +74,16 @@ def learned(plan):
     return learn
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_drafter_learns(kind, learned):
-    *_, gained = learned(kind)
-    assert gained > 0.05
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_training_goes_on_from_a_head_of_its_target(kind, learned, monkeypatch, tmp_path):
     in_float32(monkeypatch)
     plan, _, _, student, _ = learned(kind)
     head = shutil.copytree(plan.out, tmp_path / "head")
     _, _, again = train.student_of(replace(plan, begin=head))
-    weights = student.module.state_dict()
+    trained = dict(student.module.named_parameters())
     assert torch.equal(again.words, student.words)
     for key, weight in again.module.named_parameters():
-        assert not weight.requires_grad or torch.equal(weight, weights[key]), key
+        assert not weight.requires_grad or torch.equal(weight, trained[key]), key
     save_file({name: torch.ones(3) for name in ("t2d", "x")}, head / "model.safetensors")
     with pytest.raises(SystemExit, match="error: the head of --begin is another target's"):
         train.student_of(replace(plan, begin=head))
@@ -110,9 +104,10 @@ def trained_scores(student, target, texts, drafts):
 
 
 @pytest.mark.parametrize(("kind", "name"), KINDS.items())
-def test_what_is_trained_is_what_drafts(kind, name, learned, monkeypatch):
+def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, name, learned, monkeypatch):
     in_float32(monkeypatch)
-    plan, target, data, student, _ = learned(kind)
+    plan, target, data, student, gained = learned(kind)
+    assert gained > 0.05
     engine = load(TARGET, drafter=name, **{name: plan.out})
     drafter = engine.pool.drafters[name]
     text, choose = data.train[0][0].tokens.tolist(), Mock(wraps=base.sample)
@@ -135,28 +130,14 @@ def test_what_is_trained_is_what_drafts(kind, name, learned, monkeypatch):
     torch.testing.assert_close(chosen, expected.amax(-1), **close)
 
 
-def test_the_command_of_the_docs_makes_answers(tmp_path, capsys):
-    text = (ROOT / "docs" / "models.md").read_text("utf-8")
-    (command,) = re.findall(
-        r"^ +\.venv/bin/python -m tools.training\.train (.*)$", text, re.MULTILINE
-    )
-    toy = ["--toy", "--tokens", "9", "--target", "embedded", "--work", str(tmp_path)]
-    train.main([*command.split(), *toy, "--stage", "answers"])
-    assert capsys.readouterr().out == "{}\n" and answers.files(tmp_path / "answers")
-
-
 def test_a_word_of_a_draft_model_has_few_numbers(plan, monkeypatch):
-    """Those of the target's in orthogonal directions; from there the draft learns."""
-    _, data, whole = train.student_of(plan)
+    """Those of the target's in orthogonal directions."""
     monkeypatch.setattr(heads.Draft, "EMBEDDING", 4096 * 32)
     target, _, student = train.student_of(plan)
     embedding, like = (m.get_input_embeddings().weight for m in (student.module, target))
-    assert embedding.shape == (4096, 32) and whole.module.config.hidden_size == 128
+    assert embedding.shape == (4096, 32)
     basis = torch.linalg.lstsq(like.float(), embedding).solution
     assert torch.allclose(basis.T @ basis, torch.eye(32), atol=0.01)
-    plan = replace(plan, work=plan.work / "factorised", epochs=6, rate=1e-2)
-    plan.work.mkdir()
-    assert gain(student, target, data, plan) > 0.05
 
 
 def test_an_optimizer_keeps_the_order_of_the_module(tmp_path):
@@ -173,8 +154,8 @@ def test_the_draft_of_a_gguf_file_is_one(tmp_path):
     target = write(file := tmp_path / "target.gguf", TINY, Q8_0)
     size, ids = target.config.vocab_size, list(range(5, 60))
     texts = recipe.Batch(torch.tensor([ids]), None, None, None, torch.tensor([len(ids)]))
-    data = SimpleNamespace(batch=lambda _: texts, train=[0])
-    data.commonest = lambda *_: torch.arange(size)
+    words = torch.arange(size)
+    data = SimpleNamespace(batch=lambda _: texts, train=[0], commonest=lambda *_: words)
     plan = SimpleNamespace(target=str(file), draft_words=size, work=tmp_path)
     student = heads.Draft(target, data, plan)
     student.save(tmp_path / "draft.gguf")
@@ -201,8 +182,7 @@ def llama_head(tiny_folder, tmp_path_factory):
     folder, work = str(tiny_folder("llama")), tmp_path_factory.mktemp("head")
     target = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     data = SimpleNamespace(commonest=lambda *_: WORDS)
-    plan = SimpleNamespace(draft_words=len(WORDS), begin=None)
-    heads.Mtp(target, data, plan).save(work)
+    heads.Mtp(target, data, SimpleNamespace(draft_words=len(WORDS), begin=None)).save(work)
     return folder, work
 
 
@@ -210,8 +190,6 @@ def test_an_mtp_head_for_a_llama_is_written_as_mimo(llama_head):
     """It drafts words of its vocabulary, and the text is plain decoding's."""
     folder, head = llama_head
     assert json.loads((head / "config.json").read_text("utf-8"))["model_type"] == "mimo"
-    names = set(load_file(head / "model.safetensors"))
-    assert all(name.startswith("model.mtp_layers.0.") for name in names - {"t2d"})
     engine, prompt = load(folder, mtp=head, drafter="mtp"), list(range(5, 60))
     assert_lossless(engine, prompt, 24, "mtp")
     _, events = conftest.run(engine, prompt, max_tokens=24, drafter="mtp")
