@@ -32,7 +32,7 @@ import server.demo as terminal
 from runtime.models import loading, startup
 from runtime.values import RequestError
 from server import core
-from server.http import check_head
+from server.http import check_head, url_of
 from server.options import KEY_VARIABLE, Options, parse_arguments
 from server.parsing import parse_request
 
@@ -402,7 +402,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
 
 def test_an_address_that_cannot_be_had_is_one_line_and_one_that_is_told_can_be_opened():
     for host in ("localhost", "::1", "fe80::1"):
-        parts = urlsplit(http.url_of(host, 5000))
+        parts = urlsplit(url_of(host, 5000))
         assert (parts.scheme, parts.hostname, parts.port) == ("http", host, 5000)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
