@@ -205,6 +205,22 @@ def test_probs_are_judged_as_they_were_proposed(demo_engine, prompts):
     assert outputs[0] == outputs[1]
 
 
+def test_a_careless_drafter_changes_no_text(demo_engine, prompts, plain):
+    """One list is every draft of a batch, and is emptied as soon as a verdict is heard."""
+    tokens, drafter = [], ScriptedDrafter(None)
+
+    def propose(state, max_tokens):
+        tokens[:] = [*state[-1:], *state[-3:]][:max_tokens]
+        return Draft(tokens)
+
+    drafter.propose = propose
+    conftest.before(drafter, "observe", lambda *_: tokens.clear())
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    requests = [Request(text, 12, "scripted") for text in list(prompts.values())[:4]]
+    for s in conftest.together(engine, requests):
+        assert s.output == plain(s.request.prompt, 12) and not s.warnings
+
+
 @pytest.mark.parametrize("method", ["open", "propose", "observe"])
 def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch, method):
     drafter, cache = ScriptedDrafter(lambda tokens, k: tokens[-k:]), demo_engine.target.cache
