@@ -17,9 +17,9 @@ choice after it is a *bonus*. The text is the one that the target alone would ha
 where tokens are sampled: `choices` says why. (`Engine` also knows rejection sampling, the classical
 rule. It keeps the distribution, but not the text.)
 
-*When does speculation lose?* A pass over four tokens is nearly as fast as one over one token only
-while reading weights is what takes the time. So speculation loses where drafts are mostly wrong,
-where the drafter is slow, and in large batches, whose passes compute long enough already.
+*When does speculation lose?* A pass over four tokens is nearly as fast as one over one token, as
+long as reading weights takes most of the time. So speculation loses where drafts are mostly wrong,
+where the drafter is slow, and in large batches, where computing takes the time.
 
 The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
 What they use follows: KV cache and truncation · cached model · rejection · engine · loading · Flask
@@ -68,7 +68,7 @@ def verify(
     judged, accepted, at = list[Judgement](), list[int](), -1
     while True:
         chosen, children = choice_after(at), draft.children(at)
-        if chosen is None:  # the text may end here; if not, the next pass fails
+        if chosen is None:  # if the text does not end here, the next pass fails
             return judged, accepted
         matching = [i for i in children if draft.tokens[i] == chosen]
         if not matching:
@@ -120,7 +120,7 @@ def speculate(
         row = target.cache.open_row(opened)
         state = drafter.open(list(prompt), sampling, noise)
         opened.callback(drafter.close, state)
-        # self_int8 drafts in the target's own row, and truncates it back.
+        # For self_int8, which drafts in the target's own row, and truncates it back.
         drafter.attach(state, drafters.DraftedText(values.Request(prompt), noise, row))
         while len(tokens) < end:
             # 1. Draft: guess what comes next. The first pass reads the prompt alone: drafters may
@@ -136,7 +136,7 @@ def speculate(
             scores = penalise(output.logits[0], sampling, tokens, draft)
             judged, _ = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
             emitted = [judgement.id for judgement in judged if judgement.kind != "rejected"]
-            # 4. Truncate: the cache keeps what was emitted but the last token, which is pending.
+            # 4. Truncate: the cache keeps all that was emitted except the last, pending token.
             num_accepted = len(emitted) - 1
             target.cache.truncate(row, len(tokens) + num_accepted)
             for token in emitted:
@@ -284,8 +284,10 @@ class Engine:
         """Without a controller every draft has the length that its request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids, self.default_drafter, self.controller = target.eos_ids, default, controller
-        rest = default, is_strict, prefixes, bool(target.compiled and target.compiled.can_branch)
-        self.pool = drafters.DrafterPool(loaded, target.vocab_size, *rest)
+        self.pool = drafters.DrafterPool(
+            loaded, target.vocab_size, default, is_strict, prefixes,
+            can_branch=bool(target.compiled and target.compiled.can_branch),
+        )  # fmt: skip
         self.planner = controller.planner(self.pool) if controller else drafters.FixedK()
         self.totals = statistics.Totals(self.pool.choices)
         self.now = statistics.clock(target.model.device)
