@@ -83,7 +83,8 @@ PLUGS = {
     "prediction": Plug(("drafters/prediction.py", "server/prediction.py"), fields="prediction"),
     "kernels": Plug(("runtime/kernels", "runtime/folders.py")),
     "grammars": Plug(
-        ("server/formats.py", "runtime/grammars"), "/v1/chat/completions", "json_schema"
+        ("server/formats.py", "runtime/grammars", "runtime/models/child.py"),
+        "/v1/chat/completions", "json_schema prediction",
     ),
     "trace": Plug(
         ("server/trace.py", "runtime/scoring.py"), fields="trace logprobs prompt_logprobs compare"
@@ -102,7 +103,6 @@ PLUGS = {
             "ahead", "pair", "fetch", "quick_import", "reference", "rope", "gpt_neo", "mimo",
         )
     },
-    "a process for templates": Plug(("runtime/models/child.py",), "/v1/chat/completions"),
     "page": Plug(("server/page",), "/page/"),
     "dialects": Plug(("server/dialects",), "/v1/chat/completions"),
     "anthropic": Plug(("server/dialects/anthropic.py",), "/v1/messages"),
