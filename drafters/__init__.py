@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
-from pkgutil import resolve_name
 from typing import Any
 
-from runtime import plug
+from runtime import lack, plug
 from runtime.sampling import Noise
 from runtime.values import PLAIN, Draft, Sampling, Verdict, in_short
 
@@ -54,7 +53,7 @@ def load(name: str, context: Context) -> Drafter:
     """
     check_name(name, ())
     if ":" in name:
-        return _from_file().load(name, context)
+        return _found("drafters.from_file", "a drafter from a file").load(name, context)
     try:
         return _class_of(name).build(context)
     except ValueError:
@@ -63,19 +62,17 @@ def load(name: str, context: Context) -> Drafter:
         raise ValueError(f"drafter {name} failed to start: {in_short(error)}") from error
 
 
-def _from_file() -> Any:
-    """What loads drafters from files. Raises ValueError where that is deleted."""
-    if module := plug("drafters.from_file"):
-        return module
-    raise ValueError("a drafter from a file needs drafters/from_file.py and timed.py")
+def _found(module: str, what: str) -> Any:
+    """A module that may be deleted. Raises ValueError where it is, or where it lacks another."""
+    if found := plug(module):
+        return found
+    raise ValueError(f"{what} needs {lack(module)}, which is not there")
 
 
 def _class_of(name: str) -> type[Drafter]:
     """The class of one of NAMES. Raises ValueError where what it needs is deleted."""
-    try:
-        return resolve_name(_REGISTRY[name])
-    except ModuleNotFoundError as error:
-        raise ValueError(f"drafter {name} needs {error.name}") from error
+    module, _, attribute = _REGISTRY[name].partition(":")
+    return getattr(_found(module, f"drafter {name}"), attribute)
 
 
 def load_all(

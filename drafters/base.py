@@ -62,7 +62,9 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    stop_rule: Callable[[list[float]], bool] | None = None  # goes on behind such confidence?
+    stop_rule: Any = (
+        None  # auto/'s StopRule: when a draft stops early; None: never. Set by the pool
+    )
     forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 
 
@@ -141,10 +143,10 @@ class Drafter(ABC):
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
     block_size: int = 0  # tokens of its longest draft, if a shorter one costs as much
     num_step_weights: int = 0  # that a step of its model reads; 0: it runs none
+    is_from_file: bool = False  # somebody else's: from_file.py sets it
     # Built-in drafters only:
     rank: int = 9  # the one with the lowest begins, where none is named
     leads: bool = False  # it drafts first where a request has what it `needs`
-    is_from_file: bool = False  # somebody else's: see from_file.py
     is_costly: bool = False  # in memory: loaded if it is named, or if the server may choose it
     stops_early: bool = False  # a state is a ModelState
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same

@@ -154,8 +154,8 @@ class DrafterPool:
                 self._note(name, group, ms)
         for text in waiting:
             if text.drafts:
-                first, *others = text.drafts.values()
-                draft = tree.merged([first, *others], text.task.limit) if others else first
+                drafts, limit = [*text.drafts.values()], text.task.limit
+                draft = drafts[0] if len(drafts) == 1 else tree.merged(drafts, limit)
                 text.draft = text.obeying(draft)
         return [text.draft for text in texts]
 

@@ -1,19 +1,28 @@
 """What computes: values, how tokens are chosen, KV caches, models, grammars and kernels."""
 
-import functools
 import logging
 from importlib import import_module
 from typing import Any
 
+_lacking = dict[str, str]()  # by plug, the module that was not found
 
-@functools.cache  # what is missing is logged once
+
 def plug(name: str) -> Any:
     """The module `name`, which may be deleted: None without it, or without a package it needs."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        logging.getLogger("plugs").warning("going on without %s: %s", name, error)
+        if name not in _lacking:  # once
+            logging.getLogger("plugs").warning("going on without %s: %s", name, error)
+        _lacking[name] = str(error.name)
         return None
+
+
+def lack(name: str) -> str:
+    """What the plug `name` lacks: a file of this program, or a package."""
+    found = _lacking[name]
+    is_ours = found.startswith(("runtime.", "drafters.", "server."))
+    return f"{found.replace('.', '/')}.py" if is_ours else f"the package {found}"
 
 
 def __getattr__(name: str) -> Any:

@@ -244,6 +244,10 @@ class Judgement(NamedTuple):
     q: float | None = None  # the drafter's probability; None for a bonus: nothing was drafted here
     u: float | None = None  # in [0, 1): was compared with p / q, or the token was drawn by it
 
+    def as_dict(self) -> dict[str, Any]:
+        """It in an event: p, q and u only where they decided."""
+        return {"id": self.id, "kind": self.kind} if self.u is None else self._asdict()
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

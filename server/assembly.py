@@ -28,7 +28,7 @@ def load_draft(options: Options) -> Model | None:
 def assemble_engine(options: Options) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
     drafters.check_name(options.drafter)  # before anything is loaded
-    if pair := plug("runtime.models.pair"):
+    if options.draft_model and (pair := plug("runtime.models.pair")):
         pair.check_pair(options.model, options.draft_model, options, drafters.check_words)
     target = core.load_model(options.model, options)
     draft = load_draft(options)

@@ -23,7 +23,7 @@ import transformers
 from tqdm import tqdm
 
 from drafters.pool import TREE
-from runtime import plug
+from runtime.models import required
 from runtime.models.prompts import kind_of, read_prompts
 from runtime.models.startup import end_ahead, print_error
 from runtime.statistics import Statistics, ratio
@@ -128,9 +128,7 @@ def request_of(prompt: str, engine: Engine, options: Options, **fields: Json) ->
 
 def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
     """One generation (--prompt). Returns the exit status."""
-    if not (generation := plug("server.generation")):
-        raise ValueError("--prompt needs server/generation.py")
-    return generation.show(engine, options, flags)
+    return required("server.generation", "--prompt").show(engine, options, flags)
 
 
 # -------------------------------------------------------------------------------- the demo

@@ -4,7 +4,7 @@ What else a request may ask to know about a cycle is trace.py's to say.
 """
 
 from runtime import kernels, plug
-from runtime.values import Cycle, Json, Judgement, TextSequence
+from runtime.values import Cycle, Json, TextSequence
 
 trace = plug("server.trace")
 
@@ -17,19 +17,12 @@ def event(s: TextSequence, cycle: Cycle) -> Json:
     """
     fields: Json = {
         "step": cycle.number,
-        "tokens": [judgement_as_dict(token) for token in cycle.tokens],
+        "tokens": [token.as_dict() for token in cycle.tokens],
         "pieces": s.text.release(s.finish_reason is not None),
     }
     if trace:
         trace.add_details(fields, s, cycle)
     return fields
-
-
-def judgement_as_dict(judgement: Judgement) -> Json:
-    """A judgement in an event; p, q and u only where they decided."""
-    if judgement.u is None:
-        return {"id": judgement.id, "kind": judgement.kind}
-    return judgement._asdict()
 
 
 def public(event: Json) -> Json:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 from runtime.grammars import (
@@ -31,6 +32,8 @@ from runtime.values import Engine, Json, TextSequence, one_line
 
 from .fields import wrong
 
+if not find_spec("llguidance"):  # which computes masks, and is imported when it is asked
+    raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
 _TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
 # Of each field its kind, what tells whether its value is one, and what it must be.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
@@ -178,5 +181,5 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
         has_tokens = "</think>" in tokenizer.added_tokens_encoder
         source = source_of(kind, value, reasoning_of(tokenizer, prompt), has_tokens)
         return vocabulary.compiled(source, limits)
-    except (ValueError, RecursionError, ModuleNotFoundError) as error:  # without llguidance
+    except (ValueError, RecursionError) as error:
         raise wrong(name, f"cannot be used: {one_line(error, longest=200)}") from error

@@ -20,7 +20,6 @@ from datetime import UTC, datetime
 
 from drafters.pool import AUTO, Task
 from runtime import kernels
-from runtime.cache.states import MOST_RECORDED
 from runtime.values import Draft, Engine, Json, Request, TextSequence, in_short
 
 from .curve import LOG, PARTS, ROWS, Curve, Store
@@ -133,8 +132,8 @@ class Measurement:
         """Whether a cycle fits into the context, and ends soon enough if a request comes."""
         target = self._engine.target
         room = target.max_length - len(self._prompt) - 2
-        if target.cache.recurrent:  # nothing is accepted, and states do not go back further
-            room = min(room, MOST_RECORDED)
+        for layer in target.cache.recurrent:  # nothing is accepted, and states go back so far
+            room = min(room, layer.most_recorded)
         if name:
             return name in self._names and room >= _ROOM
         smaller = [(rows, times[-1]) for rows, times in self._passes.items() if rows <= count + 1]

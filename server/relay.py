@@ -26,7 +26,7 @@ from urllib.parse import quote, urlsplit
 from flask import Flask, Response, abort, request
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.models.loading import StartError
+from runtime.models import StartError
 from runtime.statistics import FORMULAS, Statistics
 from runtime.values import Json, RequestError, in_short
 from server.answers import sse

@@ -6,7 +6,6 @@ relay.py speaks for an engine that runs elsewhere.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from flask import Flask, Response, current_app, g, request
 
@@ -53,7 +52,6 @@ class Service:
         self.name, self.max_length = target.name, target.max_length
         self.is_chat = options.is_chat(target.tokenizer)
         self.tokenizer = target.tokenizer
-        self.call_form: Any = None  # how the model calls tools: dialects/chat.py reads it
         reference = plug("runtime.models.reference")
         self.fingerprint = reference and reference.system_fingerprint(target, options.quantize)
 

@@ -13,7 +13,7 @@ from typing import Any
 from flask import Flask
 
 from runtime import plug
-from runtime.models import StartError
+from runtime.models import required
 from runtime.models.catalogue import with_model
 from server import core, http
 from server.options import Options
@@ -38,9 +38,7 @@ def load_app(options: Options) -> Flask:
     The worker's thread loads and runs the models; no other thread does. Raises what fails in it.
     """
     if options.engine:
-        if not (relay := plug("server.relay")):
-            raise StartError("--engine needs server/relay.py")
-        return relay.create_app(options)
+        return required("server.relay", "--engine").create_app(options)
 
     results: queue.SimpleQueue[Flask | BaseException] = queue.SimpleQueue()
 
@@ -67,6 +65,4 @@ def serve(flags: Namespace, options: Options) -> int:
     if flags.port:
         serving = plug("server.serving") or http
         return serving.serve(partial(load_app, options), flags.port, options)
-    if not (export := plug("server.page.export")):
-        raise StartError("--export needs server/page/")
-    return export.write(flags.export, load_app, options)
+    return required("server.page.export", "--export").write(flags.export, load_app, options)

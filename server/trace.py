@@ -17,7 +17,6 @@ from runtime.sampling import log_probabilities
 from runtime.scoring import TokenScores, scores_of
 from runtime.values import Cycle, Json, RequestError, TextSequence
 
-from . import events
 from .fields import NAMES, TRUTH, Check, integer
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
@@ -68,7 +67,7 @@ def summary(cycle: Cycle) -> Json:
         "tree": tree and [{"id": token, "parent": parent} for token, parent in tree],
         "accepted_count": cycle.num_accepted,
         "emitted_count": cycle.num_kept,
-        "rejected": cycle.rejected and events.judgement_as_dict(cycle.rejected),
+        "rejected": cycle.rejected and cycle.rejected.as_dict(),
         "cached": [cycle.held, cycle.cached],
         "recurrent": {"layers": num_layers} | rows if num_layers else None,
     }

@@ -565,7 +565,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompt
     few = drafted(colours, max(colours) + 1)  # so the text has no rare word
     assert few and max(few) <= max(colours)
     assert any(token >= 2 for token in drafted(colours, 2))  # all are rare
-    monkeypatch.setattr("runtime.kernels.words.MOST_RARE", 1.0)
+    monkeypatch.setattr("runtime.kernels.words._MOST_RARE", 1.0)
     few = drafted(table, max(table) + 1)
     assert set(few) <= set(table) and drafted(table, max(few)) == few != []
     assert num_frequent(18_000_000, 256, 49_152) == 16_384  # more than half of it are words

@@ -114,6 +114,8 @@ class Mark:
 class RecurrentLayer:
     """A module of transformers that keeps states, made to keep them for the rows of a KV cache."""
 
+    most_recorded = MOST_RECORDED
+
     def __init__(self, mixer: nn.Module, cache: KeyCache, kind: Kind | None) -> None:
         """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
         self._cache, self._kind, self._is_compiled = cache, kind, kernels.are_used()

@@ -13,7 +13,7 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     can_chain, draft_chain       a draft of several tokens in one call, and where that can be
     vocabulary_of, FrequentWords the tokens that such a draft chooses among
     can_choose, choose, survivors, leaders, confidence
-                                 what runtime/sampling.py computes, with the same bits
+                                 what runtime/sampling.py and trees compute, with the same bits
     score_rows                   log-probabilities, with about those of torch
     PackedMatrix, LANES          a matrix in panels of so many outputs: floats, or a file's bytes
     lay_out, load                how its rows come to lie so; the compiled kernels

@@ -9,7 +9,7 @@ from runtime.values import Model
 from .chain import vocabulary_of
 
 _FEWEST, _MOST = 16_384, 65_536  # frequent words
-_NUM_RECENT, MOST_RARE = 64, 0.2  # tokens of a text; a share
+_NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
 _LOOKED_AT = 1024  # latest tokens of a text, whose rare words may come again
 
 
@@ -30,7 +30,7 @@ class FrequentWords:
         """What draft_chain takes for the drafter's states of some texts: `words` and `rarer`."""
         recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
         num_rare = sum(token >= self.num_frequent for token in recent)
-        is_usual = num_rare <= MOST_RARE * len(recent)
+        is_usual = num_rare <= _MOST_RARE * len(recent)
         count = self.num_frequent if is_usual else self.num_words
         own = {token for s in states for token in (*s.text[-_LOOKED_AT:], *s.forced)}
         return vocabulary_of(count), sorted(i for i in own if count <= i < self.num_words)

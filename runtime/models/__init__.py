@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from runtime import plug
+from runtime import lack, plug
 
 
 class StartError(ValueError):
@@ -18,5 +18,4 @@ def required(name: str, what: str) -> Any:
     """The plug `name`. Raises StartError if it is not there: `what` needs it."""
     if module := plug(name):
         return module
-    file = f"{name.replace('.', '/')}.py"
-    raise StartError(f"{what} needs {file}: it is missing, or a package that it needs is")
+    raise StartError(f"{what} needs {lack(name)}, which is not there")

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Backend
 from runtime.values import TOO_SLOW, Json, RequestError
 
 from .calls import TAGS, Form, form_of
-from .fim import fim_of
 from .prompts import (
     Conversation,
     Tokenizer,
@@ -42,17 +41,13 @@ _REASONING = "reasoning_content"
 _ROLES = "system", "developer", "user", "assistant", "tool"
 
 
-def prepare(tokenizer: Tokenizer, explained: AbstractContextManager[None]) -> frozenset[int]:
-    """Get ready for chats with a tokenizer. Returns what ends a text that fills a gap.
-
-    Within `explained` its chat template is read.
-    """
+def prepare(tokenizer: Tokenizer, explained: AbstractContextManager[None]) -> None:
+    """Get ready for chats with a tokenizer. Within `explained` its chat template is read."""
     _show_tags(tokenizer)
     if getattr(tokenizer, "chat_template", None):
         with explained:
             call_form(tokenizer)
         renderer.start()  # by its first prompt it will be ready
-    return fim.ends if (fim := fim_of(tokenizer)) else frozenset()
 
 
 def _show_tags(tokenizer: Tokenizer) -> None:

@@ -117,7 +117,9 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     _bound_cache(loaded.tokenizer)
     if chat := plug("runtime.models.chat"):
         named = explained(place, "its chat_template: ", options)
-        loaded.more_ends = chat.prepare(loaded.tokenizer, named)
+        chat.prepare(loaded.tokenizer, named)
+    if fim := plug("runtime.models.fim"):
+        loaded.more_ends = fim.ends_of(loaded.tokenizer)
     loaded.structure = _fit(loaded.model, name, options)
     loaded.length = loaded.structure.length
     return loaded
@@ -255,8 +257,9 @@ def prepare(model: Model, structure: Structure) -> None:
     if "GPTNeoSelfAttention" in kinds:  # which has masks of its own
         gpt_neo = required("runtime.models.gpt_neo", title_of(model))
         gpt_neo.follow_masks(model.model, model.max_length)
-    if structure.is_recurrent:  # these layers have a state for each row
-        required("runtime.cache.states", title_of(model)).follow_rows(model)
+    get = required if structure.is_recurrent else lambda name, _: plug(name)
+    if states := get("runtime.cache.states", title_of(model)):
+        states.follow_rows(model)  # recurrent layers have a state for each row
 
 
 def check(cached: Model) -> None:

@@ -65,7 +65,8 @@ if "transformers" not in sys.modules and _COMPILER not in sys.modules:
     sys.modules[_COMPILER] = compiler
     is_available, lru_cache = torch.distributed.is_available, functools.lru_cache
     torch.distributed.is_available, functools.lru_cache = lambda: False, _cached
-    import transformers.masking_utils
-    import transformers.modeling_utils  # noqa: F401
-
-    torch.distributed.is_available, functools.lru_cache = is_available, lru_cache
+    try:
+        import transformers.masking_utils
+        import transformers.modeling_utils  # noqa: F401
+    finally:
+        torch.distributed.is_available, functools.lru_cache = is_available, lru_cache

@@ -14,7 +14,7 @@ from functools import partial
 from flask import Flask, Response
 
 from runtime.grammars import OPEN
-from runtime.models.calls import AnswerReader, Form, Part, Thought
+from runtime.models.calls import AnswerReader, Part, Thought
 from runtime.models.chat import TEMPLATE_FIELDS, call_form, chat_prompt, template_options
 from runtime.models.prompts import Tokenizer
 from runtime.models.tools import read_tools
@@ -32,7 +32,6 @@ NAMES = KNOWN - {"prompt", "chat"} | {"messages", "top_logprobs", *_OF_TOOLS, *T
 
 def register_routes(app: Flask, service: Service) -> None:
     """Add the route for the service's model."""
-    service.call_form = call_form(service.tokenizer)
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | Json:
@@ -68,7 +67,7 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
     answer's text.
     """
     sent.setdefault("prompt", "messages")
-    if tools := read_tools(fields, service.call_form):
+    if tools := read_tools(fields, call_form(service.tokenizer)):
         fields["grammar"] = tools.grammar(_take_answer(fields))
         sent["grammar"] = "tools"
     messages, how = fields.pop("messages", None), template_options(fields)
@@ -77,7 +76,7 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
     fields["prompt"], is_reasoning = ids, reasoning_of(service.tokenizer, ids) == OPEN
     if tools:
         return partial(tools.reader, is_reasoning)
-    return partial(AnswerReader, service.call_form or Form(), (), is_reasoning)
+    return partial(AnswerReader, call_form(service.tokenizer), (), is_reasoning)
 
 
 def _translate(fields: Json, sent: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flask import Flask, Response
 
-from runtime.models.fim import infill_prompt
+from runtime import plug
 from runtime.models.prompts import LONG_TEXT, is_text, long_texts, prompt_ids
 from runtime.values import Engine, Json, Model, Request, RequestError, check_prompt
 from server.events import trace
@@ -23,6 +23,7 @@ from server.service import Parsed, Service, read_body
 
 from .shapes import Logprobs, OpenAIShape, Places
 
+fim = plug("runtime.models.fim")
 _NAMES = KNOWN - {"chat"} | {"echo", "suffix"}
 _MOST_PROMPTS = 128
 
@@ -106,12 +107,14 @@ def _fill_in(service: Service, fields: Json) -> None:
     """
     if (suffix := fields.pop("suffix", "")) == "":
         return
+    if not fim:
+        raise wrong("suffix", "needs runtime/models/fim.py, which is not here")
     before = fields.get("prompt") or ""
     for name, value in ("prompt", before), ("suffix", suffix):
         if value != "" and not is_text(value):
             raise wrong(name, "must be a text, where a gap is to be filled in")
     name, tokenizer = model_id(service.name), service.tokenizer
-    fields["prompt"] = infill_prompt(before, suffix, tokenizer, name, service.max_length)
+    fields["prompt"] = fim.infill_prompt(before, suffix, tokenizer, name, service.max_length)
 
 
 def _prompts_of(prompt: Any) -> list[Any]:
