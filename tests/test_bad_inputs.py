@@ -163,17 +163,17 @@ WRONG_PATHS = {
     405: ["GET /generate", "BREW /generate", "PUT /v1/chat/completions", "POST /v1/models",
           "POST /v1/models/%1b[31m%00"],
 }  # fmt: skip
-EACH_PATH = [(status, *line.split()) for status, lines in WRONG_PATHS.items() for line in lines]
 
 
-@pytest.mark.parametrize(("wanted", "method", "path"), EACH_PATH)
-def test_a_wrong_path_or_method_is_a_json_error(client, wanted, method, path):
-    answer = client.open(path, method=method)
-    assert answer.status_code == wanted and answer.mimetype == "application/json"
-    assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
-    message = answer.json["error"]["message"]
-    assert (wanted == 405) == (" needs " in message)
-    assert message.isprintable() and len(message) <= 300
+@pytest.mark.parametrize("wanted", WRONG_PATHS)
+def test_a_wrong_path_or_method_is_a_json_error(client, wanted):
+    for method, path in map(str.split, WRONG_PATHS[wanted]):
+        answer = client.open(path, method=method)
+        assert answer.status_code == wanted and answer.mimetype == "application/json"
+        assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
+        message = answer.json["error"]["message"]
+        assert (wanted == 405) == (" needs " in message)
+        assert message.isprintable() and len(message) <= 300
 
 
 def test_access_is_checked_once(client):
@@ -199,11 +199,12 @@ WRONG_BODIES = [  # status, body, headers
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("wanted", "body", "headers"), WRONG_BODIES, ids=lambda v: str(v)[:40])
-def test_a_body_that_is_no_json_object_of_1_mib_is_refused(client, route, wanted, body, headers):
-    answer = client.post(route, data=body, headers=headers)
-    assert answer.status_code == wanted and answer.mimetype == "application/json"
-    assert is_error(answer.data) and answer.headers["X-Request-Id"]
+def test_a_body_that_is_no_json_object_of_1_mib_is_refused(client, route):
+    for wanted, body, headers in WRONG_BODIES:
+        answer = client.post(route, data=body, headers=headers)
+        assert answer.status_code == wanted, (body[:40], headers)
+        assert answer.mimetype == "application/json"
+        assert is_error(answer.data) and answer.headers["X-Request-Id"]
 
 
 def noting(template=TEMPLATE):
@@ -344,7 +345,7 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
 
 # ------------------------------------------------------------------------------------ mutations
 
-NUM_REQUESTS, NUM_CLIENTS = 3_000, 4
+NUM_REQUESTS, NUM_CLIENTS = 2_000, 4
 EXPECTED = {None, 200, 400, 404, 405, 415, 431, 501, 505}
 VALUES = [value for *_, values, has_bodies in BAD if not has_bodies for value in values]
 NAMES = {route: [row[0] for row in BAD if route in row[1]] for route in ROUTES}
