@@ -10,13 +10,14 @@ import threading
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from pathlib import Path
 from unittest.mock import Mock
 
 import llguidance
 import llguidance.hf
 import openai
 import pytest
-from conftest import TARGET, TEMPLATE
+from conftest import TARGET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from started import LIMIT_S, Client
@@ -131,50 +132,19 @@ def says(service, monkeypatch):
 
 
 THINKING = TAGGED._replace(thinks=True)
-BOTH = [("weather", ROME), ("time", TIME)]
-CUT = [("time", TIME), ("weather", '{"city": "R')]
-SHALL = f"Shall I {call_text('time', TIME, TAGGED)}?"
-
-
-def written(calls, form):
-    """Calls one behind the other, of which the last one may be cut amid its arguments."""
-    last = calls[-1][1]
-    text = "\n".join(call_text(*call, form) for call in calls)
-    return text if last.endswith("}") else text[: text.rindex(last) + len(last)]
-
-
-SAID = f"I ask.\n{written(BOTH, TAGGED)}"
-ANSWERS = {  # the form, what the model says, what ended it; content, reasoning, calls, the end
-    "tags": (TAGGED, SAID, "stop", "I ask.", None, BOTH, "tool_calls"),
-    "general": (GENERAL, written(BOTH, GENERAL), "stop", None, None, BOTH, "tool_calls"),
-    **{f"text {i}": (form, text, "stop", text, None, [], "stop") for i, (form, text) in enumerate([
-        (TAGGED, "2 < 3 <tool"),
-        (TAGGED, "ends with spaces \n"),
-        (TAGGED, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
-        (GENERAL, 'No: {"name": "time", "arguments": {}}'),
-        (GENERAL, '{"names": 5}'),
-        (GENERAL, '{"name": "tim'),
-        (GENERAL, ""),
-        (THINKING, "<thin"),
-        (THINKING, "a <think>b</think>"),
-    ])},
-    **{f"thought {i}": (THINKING, text, "stop", content, thought, [], "stop")
-       for i, (text, thought, content) in enumerate([
-        (f"<think>\n{SHALL}\n</think>\n\nNo. ", SHALL, "No. "),
-        ("<think></think>{}", None, "{}"),
-        ("<think>I </th", "I </th", ""),
-    ])},
-    "tags, cut": (TAGGED, written(CUT, TAGGED), "length", None, None, CUT, "length"),
-    "general, cut": (GENERAL, written(CUT, GENERAL), "length", None, None, CUT, "length"),
-    "tags, stopped": (TAGGED, written(CUT[1:], TAGGED), "stop", None, None, CUT[1:], "stop"),
-}  # fmt: skip
+FORMS = {"tags": TAGGED, "general": GENERAL, "thinking": THINKING}
+FORMS["general, thinking"] = GENERAL._replace(thinks=True)
+# What a model says in a form, and what ended it; what a client reads, and what is said to end it.
+ANSWERS = json.loads(Path(__file__).with_name("answers_with_calls.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("size", [7, 1000])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_content_reasoning_and_calls_stand_side_by_side_whole_or_streamed(create, says, name, size):
-    form, text, reason, content, thought, calls, end = ANSWERS[name]
-    says(text, form, reason=reason, size=size)
+    answer = ANSWERS[name]
+    content, thought, end = answer["content"], answer["reasoning"], answer["end"]
+    calls = [tuple(call) for call in answer["calls"]]
+    says(answer["text"], FORMS[answer["form"]], reason=answer["reason"], size=size)
     for tools in (TOOLS,) if calls else (TOOLS, []):
         (choice,) = create(tools=tools).choices
         message, made = choice.message, choice.message.tool_calls
@@ -194,17 +164,6 @@ def test_content_reasoning_and_calls_stand_side_by_side_whole_or_streamed(create
         assert last.finish_reason == end and not last.delta.model_dump(exclude_none=True)
 
 
-def test_reasoning_that_the_prompt_opens_is_reasoning(create, service, says, monkeypatch):
-    call = call_text("time", TIME, TAGGED)
-    tokenizer = service.engine.target.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{# </think> #}<think>\n")
-    says(f"Shall I {call}?</think>\n{call}", size=4)
-    (choice,) = create().choices
-    assert choice.message.model_extra["reasoning_content"] == f"Shall I {call}?"
-    assert choice.message.content is None
-    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
-
-
 def test_a_stream_holds_back_no_more_than_may_become_a_call(create, says):
     says("a <tool_cat b", size=9)  # at its first end a tag may begin
     parts = [c.choices[0].delta.content for c in create(stream=True)]
@@ -217,24 +176,25 @@ def test_a_stream_holds_back_no_more_than_may_become_a_call(create, says):
 def test_each_choice_has_calls_of_its_own(create, says):
     """What is held back of one is no part of another."""
     says("I ask.\n" + call_text("time", TIME, TAGGED), size=5)
-    messages = [choice.message for choice in create(n=2).choices]
-    ids = [call.id for message in messages for call in message.tool_calls]
-    assert len({*ids}) == 2 and {message.content for message in messages} == {"I ask."}
+    choices = create(n=2).choices
+    assert [choice.index for choice in choices] == [0, 1]
+    ids = [call.id for choice in choices for call in choice.message.tool_calls]
+    assert len({*ids}) == 2 and {choice.message.content for choice in choices} == {"I ask."}
     chunks = [chunk.choices[0] for chunk in create(n=2, stream=True)]
     for index in (0, 1):
-        deltas = [chunk.delta for chunk in chunks if chunk.index == index]
-        assert "".join(delta.content or "" for delta in deltas) == "I ask."
-        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        *deltas, last = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.delta.content or "" for chunk in deltas) == "I ask."
+        (call,) = [call for chunk in deltas for call in chunk.delta.tool_calls or ()]
         assert (call.index, call.function.name) == (0, "time")
+        assert last.finish_reason == "tool_calls"
 
 
 calls = [call_text("time", TIME, form) for form in (TAGGED, GENERAL)]
-FORMS = [TAGGED, GENERAL, TAGGED._replace(thinks=True), GENERAL._replace(thinks=True)]
 texts = st.lists(st.sampled_from([*calls, *TAGS, *' \n{}"a<', ROME]), max_size=9).map("".join)
 
 
 @settings(max_examples=100, deadline=None, database=None)
-@given(text=texts, cuts=st.lists(st.integers(0, 200)), form=st.sampled_from(FORMS))
+@given(text=texts, cuts=st.lists(st.integers(0, 200)), form=st.sampled_from([*FORMS.values()]))
 def test_an_answer_is_read_alike_however_it_is_cut(text, cuts, form):
     def read(*pieces):
         reader = AnswerReader(form, {"time"})
