@@ -390,6 +390,7 @@ def test_a_text_whose_grammar_is_slow_sits_out_and_others_go_on(
         return walk(*given)
 
     def wait(masks, timeout):
+        assert timeout < 1
         if slow.matcher._explored in masks:  # then the other one's are there in any case
             waits.append(masks)
             inner([second.matcher._explored], 60)
@@ -434,6 +435,12 @@ def test_no_grammar_is_built_again_where_it_fails_for_any_text(demo_engine, prom
     bias = core.Sampling(logit_bias=((ids_of(demo_engine, "{")[0], 100.0),))
     with pytest.raises(ValueError, match="Current row has"):
         run(demo_engine, prompt, grammar=grammar, drafter="auto", sampling=bias)
+
+
+def test_of_a_draft_that_grows_too_large_the_beginning_stays(demo_engine):
+    draft = [*ids_of(demo_engine, "{"), *ids_of(demo_engine, "a") * 15]
+    matcher = grammar_of(demo_engine, LARK, EITHER).matcher()
+    assert 0 < len(matcher.cut(Draft(draft)).tokens) < len(draft)
 
 
 @pytest.mark.parametrize("who", ["tree", "neighbours"])
