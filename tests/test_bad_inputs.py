@@ -266,26 +266,14 @@ def test_a_special_token_may_have_any_name():
 
 
 MEMORY, TIME = "needs more than 512 MiB of memory", r"took longer than 0\.2 s"
-LARGE = (  # what one operation makes, or a few
-    "'a'.zfill(10**10)", "('a' * 10**9) * 9", "'a\nb' | indent(10**10)", "'a'.ljust(10**10)",
-    "'a' | center(10**10)", "'%10000000000d' % 1", "'{:>10000000000}'.format(1)",
-    "[1] * 10**10", "[1] | tojson(indent=10**10)", "('a,' * 10**6).split(',') | join('b' * 10**5)",
-)  # fmt: skip
-HOSTILE = {f"{{{{ {operation} }}}}": MEMORY for operation in LARGE} | {
-    "{{ 10 ** (10 ** 10) }}": TIME,
-    "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4: TIME,
-    "{{ raise_exception('no\x1b[3m\0roles\n' + 'x' * 500) }}": r"refused: no\\x1b\[3m\\x00roles x",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "refused: maximum recursion depth exceeded",
-    "{{ '\\ud800' }}": "wrote a lone surrogate, which is not text",
-    "{{ ('a' * 10**7) * 2 }}": "writes 20000000 characters",
-    "{% if": "refused: ",
-}
+TEMPLATES = Path(__file__).with_name("hostile_templates.txt").read_text("utf-8")
+HOSTILE = [tuple(map(eval, row.split(" | ", 1))) for row in TEMPLATES.splitlines()[1:]]
 
 
 def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
     """It is code that comes with a model. Its process goes on, or is another one next time."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for template, said in HOSTILE.items():
+    for said, template in HOSTILE:
         monkeypatch.setattr(reading, "_TEMPLATE_LIMIT_S", 0.2 if said == TIME else LIMIT_S)
         with pytest.raises(RequestError, match=f"chat template {said}") as caught:
             chat_prompt(HI, noting(template), CONTEXT)
