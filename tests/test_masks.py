@@ -96,7 +96,6 @@ def test_each_row_of_a_tree_is_masked_by_its_own_branch(name, way):
     sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
     draft = core.Draft([RED, 9, COMMA, GREEN, RED], parents=[-1, -1, 0, 1, 3])
     logits = torch.randn(6, 2000) * 3
-    logits[1:3] = logits[1:3].round()  # many are equal
     rows = penalise(logits, sampling.for_prompt(prompt), prompt + generated, draft)
     paths = [[], [RED], [9], [RED, COMMA], [9, GREEN], [9, GREEN, RED]]
     for i, path in enumerate(paths):
@@ -105,6 +104,22 @@ def test_each_row_of_a_tree_is_masked_by_its_own_branch(name, way):
     if name == "bad":  # a small model may lack the last tokens
         few = penalise(logits[:, :1300], sampling.for_prompt(prompt), prompt + generated, draft)
         torch.testing.assert_close(few, rows[:, :1300])
+
+
+@pytest.mark.parametrize("temperature", [0.4, 3.0])
+def test_typical_tokens_are_those_of_transformers_for_any_spread(temperature):
+    torch.manual_seed(1)
+    for size, spread in ((3, 1.0), (5000, 0.1), (30_000, 6.0)):
+        logits = torch.randn(4, size) * spread
+        logits[1, : size // 2] = -torch.inf  # a grammar's
+        logits[2] = logits[2].round()  # many are equal
+        for mass in (0.01, 0.5, 0.95, 0.999):
+            sampling = core.Sampling(temperature=temperature, typical_p=mass)
+            ours = penalise(logits, sampling, [], Draft([1, 2, 3]))
+            theirs = TypicalLogitsWarper(mass)(None, logits[[0, 2, 3]].double() / temperature)
+            assert torch.equal(ours[[0, 2, 3]] == -torch.inf, theirs == -torch.inf)
+            half = penalise(logits[1:2, size // 2 :], sampling, [], Draft())
+            assert torch.equal(ours[1:2, size // 2 :], half)
 
 
 def test_masks_that_leave_nothing_end_a_request_in_one_sentence(demo_engine, prompts):
