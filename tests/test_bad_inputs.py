@@ -163,17 +163,17 @@ WRONG_PATHS = {
     405: ["GET /generate", "BREW /generate", "PUT /v1/chat/completions", "POST /v1/models",
           "POST /v1/models/%1b[31m%00"],
 }  # fmt: skip
-EACH_PATH = [(status, *line.split()) for status, lines in WRONG_PATHS.items() for line in lines]
 
 
-@pytest.mark.parametrize(("wanted", "method", "path"), EACH_PATH)
-def test_a_wrong_path_or_method_is_a_json_error(client, wanted, method, path):
-    answer = client.open(path, method=method)
-    assert answer.status_code == wanted and answer.mimetype == "application/json"
-    assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
-    message = answer.json["error"]["message"]
-    assert (wanted == 405) == (" needs " in message)
-    assert message.isprintable() and len(message) <= 300
+@pytest.mark.parametrize("wanted", WRONG_PATHS)
+def test_a_wrong_path_or_method_is_a_json_error(client, wanted):
+    for method, path in map(str.split, WRONG_PATHS[wanted]):
+        answer = client.open(path, method=method)
+        assert answer.status_code == wanted and answer.mimetype == "application/json"
+        assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
+        message = answer.json["error"]["message"]
+        assert (wanted == 405) == (" needs " in message)
+        assert message.isprintable() and len(message) <= 300
 
 
 def test_access_is_checked_once(client):
@@ -199,11 +199,12 @@ WRONG_BODIES = [  # status, body, headers
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("wanted", "body", "headers"), WRONG_BODIES, ids=lambda v: str(v)[:40])
-def test_a_body_that_is_no_json_object_of_1_mib_is_refused(client, route, wanted, body, headers):
-    answer = client.post(route, data=body, headers=headers)
-    assert answer.status_code == wanted and answer.mimetype == "application/json"
-    assert is_error(answer.data) and answer.headers["X-Request-Id"]
+def test_a_body_that_is_no_json_object_of_1_mib_is_refused(client, route):
+    for wanted, body, headers in WRONG_BODIES:
+        answer = client.post(route, data=body, headers=headers)
+        assert answer.status_code == wanted, (body[:40], headers)
+        assert answer.mimetype == "application/json"
+        assert is_error(answer.data) and answer.headers["X-Request-Id"]
 
 
 def noting(template=TEMPLATE):
@@ -265,26 +266,14 @@ def test_a_special_token_may_have_any_name():
 
 
 MEMORY, TIME = "needs more than 512 MiB of memory", r"took longer than 0\.2 s"
-LARGE = (  # what one operation makes, or a few
-    "'a'.zfill(10**10)", "('a' * 10**9) * 9", "'a\nb' | indent(10**10)", "'a'.ljust(10**10)",
-    "'a' | center(10**10)", "'%10000000000d' % 1", "'{:>10000000000}'.format(1)",
-    "[1] * 10**10", "[1] | tojson(indent=10**10)", "('a,' * 10**6).split(',') | join('b' * 10**5)",
-)  # fmt: skip
-HOSTILE = {f"{{{{ {operation} }}}}": MEMORY for operation in LARGE} | {
-    "{{ 10 ** (10 ** 10) }}": TIME,
-    "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4: TIME,
-    "{{ raise_exception('no\x1b[3m\0roles\n' + 'x' * 500) }}": r"refused: no\\x1b\[3m\\x00roles x",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "refused: maximum recursion depth exceeded",
-    "{{ '\\ud800' }}": "wrote a lone surrogate, which is not text",
-    "{{ ('a' * 10**7) * 2 }}": "writes 20000000 characters",
-    "{% if": "refused: ",
-}
+TEMPLATES = Path(__file__).with_name("hostile_templates.txt").read_text("utf-8")
+HOSTILE = [tuple(map(eval, row.split(" | ", 1))) for row in TEMPLATES.splitlines()[1:]]
 
 
 def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
     """It is code that comes with a model. Its process goes on, or is another one next time."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for template, said in HOSTILE.items():
+    for said, template in HOSTILE:
         monkeypatch.setattr(reading, "_TEMPLATE_LIMIT_S", 0.2 if said == TIME else LIMIT_S)
         with pytest.raises(RequestError, match=f"chat template {said}") as caught:
             chat_prompt(HI, noting(template), CONTEXT)
@@ -344,7 +333,7 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
 
 # ------------------------------------------------------------------------------------ mutations
 
-NUM_REQUESTS, NUM_CLIENTS = 3_000, 4
+NUM_REQUESTS, NUM_CLIENTS = 2_000, 4
 EXPECTED = {None, 200, 400, 404, 405, 415, 431, 501, 505}
 VALUES = [value for *_, values, has_bodies in BAD if not has_bodies for value in values]
 NAMES = {route: [row[0] for row in BAD if route in row[1]] for route in ROUTES}

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TEMPLATE, asked, module_client
+from conftest import ROOT, asked, module_client
 from started import BODIES, ROUTES
 from transformers import AutoTokenizer
 
@@ -106,17 +106,24 @@ def test_what_is_taken_is_served(client):
 
 def test_fields_that_go_together(wanted):
     """Two names may say the same; an option of a stream may be somebody else's."""
+    begun = wanted(GENERATE, {"prompt": "user: a b\nassistant: c d"})["prompt"]
+    turns = [*TURNS, {"role": "assistant", "content": "c d"}]
+    ids, cut = [*range(5, 400)], {"truncate_prompt_tokens": 7, "truncation_side": "right"}
     for route, fields, expected in (
         (GENERATE, {"max_tokens": 1, "max_completion_tokens": 1}, {"max_tokens": 1}),
         (RESPONSES, {"max_tokens": 1, "max_output_tokens": 1}, {"max_tokens": 1}),
         (MESSAGES, {"stop": ["b"], "stop_sequences": ["b"]}, {"stop": ("b",)}),
         (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, {}),
+        (GENERATE, {"prompt": ids} | cut, {"prompt": ids[:7]}),
+        (GENERATE, {"prompt": ids, "truncate_prompt_tokens": -1}, {"prompt": ids[-252:]}),
+        (CHAT, {"messages": turns, "continue_final_message": True}, {"prompt": begun}),
         *((route, {"n": 2, "best_of": 2}, {"n": 2, "runs": 2}) for route in ROUTES),
         *((route, {"n": 2, "seed": 2**64 - 2}, {"n": 2, "runs": 2, "seed": 2**64 - 2})
           for route in ROUTES),
         *((route, {"n": 1, "compare": True}, {"runs": 6}) for route in ROUTES),
     ):  # fmt: skip
-        assert changes(wanted(route, {}), wanted(route, fields)) == expected, (route, fields)
+        was = wanted(route, {})
+        assert changes(was, wanted(route, fields)) == changes(was, was | expected), fields
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -155,19 +162,6 @@ def test_what_a_client_sends_by_default_is_answered(client, name):
         assert b'"error": {' not in answer.data
 
 
-def test_a_long_prompt_is_cut_where_it_is_asked_for(client):
-    ids = list(range(5, 400))
-
-    def prompt(**fields):
-        _, body = ask(client, GENERATE, prompt=ids, return_token_ids=True, **fields)
-        return body["prompt_token_ids"]
-
-    assert ask(client, GENERATE, prompt=ids)[0] == 400
-    assert prompt(truncate_prompt_tokens=7) == ids[-7:]
-    assert prompt(truncate_prompt_tokens=7, truncation_side="right") == ids[:7]
-    assert prompt(truncate_prompt_tokens=-1, max_tokens=6) == ids[-250:]
-
-
 @pytest.mark.parametrize("route", ROUTES[1:])
 def test_an_answer_and_a_stream_tell_the_same_ids_and_tokens_by_them(client, route):
     """As vLLM has it: a chat's body has the prompt's ids, and a choice of a completion its own."""
@@ -197,23 +191,6 @@ def test_an_answer_and_a_stream_tell_the_same_ids_and_tokens_by_them(client, rou
     assert going[-1]["usage"]["completion_tokens"] == 6
     plain = ask(client, route, stream=True, stream_options={"continuous_usage_stats": True})[1]
     assert all("usage" not in c and "token_ids" not in json.dumps(c) for c in plain)
-
-
-def test_a_chat_may_say_how_the_template_is_used(client):
-    """The template begins the assistant's turn, or the last turn is continued."""
-    turns = [*TURNS, {"role": "assistant", "content": "c d"}]
-
-    def ids(**fields):
-        _, body = ask(client, CHAT, return_token_ids=True, **fields)
-        return body["prompt_token_ids"]
-
-    def read(text):
-        return ask(client, GENERATE, prompt=text, return_token_ids=True)[1]["prompt_token_ids"]
-
-    assert "add_generation_prompt" in TEMPLATE
-    assert ids() == read("user: a b\nassistant:")
-    assert ids(add_generation_prompt=False) == read("user: a b\n")
-    assert ids(messages=turns, continue_final_message=True) == read("user: a b\nassistant: c d")
 
 
 def test_a_template_reads_the_variables_that_are_sent(chat_folder):

@@ -8,18 +8,18 @@ import json
 import re
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import product
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import FAMILIES, TARGET, TEMPLATE, application, asked, closed, load, module_client
-from started import LIMIT_S, ROUTES, events_of, is_error, text_of, until
+from started import LIMIT_S, ROUTES, is_error, text_of, until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from runtime.grammars import POSSIBLE, REGEX, Matcher, probe, source_of, vocabulary_of
+from runtime.grammars import POSSIBLE, REGEX, probe, source_of, vocabulary_of
 from runtime.grammars.measure import USUAL
 from runtime.models.chat import chat_prompt
 from runtime.values import Draft, RequestError
@@ -57,12 +57,11 @@ PATTERNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "auto"])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", NAMES)
-def test_a_format_has_many_names_and_one_text(client, kind, route, drafter):
-    """On each route, and whoever drafts."""
-    way = {"temperature": 1.0, "seed": 3, "drafter": drafter}
+def test_a_format_has_many_names_and_one_text(client, kind, route):
+    """On each route."""
+    way = {"temperature": 1.0, "seed": 3}
     bodies = [asked(client, route, **way, **fields) for fields in NAMES[kind]]
     assert {status for status, _ in bodies} == {200}
     (text,) = {text_of(body) for _, body in bodies}
@@ -98,20 +97,20 @@ def test_an_answer_says_that_it_was_cut(client):
     assert exact["text"] == whole["text"] and exact["warnings"] == []
 
 
+def words_of(engine):
+    target = engine.target
+    return target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
+
+
 DEEP = {"type": "integer"}
 for _ in range(60):
     DEEP = {"type": "array", "items": DEEP}
 
 
-def test_a_special_token_may_stand_where_people_alone_read_it(client):
-    said = closed(
-        a={"const": "a", "description": "never <|endoftext|>", "default": "<|endoftext|>"}
-    )
-    assert asked(client, GENERATE, json_schema=said)[1]["text"] == '{"a":"a"}'
-
-
 def test_what_only_looks_like_what_is_not_supported_is_a_format(client):
-    """Text, comments and regular expressions of rules, and values of a schema."""
+    """Text, comments and regular expressions of rules, values and descriptions of a schema."""
+    said = {"const": "a", "description": "never <|endoftext|>", "default": "<|endoftext|>"}
+    assert asked(client, GENERATE, json_schema=closed(a=said))[1]["text"] == '{"a":"a"}'
     value = {"minProperties": 5}
     rules = 'start: "a[stop=1]" /b[\\/"]/ // c[max_tokens=2]: "x"'
     texts = [rules, 'root ::= "a[stop=1]b" ["]', 'start: %json {"const": "a[stop=1]"}']
@@ -148,30 +147,8 @@ def test_what_people_write_is_within_the_limits(demo_engine):
         grammar_of(body, demo_engine, [])
 
 
-BOMBS = {
-    "nested repeats": {"regex": "((a{1,99}){1,99}){1,99}"},
-    "a choice of many states": {"regex": "(a|b)*a(a|b){28}"},
-    "a long text": {"regex": "a{100000}"},
-    "a long text behind a choice": {"json_schema": {"enum": [1, "ab" * 50_000]}},
-    "rules of any reading": {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | /a+/'},
-    "rules of any reading of letters": {"grammar": "start: s\ns: s s s | s s | /[a-z ]/ | "},
-    "rules of many readings": {"grammar": "start: s\ns: " + "".join(f"r{i} | " for i in range(99))
-        + "/[a-z]/\n" + "\n".join(f"r{i}: s /[a-z ]/ | /[a-z]/" for i in range(99))},
-    "terminals": {"grammar": "start: s+\ns: " + " | ".join(f"T{i}" for i in range(50)) + "\n"
-        + "\n".join(f"T{i}: /[a-z ]*x[a-z ]{{{i}}}/" for i in range(50))},
-    "an expression without others": {
-        "grammar": r"start: A\nA: /(.|\n)*/ & ~/(.|\n)*a.{20}b(.|\n)*/ & /(.|\n)*c.{25}d(.|\n)*/"},
-    "forty patterns": {"json_schema": {"allOf": [
-        {"type": "string", "pattern": f"^.*{chr(97 + i % 26)}.{{{i}}}x.*$"} for i in range(40)]}},
-    "choices": {"json_schema": choices_of(400)},
-    "deep": {"json_schema": DEEP},
-    "deep references": {"json_schema": {"$ref": "#/$defs/d0", "$defs": {"d3000": True} | {
-        f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}}},
-    "its own reference": {"json_schema": {"$ref": "#"}},
-    "twice twice": {"json_schema": {"$ref": "#/$defs/d0", "$defs": {
-        "d40": {"type": "string"},
-        **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}}}},
-}  # fmt: skip
+TABLE = Path(__file__).with_name("explosive_grammars.txt").read_text("utf-8").splitlines()[1:]
+BOMBS = {name: eval(fields) for name, fields in (row.split(" | ", 1) for row in TABLE)}
 REASONS = "bytes must follow|cannot go on|cannot be used: "
 
 
@@ -200,29 +177,29 @@ LONG = {  # rules that are read in time that grows with the square of their leng
 @pytest.mark.parametrize("name", LONG)
 def test_long_rules_are_read_in_the_time_of_their_length(demo_engine, name):
     """In the server's process it is 0.1 s of a processor, and not 3 s or more."""
-    begin, body = time.thread_time(), {"grammar": LONG[name]}
+    begin = time.thread_time()
     with suppress(RequestError):
-        grammar_of(body, demo_engine, [])
+        grammar_of({"grammar": LONG[name]}, demo_engine, [])
     assert time.thread_time() - begin < 1
+
+
+def test_longer_rules_are_refused_before_they_are_read(demo_engine, monkeypatch):
+    monkeypatch.setattr("server.formats._schemas", None)
+    with pytest.raises(RequestError, match="characters of rules"):
+        grammar_of({"grammar": 'start: "a"\n' + '%json {"' * 10_000}, demo_engine, [])
 
 
 def test_a_grammar_that_nobody_foresaw_is_given_up_and_remembered(client, monkeypatch, caplog):
     """That is our fault: no client's, and to try it again is of no use."""
-    target = client.application.extensions["worker"]._engine.target
-    vocabulary = vocabulary_of(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
-    asked_for = []
-
-    def check(source, *limits):
-        asked_for.append(source)
-        raise TimeoutError
-
-    monkeypatch.setattr(vocabulary._probe, "check", check)
+    engine = client.application.extensions["worker"]._engine
+    check = Mock(side_effect=TimeoutError)
+    monkeypatch.setattr(vocabulary_of(*words_of(engine))._probe, "check", check)
     for _ in range(2):
         answer = client.post(GENERATE, json={"prompt": "a", "regex": "a regex that takes long"})
         error = answer.json["error"]
         assert answer.status_code == 503 and "Retry-After" not in answer.headers
         assert error["code"] == "machine_too_slow" and "on this machine" in error["message"]
-    assert len(asked_for) == 1 and "a regex that takes long" in caplog.text
+    assert check.call_count == 1 and "a regex that takes long" in caplog.text
 
 
 def test_no_client_can_spoil_anothers_grammar(demo_engine):
@@ -236,16 +213,10 @@ def test_no_client_can_spoil_anothers_grammar(demo_engine):
         assert grammar_of({"json_schema": schema}, demo_engine, []).source == text
 
 
-def test_rules_of_any_length_are_refused_before_they_are_read(demo_engine, monkeypatch):
-    monkeypatch.setattr("server.formats._schemas", None)
-    with pytest.raises(RequestError, match="characters of rules"):
-        grammar_of({"grammar": 'start: "a"\n' + '%json {"' * 10_000}, demo_engine, [])
-
-
 def test_the_child_gives_up_when_its_time_is_over_and_goes_on(demo_engine):
     """A fork of it builds: the vocabulary need not be read again."""
-    target = demo_engine.target
-    words = target.tokenizer.backend_tokenizer.to_str(), target.vocab_size, sorted(target.eos_ids)
+    tokenizer, size, ends = words_of(demo_engine)
+    words = tokenizer.backend_tokenizer.to_str(), size, sorted(ends)
     child = probe.Probe(probe.__file__, 0.3, *words)
     hard = source_of("json", {"type": "integer", "multipleOf": 99_999_989})  # hours
     for _ in range(2):
@@ -257,15 +228,14 @@ def test_the_child_gives_up_when_its_time_is_over_and_goes_on(demo_engine):
 
 def test_a_grammar_is_compiled_once_and_few_new_ones_wait(demo_engine, monkeypatch):
     """Requests that ask for it at the same time wait for the first, which is no new one then."""
-    target, going, begun = demo_engine.target, threading.Event(), threading.Event()
-    words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
-    vocabulary, checked, new = vocabulary_of(*words), [], source_of(REGEX, "a new one")
+    going, begun, new = threading.Event(), threading.Event(), source_of(REGEX, "a new one")
+    vocabulary = vocabulary_of(*words_of(demo_engine))
 
-    def check(source, *limits):
-        checked.append(source)
+    def wait(*_):
         begun.set()
         assert going.wait(LIMIT_S)
 
+    check = Mock(side_effect=wait)
     monkeypatch.setattr(vocabulary._probe, "check", check)
     with ThreadPoolExecutor(40) as pool:
         first, *others = [pool.submit(vocabulary.compiled, new) for _ in range(40)]
@@ -274,33 +244,8 @@ def test_a_grammar_is_compiled_once_and_few_new_ones_wait(demo_engine, monkeypat
         going.set()
         (grammar,) = {each.result() for each in [first, *others] if not each.exception()}
     refusals = [each.exception() for each in others if each.exception()]
-    assert len(checked) == 1 and {error.status for error in refusals} == {429}
+    assert check.call_count == 1 and {error.status for error in refusals} == {429}
     assert vocabulary.compiled(grammar.source) is grammar
-
-
-def test_a_grammar_that_cannot_go_on_ends_its_request_with_an_error_event(client, monkeypatch):
-    """Those beside it go on."""
-    fields = {"regex": "a{99}", "prompt": "x = 1", "stream": True}
-    alone = asked(client, GENERATE, json_schema=SCHEMA, seed=1)[1]["text"]
-    mask, calls = Matcher.mask, Counter()
-
-    def failing(self, scores, draft):
-        calls[self] += "a{99}" in self._grammar.source
-        if calls[self] > 3:
-            raise ValueError("the grammar cannot go on: too many states")
-        return mask(self, scores, draft)
-
-    monkeypatch.setattr(Matcher, "mask", failing)
-    with ThreadPoolExecutor(4) as pool:
-        failed = [pool.submit(client.post, route, json=fields) for route in (GENERATE, COMPLETIONS)]
-        beside = [pool.submit(asked, client, GENERATE, json_schema=SCHEMA, seed=1) for _ in "ab"]
-        answers = [each.result() for each in failed]
-        texts = [each.result()[1].get("text") for each in beside]
-    for answer in answers:
-        *events, last = events_of(answer.data)
-        assert answer.status_code == 200 and is_error(last) and events
-        assert "the grammar cannot go on" in last["error"]["message"]
-    assert texts == [alone] * 2
 
 
 # ------------------------------------------------------------------- behind reasoning
@@ -368,13 +313,17 @@ def test_behind_reasoning_a_format_begins_where_that_ends(thinking, name, way, m
         thought, tag, answer = said_in(engine, plain["trace"]).rpartition("</think>")
         assert thought + tag == begin.strip() and plain["choices"][0]["finish_reason"] == "stop"
         assert re.fullmatch(PATTERNS["schema"], answer.strip(" \n")), answer
+        if name == "the prompt opens it":  # the other template does not show what opens it
+            message = plain["choices"][0]["message"]
+            told = message["reasoning_content"].strip(), message["content"]
+            assert told == ("so it is", answer.strip())
         ids = [token["id"] for event in plain["trace"] for token in event["tokens"]]
         end = engine.target.tokenizer.added_tokens_encoder.get("</think>")
         counted = plain["usage"].get("completion_tokens_details", {})  # of tags that are tokens
         assert counted == ({} if end is None else {"reasoning_tokens": ids.index(end) + 1})
         crossed = 0
-        for drafter, k in product({*engine.pool.choices} - {"prediction"}, (5, 8)):
-            more = {"drafter": drafter, "num_speculative_tokens": k}
+        for drafter in {*engine.pool.choices} - {"prediction"}:
+            more = {"drafter": drafter, "num_speculative_tokens": 8}
             status, body = asked(client, CHAT, said, **fields, **more)
             assert status == 200 and text_of(body) == text_of(plain) and not body["warnings"]
             crossed += any(re.search(">\\s*{", said_in(engine, [e])) for e in body["trace"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_decided_by, run, scripted_engine
+from conftest import assert_decided_by, run, scripted_engine, together
 from transformers import TypicalLogitsWarper
 from transformers.generation import logits_process
 
@@ -106,10 +106,10 @@ def test_each_row_of_a_tree_is_masked_by_its_own_branch(name, way):
         torch.testing.assert_close(few, rows[:, :1300])
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.4, 3.0])
 def test_typical_tokens_are_those_of_transformers_for_any_spread(temperature):
     torch.manual_seed(1)
-    for size, spread in ((3, 1.0), (5000, 0.1), (5000, 3.0), (30_000, 6.0)):
+    for size, spread in ((3, 1.0), (5000, 0.1), (30_000, 6.0)):
         logits = torch.randn(4, size) * spread
         logits[1, : size // 2] = -torch.inf  # a grammar's
         logits[2] = logits[2].round()  # many are equal
@@ -151,16 +151,10 @@ def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
     strict = core.Engine(target, demo_engine.pool.drafters, is_strict=True)
     num_accepted = 0
     for seed in range(3):
-        s = demo_engine.open(Request(prompt, seed=seed, **fields))
-        while not s.finish_reason:
-            demo_engine.step([s])
-        demo_engine.close(s)
-        assert (s.finish_reason == "error") == (end == "nothing")
+        (s,) = together(demo_engine, [Request(prompt, seed=seed, **fields)])
         known = s.tokens
-        ours = oracle.open(Request(prompt, drafter="scripted", seed=seed, **fields))
-        while not ours.finish_reason:
-            oracle.step([ours])
-        oracle.close(ours)
+        assert (s.finish_reason == "error") == (end == "nothing")
+        (ours,) = together(oracle, [Request(prompt, drafter="scripted", seed=seed, **fields)])
         assert ours.finish_reason == s.finish_reason
         assert ours.output == s.output or way == "rejection"
         models = {"draft_model", "mtp", "tree"} & strict.pool.choices.keys()
@@ -171,8 +165,8 @@ def test_a_draft_may_reach_the_end_of_a_text_behind_which_nothing_may_come(
         if end in ("stop_token_ids", "nothing") and way != "rejection":
             ends = {COMMA} if end == "stop_token_ids" else set()
             method = prompt, 30, ends, fields["sampling"], seed
-            drafter = oracle.pool.drafters["scripted"]
             with nullcontext() if ends else pytest.raises(core.values.RequestError):
+                drafter = oracle.pool.drafters["scripted"]
                 assert core.speculate(target, drafter, *method) == s.output
     assert num_accepted > 2
     assert target.cache.lengths == [0] * target.cache.num_rows

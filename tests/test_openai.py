@@ -189,15 +189,6 @@ def test_log_probabilities_have_the_shape_of_completions(client, server):
     assert listed.token_logprobs == [entry["logprob"] for entry in expected]
     assert all(len(top) == 2 for top in listed.top_logprobs)
     assert listed.text_offset[:2] == [0, len(listed.tokens[0])]
-    two = fields | {"n": 2, "temperature": 3, "seed": 5}
-    (whole, other), chunks = (choices := ask(**two).choices), ask(**two, stream=True)
-    told = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
-    assert whole.logprobs.tokens != other.logprobs.tokens
-    for i, choice in enumerate(choices):
-        parts = [part.logprobs for part in told if part.index == i]
-        assert sum([part.tokens for part in parts], []) == choice.logprobs.tokens
-        assert sum([part.text_offset for part in parts], []) == choice.logprobs.text_offset
-        assert choice.logprobs.text_offset[0] == 0
     fields |= {"max_tokens": 30, "extra_body": {"choice": ["🙃🙃"]}}  # each is several tokens
     listed = ask(**fields).choices[0].logprobs
     assert {*listed.text_offset} == {0, 1} and listed.text_offset.count(1) > 1
@@ -256,14 +247,13 @@ def test_a_route_that_is_not_there_is_told_what_is(client, server):
 
 
 @pytest.mark.parametrize("given", ["Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""])
-@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/metrics"])
-def test_a_wrong_key_is_no_key(server, path, given):
+def test_a_wrong_key_is_no_key(server, given):
     headers = GUARDED | {"Authorization": given.encode(), "X-Api-Key": given.encode()}
-    method = "GET" if path == "/metrics" else "POST"
     headers["X-Api-Key"] = b"" if given == KEY else headers["X-Api-Key"]
-    status, answered, data = server.call(method, path, {"prompt": "x"}, headers)
-    assert status == 401 and answered["WWW-Authenticate"] == "Bearer"
-    assert json.loads(data)["error"]["code"] == "invalid_api_key"
+    for method, path in (("POST", "/v1/completions"), ("POST", "/generate"), ("GET", "/metrics")):
+        status, answered, data = server.call(method, path, {"prompt": "x"}, headers)
+        assert status == 401 and answered["WWW-Authenticate"] == "Bearer"
+        assert json.loads(data)["error"]["code"] == "invalid_api_key"
 
 
 def test_without_a_key_no_body_is_read_and_the_page_is_shown(server):

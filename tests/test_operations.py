@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
+from itertools import product
 from pathlib import Path
 from subprocess import PIPE, Popen, run
 
@@ -51,19 +52,18 @@ LONG = {"prompt": list(range(100, 1100)), "max_tokens": 4}
 
 @contextmanager
 def process(*arguments, **options):
-    """A client, and the server in a Python of its own, as a user starts it, once it answers."""
+    """A client, and the server in a Python of its own, as a user starts it."""
     client = Client(free_port())
     command = [sys.executable, SCRIPT, *arguments, "--port", str(client.port)]
     process = Popen(command, cwd=ROOT, **options)
     try:
-        until(lambda: client.is_ready() or process.poll() is not None)
         yield client, process
     finally:
         process.kill()
         process.communicate()
 
 
-def test_every_queue_in_its_range_starts_where_so_many_files_may_be_open(monkeypatch, gate):
+def test_every_queue_in_its_range_has_room_where_so_many_files_may_be_open(monkeypatch):
     """The default one starts with 1,024 files, as many systems have them."""
     resource = pytest.importorskip("resource")
     most = Options(max_queued=MAX_QUEUED, max_running=256)
@@ -77,7 +77,10 @@ def test_every_queue_in_its_range_starts_where_so_many_files_may_be_open(monkeyp
         else:
             num_threads, room = room_for(options)
             assert num_threads < room < asked[0][0] <= allowed
-    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_a_server_with_the_longest_queue_starts(gate):
     queue = ("--max-queued", str(MAX_QUEUED), "--max-running", "256")
     with serving(*gate.arguments, *queue) as server:
         assert server.generate(**GOOD)[0] == 200
@@ -106,9 +109,8 @@ def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
 def test_a_start_that_fails_says_so_in_one_line_while_clients_ask(tmp_path):
     """Python has no threads for answers while it ends."""
     (tmp_path / "config.json").write_text("{")
-    client = Client(free_port())
-    command = [sys.executable, SCRIPT, "--port", str(client.port), "--model", str(tmp_path)]
-    with Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as started:
+    options = {"stdout": PIPE, "stderr": PIPE, "text": True}
+    with process("--model", str(tmp_path), **options) as (client, started):
 
         def ask(_):
             while started.poll() is None:
@@ -261,9 +263,10 @@ def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_n
     own.write_text(_OWN)
     words = ("--model", "embedded", "--drafter", f"{own}:Own")
     with process(*words, env=environment, stdout=PIPE, stderr=PIPE) as (server, started):
+        until(lambda: server.is_ready() or started.poll() is not None)
         assert {server.call("POST", path, fields)[0] for path, fields in ASKED} == {200}
-        with ThreadPoolExecutor(6) as pool:
-            list(pool.map(lambda _: server.generate(**GOOD | LONG), range(6)))
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda _: server.generate(**GOOD | LONG), range(3)))
         for path in ("/page/stream.js", "/metrics"):
             assert server.call("GET", path)[0] == 200
         num_native = (1 if library.why_not() else 2) * (num_computing - 1)
@@ -274,7 +277,7 @@ def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_n
 
         until(is_so)
         path = "/" + "x" * 200
-        assert {server.call("GET", path)[0] for _ in range(400)} == {404}  # some 140 KB of lines
+        assert {server.call("GET", path)[0] for _ in range(250)} == {404}  # some 90 KB of lines
         assert server.generate(**GOOD)[0] == 200
         started.stdout.close()
         started.stderr.close()
@@ -291,46 +294,46 @@ def lines_of(server):
     return {line["id"]: line for line in lines if "id" in line}
 
 
-@pytest.mark.parametrize("path", ["/health", "/nope", "/generate"])
-@pytest.mark.parametrize("given", ["bad id\t", "x" * 500, ""], ids=["space", "long", "none"])
-def test_an_answer_gets_an_id_where_the_client_s_is_none(server, path, given):
-    _, answered, _ = server.call("GET", path, None, {"X-Request-Id": given})
-    name = answered["X-Request-Id"]
-    assert 16 <= len(name) <= 32
-    until(lambda: path == "/health" or name in lines_of(server))
-    assert path != "/health" or name not in lines_of(server)
+def test_an_answer_gets_an_id_where_the_client_s_is_none(server):
+    """What is asked all the time has no line of the log."""
+    for path, given in product(["/health", "/nope", "/generate"], ["bad id\t", "x" * 500, ""]):
+        _, answered, _ = server.call("GET", path, None, {"X-Request-Id": given})
+        name = answered["X-Request-Id"]
+        assert 16 <= len(name) <= 32
+        until(lambda path=path, name=name: path == "/health" or name in lines_of(server))
+        assert path != "/health" or name not in lines_of(server)
 
 
 def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
-    for path, fields in (
-        ("/generate", {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram"}),
-        ("/v1/completions", GOOD | {"stream": True, "max_tokens": 5, "speculative": False}),
+    common = {"prompt": COLOURS, "max_tokens": 20}
+    stream = {"stream": True, "max_tokens": 5, "speculative": False}
+    for name, path, fields in (
+        ("one", "/generate", {"drafter": "ngram"}),
+        ("two", "/v1/completions", stream),
+        ("three", "/generate", {"temperature": 0.7, "n": 3}),
     ):
-        headers = {"Content-Type": "application/json", "X-Request-Id": f"own:{path}"}
-        answer = server.call("POST", path, fields, headers)
-        assert answer[0] == 200 and answer[1]["X-Request-Id"] == f"own:{path}"
-    assert end_of(answer)[1]["id"] == "cmpl-own:/v1/completions"
-    until(lambda: "own:/v1/completions" in lines_of(server))
-    line = lines_of(server)["own:/generate"]
-    assert list(line) == [
+        headers = {"Content-Type": "application/json", "X-Request-Id": name}
+        answer = server.call("POST", path, common | fields, headers)
+        assert answer[0] == 200 and answer[1]["X-Request-Id"] == name
+        assert path == "/generate" or end_of(answer)[1]["id"] == "cmpl-two"
+    until(lambda: "three" in lines_of(server))
+    one, two, three = (lines_of(server)[name] for name in ("one", "two", "three"))
+    assert list(one) == [
         "time", "id", "method", "path", "status", "finish", "drafter", "prompt_tokens", "tokens",
         "passes", "acceptance", "queue_ms", "first_token_ms", "ms",
     ]  # fmt: skip
-    assert (line["status"], line["finish"], line["tokens"]) == (200, "length", 30)
-    assert line["drafter"] == "ngram" and 0 < line["acceptance"] <= 1 and line["passes"] < 30
-    assert 0 <= line["queue_ms"] < line["first_token_ms"] < line["ms"]
-    line = lines_of(server)["own:/v1/completions"]
-    assert (line["path"], line["tokens"], line["drafter"]) == ("/v1/completions", 5, None)
-    assert line["passes"] == 5 and line["acceptance"] is None
-    fields = {"prompt": COLOURS, "max_tokens": 20, "temperature": 0.7, "n": 3}
-    answer = server.call("POST", "/generate", fields, headers | {"X-Request-Id": "three"})[2]
-    until(lambda: "three" in lines_of(server))
-    line = lines_of(server)["three"]  # of all three
-    told = [each["metrics"]["speculative_decoding"] for each in json.loads(answer)["choices"]]
-    assert line["passes"] == sum(each["target_passes"] + 1 for each in told) > line["tokens"] / 6
+    assert (one["status"], one["finish"], one["tokens"]) == (200, "length", 20)
+    assert one["drafter"] == "ngram" and 0 < one["acceptance"] <= 1 and one["passes"] < 20
+    assert 0 <= one["queue_ms"] < one["first_token_ms"] < one["ms"]
+    assert (two["path"], two["tokens"], two["drafter"]) == ("/v1/completions", 5, None)
+    assert two["passes"] == 5 and two["acceptance"] is None
+    told = [
+        choice["metrics"]["speculative_decoding"] for choice in json.loads(answer[2])["choices"]
+    ]
     kept, drafted = (sum(each[f"num_{name}_tokens"] for each in told)
                      for name in ("accepted_draft", "draft"))  # fmt: skip
-    assert line["acceptance"] == round(kept / drafted, 4) and line["tokens"] == 60
+    assert three["passes"] == sum(each["target_passes"] + 1 for each in told)
+    assert three["acceptance"] == round(kept / drafted, 4) and three["tokens"] == 60
 
 
 def test_the_log_on_a_terminal_is_for_people(gate):
@@ -357,18 +360,6 @@ def test_the_log_on_a_terminal_is_for_people(gate):
     assert re.fullmatch(words, answered)
     words = r"GET /\\x1b\[31m: answered with an error, status 404 \(Not Found\), \d+ ms"
     assert re.fullmatch(words, refused) and f"WARNING {refused}" in said.decode()
-
-
-def test_the_log_in_a_pipe_is_json(tmp_path, gate):
-    os.mkfifo(tmp_path / "log")
-    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
-    with serving(*gate.arguments, stderr=tmp_path / "log") as server:
-        assert server.generate(**GOOD)[0] == 200
-        server.send(signal.SIGTERM)
-        assert server.exit_code() == 0
-    told = [json.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
-    assert any("the target runs in" in line.get("message", "") for line in told)
-    assert told[-1]["path"] == "/generate"
 
 
 def test_what_was_written_or_read_is_in_no_line(server):

@@ -53,7 +53,7 @@ def cut_run(engine, prompts, plain, offset, end, way):
 
 
 @pytest.mark.parametrize("end", ["eos", "eos, then a wrong draft", "stop", "max_tokens"])
-@pytest.mark.parametrize("offset", [0, 3, 7])
+@pytest.mark.parametrize("offset", [0, 7])
 def test_one_cut_is_seen_by_everything(demo_engine, prompts, plain, offset, end, way):
     engine, sequence, events, truth = cut_run(demo_engine, prompts, plain, offset, end, way)
     kept, s = len(sequence.output), sequence.statistics
@@ -205,7 +205,7 @@ def assert_logprobs(entry, token, logits, tokenizer):
 
 
 @pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLING, REJECTION], ids=str)
-@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "mtp"])
 def test_a_trace_says_what_decided(demo_engine, demo_reference, prompts, drafter, sampling):
     """Every number in it is checked against a forward of the whole text, without cache."""
     fields = {"max_tokens": 24, "drafter": drafter, "sampling": sampling, "seed": 1, "logprobs": 3}
@@ -282,19 +282,6 @@ def test_a_comparison_of_three_takes_medians_and_says_when_it_was_disturbed(demo
     assert not quiet["disturbed"] and not one_slow["disturbed"]
     assert compare([5.0] * 3, [9.0] * 3)["disturbed"]  # faster than passes explain
     assert compare([25.0] * 3, [5.0] * 3)["disturbed"]  # t_verify 5
-
-
-@pytest.mark.parametrize(("speedups", "tokens_per_pass", "t_verify", "disturbed"), [
-    ([2.0, 2.04, 9.0], 2.0, 1.0, False),  # within the noise of a clock; one outlier of three
-    ([1.5, 1.5, 1.5], 2.0, 0.69, True),
-    ([1.5, 1.5, 1.5], 2.0, 0.71, False),
-    ([1.5, 1.5, 1.5], None, None, False),
-    ([], 2.0, None, False),
-])  # fmt: skip
-def test_what_a_busy_machine_explains_is_disturbed(speedups, tokens_per_pass, t_verify, disturbed):
-    spread = [min(speedups), max(speedups)] if speedups else None
-    found = comparison.steadiness(speedups, tokens_per_pass, t_verify)
-    assert found == {"disturbed": disturbed, "spread": spread}
 
 
 def test_figures_divide_what_their_formulas_say():

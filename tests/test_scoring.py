@@ -60,7 +60,7 @@ def test_scores_are_those_of_transformers(demo_engine, tiny_folder, reference, m
     assert len(entries) == len(text)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+@pytest.mark.parametrize("chunk", [1, 64, 1000])
 def test_scores_have_the_same_bits_in_chunks_and_in_company(demo_engine, expected, plain, chunk):
     engine = core.Engine(demo_engine.target, demo_engine.pool.drafters, prefill_chunk=chunk)
     scored = Request(TEXT, 4, None, prompt_logprobs=NUM_TOP)
@@ -85,7 +85,7 @@ def test_scores_depend_on_no_drafter_and_no_prefix_cache(demo_engine, expected, 
 
 
 @needs_compiler
-@pytest.mark.parametrize("vocab", [3, 64, 1000, 49_152])
+@pytest.mark.parametrize("vocab", [3, 1000, 49_152])
 def test_scores_in_c_are_those_of_torch(vocab, monkeypatch):
     """Of equal logits the lower id is the likelier, and a row's bits depend on that row alone."""
     rows = torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
@@ -184,7 +184,7 @@ def flat(choice):
     return named | (choice["logprobs"] or {})
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("max_tokens", [0, 5])
 @pytest.mark.parametrize("prompt", [CAT, TEXT[:40]], ids=["text", "ids"])
 def test_an_echo_repeats_the_prompt_with_its_scores(ask, demo_engine, prompt, max_tokens):
     fields, tokenizer = {"prompt": prompt, "max_tokens": max_tokens}, demo_engine.target.tokenizer
