@@ -16,19 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_lossless
-from gguf_files import (
-    LAYERS,
-    LENGTH,
-    NORM,
-    RMS,
-    VOCAB,
-    Case,
-    begun,
-    finish,
-    original,
-    tensors_of,
-    write,
-)
+from gguf_files import LENGTH, NORM, RMS, VOCAB, Case, begun, finish, original, tensors_of, write
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from runtime.kernels import start
@@ -157,7 +145,7 @@ CASES = {
         "nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 0.05, "head_dim": 16},
         {NORM: 0.05, "rope.dimension_count": 8} | scaled(type="none")),
     "gpt2": Case(
-        "gpt2", {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH, "n_inner": 96,
+        "gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": LENGTH, "n_inner": 96,
                  "layer_norm_epsilon": 0.05, "tie_word_embeddings": True},
         {NORM: 0.05, "attention.head_count_kv": 4}),
     "qwen35": Case("qwen35", HYBRID, OF_HYBRID),
