@@ -24,14 +24,10 @@ KNOWN = {
 }  # fmt: skip
 # What the names of the parts do not tell: multipliers, rotations, biases, windows.
 CHANGES = [
-    *((family, {}) for family in FAMILIES),
-    ("granite", {"residual_multiplier": 0.2}),
-    ("granite", {"embedding_multiplier": 12.0}),
-    ("granite", {"logits_scaling": 8.0}),
-    ("granite", {"attention_multiplier": 0.01}),
-    ("llama", {"hidden_act": "gelu"}),
-    ("llama", {"attention_bias": True}),
-    ("qwen3", {"head_dim": 32}),
+    *((family, {}) for family in FAMILIES if family not in ("granite", "llama")),
+    ("granite", {"residual_multiplier": 0.2, "embedding_multiplier": 12.0}),
+    ("granite", {"logits_scaling": 8.0, "attention_multiplier": 0.01}),
+    ("llama", {"hidden_act": "gelu", "attention_bias": True}),
     ("llama", {"sliding_window": 4, "use_sliding_window": False}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
     ("ministral3", {"rope_parameters": {  # queries beyond the context of its first training
