@@ -40,11 +40,11 @@ ODD = {  # widths that no vector divides
 }  # fmt: skip
 EXACT = [  # model, type and threads
     ("embedded", "bfloat16", 2), ("llama", "float32", 2), ("gemma2", "bfloat16", 1),
-    ("gpt_oss", "bfloat16", 1),
+    ("gpt_oss", "bfloat16", 1), ("qwen3_5_text", "float32", 2),
 ]  # fmt: skip
 LATER = [
     ("embedded", "float32", 1), ("gemma2", "float32", 3), ("gpt2", "float32", 3),
-    ("qwen3_5_text", "float32", 4), ("qwen3_5_text", "bfloat16", 4),
+    ("qwen3_5_text", "bfloat16", 4),
     *((name, "bfloat16", 1) for name in ("llama", "qwen2", "gpt2", "opt")),
 ]  # fmt: skip
 EXACT += (pytest.param(*case, marks=pytest.mark.slow) for case in LATER)

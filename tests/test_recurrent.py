@@ -227,6 +227,19 @@ def test_closed_texts_give_their_memory_back(target):
 
 
 @needs_compiler
+@pytest.mark.parametrize(("channels", "taps"), [(1, 1), (77, 2), (16, 4)])
+def test_a_convolution_gives_what_python_gives(channels, taps):
+    random = torch.Generator().manual_seed(channels)
+    shapes = (40, channels), (taps - 1, channels), (taps, channels), (channels,)
+    text, tail, weight, bias = (torch.randn(*shape, generator=random) for shape in shapes)
+    for added in (None, bias):
+        (whole,), (end,) = recurrent.convolve([text], [tail], weight, added)
+        (theirs,), (their_end,) = recurrent.convolve_in_python([text], [tail], weight, added)
+        torch.testing.assert_close(whole, theirs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(end, their_end)
+
+
+@needs_compiler
 def test_what_would_not_lie_on_a_stack_is_refused():
     """The process would end with a signal."""
     with pytest.raises(MemoryError):
