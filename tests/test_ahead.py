@@ -75,16 +75,6 @@ def test_nothing_is_laid_out_where_it_would_not_be_used(words, begun):
     assert begun(TINY, *words.split())[1] == {} and not ahead._begun
 
 
-def test_a_draft_model_is_laid_out_behind_its_target_and_both_once(begun, tmp_path):
-    path, _ = begun(TINY, "--draft-model", str(tmp_path / "model.gguf"), "--dtype=packed")
-    assert [*ahead._files] == [str(path)]
-    ahead.end()
-    write(tmp_path / "draft.GGUF", TINY, Q8_0)
-    ahead.begin([f"--model={path}", f"--draft-model={tmp_path / 'draft.GGUF'}"])
-    wait(ahead._begun.values())
-    assert [*ahead._files] == [str(path), str(tmp_path / "draft.GGUF")]
-
-
 @pytest.mark.parametrize("damage", ["another kind", "cut off", "becomes shorter"])
 def test_an_error_is_the_one_that_reading_meets(damage, tmp_path, monkeypatch):
     write(path := tmp_path / "model.gguf", TINY, Q8_0)
