@@ -415,8 +415,9 @@ def bits(tmp_path, cpu, *options, asked="0 12 2", runner=(), compiler=None, kern
 
 
 def library_bits(tmp_path, asked="0 12 2"):
-    """With the library that is loaded here."""
-    return bits(tmp_path, "native", asked=asked, kernels=own_folder() / f"{library._key()}.so")
+    """With the library that is loaded here; what calls it may be slow, and is compiled fast."""
+    kernels = own_folder() / f"{library._key()}.so"
+    return bits(tmp_path, "native", "-O0", asked=asked, kernels=kernels)
 
 
 def test_all_that_is_in_c_has_the_same_bits_with_any_threads(tmp_path):
