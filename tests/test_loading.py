@@ -438,7 +438,7 @@ NEEDED = [  # without which a family would be served wrongly
 def test_a_model_that_needs_a_deleted_file_is_refused(folder, monkeypatch, name, changes, file):
     changed(path := folder(name), **changes)
     monkeypatch.setitem(sys.modules, file.removesuffix(".py").replace("/", "."), None)
-    with pytest.raises(StartError, match=rf"\({name}\) needs {file}: it is missing"):
+    with pytest.raises(StartError, match=rf"\({name}\) needs {file}, which is not there"):
         load(path)
 
 
