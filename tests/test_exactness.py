@@ -39,12 +39,13 @@ ODD = {  # widths that no vector divides
     },
 }  # fmt: skip
 EXACT = [  # model, type and threads
-    ("embedded", "float32", 1), ("embedded", "bfloat16", 2), ("llama", "float32", 2),
-    *((name, "bfloat16", 1) for name in ("llama", "qwen2", "gemma2", "gpt2", "opt", "gpt_oss")),
+    ("embedded", "bfloat16", 2), ("llama", "float32", 2), ("gemma2", "bfloat16", 1),
+    ("gpt_oss", "bfloat16", 1), ("qwen3_5_text", "float32", 2),
 ]  # fmt: skip
 LATER = [
-    ("gemma2", "float32", 3), ("gpt2", "float32", 3),
-    ("qwen3_5_text", "float32", 4), ("qwen3_5_text", "bfloat16", 4),
+    ("embedded", "float32", 1), ("gemma2", "float32", 3), ("gpt2", "float32", 3),
+    ("qwen3_5_text", "bfloat16", 4),
+    *((name, "bfloat16", 1) for name in ("llama", "qwen2", "gpt2", "opt")),
 ]  # fmt: skip
 EXACT += (pytest.param(*case, marks=pytest.mark.slow) for case in LATER)
 
@@ -75,15 +76,15 @@ def tiny(tiny_folder):
     return load_model
 
 
-@pytest.mark.parametrize("cpu", ["AVX-512 VNNI AMX", "AVX-512 VNNI BF16", "AVX2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_health_says_what_may_differ_on_another_cpu(family, dtype, cpu, tiny, monkeypatch):
+def test_health_says_what_may_differ_on_another_cpu(family, dtype, tiny, monkeypatch):
     target = tiny(family, dtype=dtype)
-    monkeypatch.setattr(library, "instructions", lambda: cpu)
-    report = target.compiled.report()
-    assert report.as_dict()["exception"] == report.exception
-    assert bool(report.exception) == (dtype == "bfloat16" and cpu != "AVX2")
+    for cpu in ("AVX-512 VNNI AMX", "AVX-512 VNNI BF16", "AVX2"):
+        monkeypatch.setattr(library, "instructions", lambda cpu=cpu: cpu)
+        report = target.compiled.report()
+        assert report.as_dict()["exception"] == report.exception
+        assert bool(report.exception) == (dtype == "bfloat16" and cpu != "AVX2")
 
 
 @pytest.mark.parametrize(("num_bytes", "count"), [(1 << 20, 6), (8 << 30, 2)])
@@ -190,7 +191,7 @@ def test_functions_compute_the_same_in_every_place(name, dtype, threads):
     with RowWise(nn.Module()):
         torch.testing.assert_close(module(x), expected, rtol=tolerance, atol=tolerance)
         x = x[:, :99].contiguous()  # a row ends within a vector
-        for count in (1, 2, 3):
+        for count in (1, 3):
             threads(count)
             alone = torch.cat([module(row[None]) for row in x])
             for rows in (2, 33, 41):

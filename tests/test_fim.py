@@ -33,13 +33,13 @@ def filling_folder(chat_folder, tmp_path_factory):
     shutil.copytree(chat_folder("qwen3"), folder)
     path = folder / "tokenizer.json"
     whole = json.loads(path.read_text("utf-8"))
-    vocabulary = whole["model"]["vocab"]
+    model, vocabulary = whole["model"], whole["model"]["vocab"]
     lost = dict(zip(sorted(vocabulary, key=vocabulary.get)[-len(WORDS) :], WORDS, strict=True))
-    whole["model"]["vocab"] = {lost.get(word, word): i for word, i in vocabulary.items()}
-    pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in whole["model"]["merges"]]
-    whole["model"]["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & {*lost}]
+    model["vocab"] = {lost.get(word, word): i for word, i in vocabulary.items()}
+    pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
+    model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & {*lost}]
     for word in WORDS:
-        entry = {"id": whole["model"]["vocab"][word], "content": word, "special": True}
+        entry = {"id": model["vocab"][word], "content": word, "special": True}
         entry |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         whole["added_tokens"].append(entry)
     path.write_text(json.dumps(whole), "utf-8")
@@ -81,17 +81,15 @@ def test_tokens_in_the_text_around_a_gap_are_text(filling, filling_folder):
     assert tokenizer.decode(tokenize_plain(sly, tokenizer, 256)) == sly
 
 
-FAMILIES = {
-    "starcoder": "<fim_prefix> <fim_suffix> <fim_middle> <file_sep> <fim_pad>",
-    "deepseek": "<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜>",
-    "codellama": "▁<PRE> ▁<SUF> ▁<MID> ▁<EOT>",
-}
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "named"])
-def test_each_family_s_tokens_are_found(tmp_path, family):
+@pytest.mark.parametrize(("family", "words"), [
+    ("starcoder", "<fim_prefix> <fim_suffix> <fim_middle> <file_sep> <fim_pad>"),
+    ("deepseek", "<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜>"),
+    ("codellama", "▁<PRE> ▁<SUF> ▁<MID> ▁<EOT>"),
+    ("named", "A B C D"),
+])  # fmt: skip
+def test_each_family_s_tokens_are_found(tmp_path, family, words):
     """By their texts; or by the keys of a file, where they have others."""
-    words = [*FAMILIES.get(family, "A B C D").split(), *"▁Helo", "▁H", "el", "lo", "▁Hel"]
+    words = [*words.split(), *"▁Helo", "▁H", "el", "lo", "▁Hel"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     named = {"pre": 259, "suf": 260, "mid": 261, "pad": 262} if family == "named" else {}
     kinds = [2, 3, 3] + [6] * 256 + [3] * (len(words) - 9) + [1] * 9

@@ -17,7 +17,6 @@ import time
 import zipfile
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import gguf
 import hypothesis
@@ -34,18 +33,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.kernels import library, reading, start
 from runtime.kernels.weights import PackedMatrix
-from runtime.models import (
-    catalogue,
-    fetch,
-    gguf_loading,
-    gguf_tensors,
-    loading,
-    pair,
-    reference,
-)
+from runtime.models import catalogue, fetch, gguf_tensors, loading, reference
 from runtime.models.gguf_file import BadFile, GgufFile, Texts
-from runtime.models.gguf_model import open_model
 from runtime.models.gguf_tensors import unpacked
+from runtime.models.gguf_tokenizer import tokenizer_of
 from server import answers, core, log, parsing
 from server.options import Options
 
@@ -64,20 +55,16 @@ IDS = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
 
 def test_a_file_has_the_tokenizer_that_it_was_made_with(files):
     """With SmolLM's rule for words. What it computes is in test_gguf_config.py."""
-    target, theirs = load(model=files["f32"]).target, AutoTokenizer.from_pretrained(TARGET)
+    ours, theirs = tokenizer_of(GgufFile(files["f32"])), AutoTokenizer.from_pretrained(TARGET)
     text = "It's 2024, isn't it?  two  spaces\n\n\tWe'll THEY'RE café x=10+y123"
-    assert target.tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
-    ours, theirs = (each.backend_tokenizer.pre_tokenizer for each in (target.tokenizer, theirs))
-    assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    rules = [each.backend_tokenizer.pre_tokenizer for each in (ours, theirs)]
+    assert rules[0].pre_tokenize_str(text) == rules[1].pre_tokenize_str(text)
 
 
-def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monkeypatch):
+def test_target_and_draft_may_be_quantised_differently(files, prompts, way):
     """What is drafted is mostly accepted, and texts are plain decoding's, in one call of C."""
-    opened = []
-    for module in (gguf_loading, pair):
-        monkeypatch.setattr(module, "open_model", lambda p: opened.append(p) or open_model(p))
     engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
-    assert opened == [str(files["q4_0"]), str(files["q8_0"])]  # each header is parsed once
     weights = answers.weights_of(engine.target)
     if library.why_not() is None:
         size, count = weights["weight_bytes"], weights["parameters"]
@@ -85,7 +72,7 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monk
         assert engine.target.compiled.is_compiled and engine.draft_model.compiled.is_compiled
         assert engine.target.report.is_exact
     drafted = accepted = 0
-    for prompt in prompts.values():
+    for prompt in [*prompts.values()][:6]:
         for drafter in ("ngram", "draft_model"):
             sequence = assert_lossless(engine, prompt, 40, drafter, num_speculative_tokens=2, **way)
             assert not sequence.warnings
@@ -134,9 +121,8 @@ def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
 
 # ------------------------------------------------------------------------- served as it is
 @needs_compiler
-def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch, tmp_path):
+def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch):
     """The modules then run by themselves, with the same panels, at the next start, too."""
-    monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
     right = reading.Block
 
     def wrong(*args):
@@ -158,7 +144,6 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
     path = files["q8_0"]
     if fault == "expert":
         write(path := tmp_path / "a.gguf", CASES["qwen3moe"], Q8_0)
-    monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
     conversion = gguf_tensors.Experts if fault == "expert" else gguf_tensors.Conversion
     right = conversion.panels
 
@@ -178,25 +163,19 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
 
 
 @needs_compiler
-def test_a_file_is_compared_once(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
-    load(model=files["q8_0"])
-    assert len([*(tmp_path / "compared").iterdir()]) == 1
-    assert core.load_model(str(files["q8_0"]), Options()).reference is None
+def test_a_file_is_compared_once_and_again_where_code_has_changed(files, tmp_path, monkeypatch):
+    def is_compared():
+        load(model=path)
+        return core.load_model(path, Options()).reference is not None
 
-
-def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
+    path = str(files["q8_0"])
+    assert not is_compared()
     monkeypatch.setattr(reference, "ROOT", tmp_path)
-    files = [
-        tmp_path / name for name in ("core.py", "runtime/kernels/c/a.c", "runtime/models/b.py")
-    ]
-    model = SimpleNamespace(device=torch.device("cpu"))
-    cached, notes = SimpleNamespace(fingerprint="", contents="", max_length=1, model=model), [None]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("x")
-        notes.append(reference._note(cached))
-        assert notes[-1] not in notes[:-1]
+    for name in ("core.py", "runtime/kernels/c/a.c", "runtime/models/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+        assert core.load_model(path, Options()).reference is not None
+        assert not is_compared()
 
 
 @needs_compiler
@@ -229,17 +208,15 @@ def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_fold
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtype):
+def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files):
     """They are smaller than 8 bits, and their numbers are the model's matrix."""
-    engine = load(model=files["q4_0"], dtype=dtype, drafter="self_int8")
+    engine = load(model=files["q4_0"], dtype="float32", drafter="self_int8")
     twin = engine.pool.drafters["self_int8"]._draft
     decoder = twin.compiled.decoder
     panels = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {matrix.form for matrix in (*panels, decoder.output)} == {"Q4"}
-    assert engine.target.compiled.decoder.output.form == {"float32": "FLOAT"}.get(dtype, "HALF")
-    if dtype == "float32":
-        assert torch.equal(logits_of(twin, IDS), logits_of(load(model=files["q4_0"]).target, IDS))
+    assert engine.target.compiled.decoder.output.form == "FLOAT"
+    assert torch.equal(logits_of(twin, IDS), logits_of(load(model=files["q4_0"]).target, IDS))
     s = assert_lossless(engine, IDS, 40, "self_int8", num_speculative_tokens=3)
     assert s.statistics.draft_acceptance_rate > 0.5 and not s.warnings
 
@@ -299,9 +276,8 @@ def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, key, number, re
     assert reason in message and "broken.gguf" in message and is_short_line(message), message
 
 
-@pytest.mark.parametrize("without", ["ffn_gate_exps", "ffn_up_exps"])
-def test_a_mixture_without_a_matrix_of_its_experts_is_refused(tmp_path, without):
-    write(path := tmp_path / "a.gguf", CASES["qwen3moe"], Q8_0, without=without)
+def test_a_mixture_without_a_matrix_of_its_experts_is_refused(tmp_path):
+    write(path := tmp_path / "a.gguf", CASES["qwen3moe"], Q8_0, without="ffn_up_exps")
     with pytest.raises(loading.StartError, match="gate_up_proj"):
         load(model=path)
 
@@ -354,12 +330,10 @@ def test_a_broken_or_missing_draft_is_refused_before_a_target_is_read(files, tmp
             load(model=files["q8_0"], draft_model=tmp_path / name)
 
 
-@needs_compiler
 def test_layers_of_an_mtp_head_behind_the_others_are_no_fault(tmp_path):
     names = "blk.2.attn_norm.weight", "blk.2.nextn.enorm.weight"
     write(path := tmp_path / "a.gguf", TINY, Q8_0, dict.fromkeys(names, np.ones(32)))
-    for dtype in ("packed", "float32"):
-        assert load(model=path, dtype=dtype).target.model.config.num_hidden_layers == 2
+    assert load(model=path).target.model.config.num_hidden_layers == 2
 
 
 @needs_compiler
@@ -378,7 +352,7 @@ def test_files_that_are_filled_up_to_different_sizes_share_a_vocabulary(files, t
 
 
 HUGE = 1 << 60
-NUMBERS = [0, 1, 7, 31, 255, 1 << 16, 1 << 31, 1 << 32, HUGE, (1 << 64) - 1]
+NUMBERS = [0, 1, 31, 1 << 16, 1 << 31, 1 << 32, HUGE, (1 << 64) - 1]
 CHANGE = st.tuples(
     st.floats(0, 1, exclude_max=True),  # where in a part of the header
     st.sampled_from([0, 1, 4, 8, HUGE]),  # how many bytes go
@@ -401,7 +375,7 @@ def read_all(path):
 
 # Scales of blocks that begin elsewhere may be anything.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializing zero-element")
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
 def test_any_file_is_read_and_loaded_or_refused_in_one_line(tmp_path, count):
     """Whose keys, vocabulary or tensor table have changed, the same in each run."""
     start.setup(None, "cpu", True)

@@ -6,6 +6,7 @@ Each key that gguf knows is applied, or refused in one line that names it. What 
 with is the original model, which has not seen our reading of them.
 """
 
+import time
 from contextlib import ExitStack
 from functools import cache
 from itertools import combinations
@@ -15,19 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_lossless
-from gguf_files import (
-    LAYERS,
-    LENGTH,
-    NORM,
-    RMS,
-    VOCAB,
-    Case,
-    begun,
-    finish,
-    original,
-    tensors_of,
-    write,
-)
+from gguf_files import LENGTH, NORM, RMS, VOCAB, Case, begun, finish, original, tensors_of, write
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from runtime.kernels import start
@@ -90,10 +79,10 @@ OF_HYBRID = HEAD_32 | {
 
 CASES = {
     "llama": Case("llama"),
-    "epsilon": Case("llama", {"rms_norm_eps": 0.05}),
     "theta": Case("llama", rope(rope_theta=500.0), {"rope.freq_base": 500.0}),
-    "head size": Case("llama", {"head_dim": 32}, HEAD_32),
-    "biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, other": Case(
+        "llama", {"rms_norm_eps": 0.05, "head_dim": 32, "attention_bias": True, "mlp_bias": True},
+        HEAD_32),
     "tied": Case("llama", {"tie_word_embeddings": True}),
     "rope_freqs": Case(
         "llama", rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -122,8 +111,7 @@ CASES = {
     "phi3, part": Case("phi3", rope(partial_rotary_factor=0.75), {"rope.dimension_count": 12}),
     "longrope, short": Case("phi3", LONGROPE, OF_LONGROPE, length=30),
     "longrope, long": Case("phi3", LONGROPE, OF_LONGROPE | scaled(type="longrope")),
-    "gemma2": Case("gemma2", GEMMA | WINDOW, HEAD_32 | OF_WINDOW),
-    "gemma2, caps": Case("gemma2", GEMMA | CAPS, HEAD_32 | CAPS),
+    "gemma2": Case("gemma2", GEMMA | WINDOW | CAPS, HEAD_32 | OF_WINDOW | CAPS),
     "gemma2, pattern": Case(
         "gemma2", GEMMA | WINDOW | {"layer_types": [LOCALLY, LOCALLY, FULLY, LOCALLY]},
         HEAD_32 | OF_WINDOW | {"attention.sliding_window_pattern": 3}),
@@ -137,9 +125,6 @@ CASES = {
         HEAD_32 | OF_WINDOW
         | {"rope.freq_base": 1e6, "rope.freq_base_swa": 500.0, "final_logit_softcapping": 2.0,
            "attention.sliding_window_pattern": [True, False] * 2}),
-    "gemma3, one in two": Case(
-        "gemma3", GEMMA | WINDOW | rotated() | {"layer_types": [LOCALLY, FULLY] * 2},
-        HEAD_32 | OF_WINDOW | {"attention.sliding_window_pattern": 2}),
     "stablelm": Case(
         "stablelm", rope(partial_rotary_factor=0.25, rope_theta=500.0) | {"layer_norm_eps": 0.05},
         {NORM: 0.05, "rope.dimension_count": 4, "rope.freq_base": 500.0,
@@ -150,10 +135,8 @@ CASES = {
         | {"layer_norm_eps": 0.05, "use_qkv_bias": True, "use_parallel_residual": True},
         {NORM: 0.05, "rope.dimension_count": 8, "use_parallel_residual": True}),
     "starcoder2": Case(
-        "starcoder2", rope(rope_theta=500.0) | {"norm_epsilon": 0.05},
-        {NORM: 0.05, "rope.freq_base": 500.0}),
-    "starcoder2, window": Case(
-        "starcoder2", WINDOW | {"norm_epsilon": 0.05}, OF_WINDOW | {NORM: 0.05}),
+        "starcoder2", WINDOW | rope(rope_theta=500.0) | {"norm_epsilon": 0.05},
+        OF_WINDOW | {NORM: 0.05, "rope.freq_base": 500.0}),
     "nemotron, linear": Case(
         "nemotron", rope(partial_rotary_factor=1.0, **LINEAR)
         | {"norm_eps": 0.05, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
@@ -162,7 +145,7 @@ CASES = {
         "nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 0.05, "head_dim": 16},
         {NORM: 0.05, "rope.dimension_count": 8} | scaled(type="none")),
     "gpt2": Case(
-        "gpt2", {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH, "n_inner": 96,
+        "gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": LENGTH, "n_inner": 96,
                  "layer_norm_epsilon": 0.05, "tie_word_embeddings": True},
         {NORM: 0.05, "attention.head_count_kv": 4}),
     "qwen35": Case("qwen35", HYBRID, OF_HYBRID),
@@ -228,7 +211,7 @@ def test_each_case_is_seen_in_the_logits():
             assert abs(next(logits) - next(logits)).max() > 0.01, (one, other)
 
 
-@pytest.mark.parametrize("name", ["rope_freqs", "yarn, all", "longrope, short", "gemma3"])
+@pytest.mark.parametrize("name", ["rope_freqs", "gemma3"])
 def test_what_is_served_is_what_the_original_writes(path, name):
     """Over the whole path: packed where there are kernels, the KV cache, drafts, batches."""
     model, prompt, length = write(path, CASES[name]), [5, 17, 2048, 99, 5, 17], CASES[name].length
@@ -327,27 +310,14 @@ def test_what_no_key_says_is_that_of_the_original(config_with, name, keys, field
     assert config_with(CASES[name])(**keys)[field] == expected
 
 
-class Counted(str):
-    """A key that counts how often it is compared or taken apart."""
-
-    count = 0
-
-    def removeprefix(self, prefix):
-        Counted.count += 1
-        return super().removeprefix(prefix)
-
-    def startswith(self, *prefix):
-        Counted.count += 1
-        return super().startswith(*prefix)
-
-
-def test_each_of_many_keys_is_looked_at_a_few_times(path):
+def test_each_of_many_keys_takes_little_time(path):
     """60,000 keys took 25 s where each was searched among the others."""
     write(path, CASES["llama"])
     with open_model(str(path)) as file:
-        file.metadata |= {Counted(f"general.key{i}"): i for i in range(60_000)}
+        file.metadata |= {f"general.key{i}": i for i in range(60_000)}
+        begin = time.process_time()
         config_of(file)
-    assert 60_000 <= Counted.count <= 5 * 60_000
+        assert time.process_time() - begin < 5
 
 
 def test_a_text_ends_where_the_file_says(path):

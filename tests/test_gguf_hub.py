@@ -29,9 +29,7 @@ OTHERS = ["b/x.Q8_0.gguf", "a.F16.gguf"]
 
 @pytest.mark.parametrize(("files", "wanted", "expected"), [
     (FILES, None, ["a-q4_k_m.gguf"]),
-    (FILES, "Q4_K_M", ["a-q4_k_m.gguf"]),
     (FILES, "q8_0", FILES[3:5]),
-    (FILES, "fp16", ["a-fp16.gguf"]),
     (FILES, "F16", ["a-fp16.gguf"]),
     (FILES, "q2_k", []),
     (["m-BF16.gguf", "m-F16.gguf", "m-UD-Q4_K_XL.gguf"], "f16", ["m-F16.gguf"]),
@@ -40,7 +38,6 @@ OTHERS = ["b/x.Q8_0.gguf", "a.F16.gguf"]
     (OTHERS, None, ["a.F16.gguf"]),
     (OTHERS, "q8_0", ["b/x.Q8_0.gguf"]),
     (["README.md"], None, []),
-    (["m_Q4_0.gguf", "m_Q8_0.gguf"], "q8_0", ["m_Q8_0.gguf"]),
     (["m_Q4_0.gguf"], "0", []),
     (["Q4_K_M.gguf"], None, ["Q4_K_M.gguf"]),
 ])  # fmt: skip

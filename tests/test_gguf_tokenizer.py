@@ -75,53 +75,51 @@ def tokens_of(file, text):
     return [file.metadata["tokenizer.ggml.tokens"][i] for i in ids]
 
 
-PIECES = [  # a text, and its tokens: a space is put before it
-    ("Hello", "<s> ▁Hel lo"),
-    (" Hello", "<s> ▁ ▁Hel lo"),
-    ("  Hello", "<s> ▁▁ ▁Hel lo"),
-    ("é日\0", "<s> ▁ é <0xE6> <0x97> <0xA5> <0x00>"),
-    ("a<s>Hello", "<s> ▁ a <s> ▁Hel lo"),  # and behind what is never cut
-    ("<s> Hello</s>\n", "<s> <s> ▁ ▁Hel lo </s> ▁ \n"),
-    ("<｜User｜><tool>a", "<s> <｜User｜> <tool> ▁ a"),
+PIECES = [  # what a file says, a text, and its tokens
+    ({}, "Hello", "<s> ▁Hel lo"),  # a space is put before every text
+    ({}, " Hello", "<s> ▁ ▁Hel lo"),
+    ({}, "  Hello", "<s> ▁▁ ▁Hel lo"),
+    ({}, "é日\0", "<s> ▁ é <0xE6> <0x97> <0xA5> <0x00>"),
+    ({}, "a<s>Hello", "<s> ▁ a <s> ▁Hel lo"),  # and behind what is never cut
+    ({}, "<s> Hello</s>\n", "<s> <s> ▁ ▁Hel lo </s> ▁ \n"),
+    ({}, "<｜User｜><tool>a", "<s> <｜User｜> <tool> ▁ a"),
+    ({"add_space_prefix": False}, "a<｜User｜> Hello", "<s> a <｜User｜> ▁Hel lo"),
+    ({"architecture": "gemma3"}, "a<｜User｜> Hello", "<s> a <｜User｜> ▁Hel lo"),
+    ({"add_bos_token": False}, "a<｜User｜> Hello", "▁ a <｜User｜> ▁ ▁Hel lo"),
+    ({"add_eos_token": True}, "a<｜User｜> Hello", "<s> ▁ a <｜User｜> ▁ ▁Hel lo </s>"),
+    # It takes the space behind a special token.
+    ({"architecture": "phi3"}, "a<｜User｜> Hello", "<s> ▁ a <｜User｜> ▁Hel lo"),
+]
+WORDS = [  # a rule that a file names, a text, and its tokens
+    ("llama-bpe", "abc", "<s> abc"),  # a word that is a token stays whole; BOS by default
+    ("qwen2", "abc", "ab c"),
+    ("gpt-2", "  a  ", "Ġ Ġa ĠĠ"),
+    ("gpt-2", "3333 3", "33 33 Ġ3"),
+    ("smollm", "3333 3", "3 3 3 3 Ġ 3"),
+    ("falcon", "3333 3", "333 3 Ġ3"),
+    ("falcon", "a`=a", "a ` = a"),
+    ("gpt-2", "a ½", "a ĠÂ½"),
+    ("deepseek-llm", "a ½33", "a Ġ Â ½ 33"),
+    ("deepseek-coder", "a ½33", "a Ġ Â ½ 3 3"),
+    ("qwen2", "a<｜User｜><tool> a", "a <｜User｜> <tool> Ġa"),
 ]
 
 
-@pytest.mark.parametrize(("text", "tokens"), PIECES)
-def test_sentencepiece_has_a_space_before_every_text(tmp_path, text, tokens):
-    assert tokens_of(pieces(tmp_path), text) == tokens.split(" ")
+@pytest.mark.parametrize(
+    ("make", "facts", "text", "tokens"),
+    [(pieces, *each) for each in PIECES]
+    + [(byte_level, {"pre": pre}, text, tokens) for pre, text, tokens in WORDS],
+)
+def test_a_text_has_the_tokens_that_a_file_s_rules_say(tmp_path, make, facts, text, tokens):
+    assert tokens_of(make(tmp_path, **facts), text) == tokens.split(" ")
 
 
-@pytest.mark.parametrize(("facts", "tokens"), [
-    ({"add_space_prefix": False}, "<s> a <｜User｜> ▁Hel lo"),
-    ({"architecture": "gemma3"}, "<s> a <｜User｜> ▁Hel lo"),
-    ({"add_bos_token": False}, "▁ a <｜User｜> ▁ ▁Hel lo"),
-    ({"add_eos_token": True}, "<s> ▁ a <｜User｜> ▁ ▁Hel lo </s>"),
-    ({"architecture": "phi3"}, "<s> ▁ a <｜User｜> ▁Hel lo"),  # it takes the space behind it
+@pytest.mark.parametrize(("pre", "text", "tokens"), [
+    ("mpt", "a    b", ["a", "    ", "b"]),
+    ("gpt-2", "        a", ["    ", "    ", "a"]),
 ])  # fmt: skip
-def test_what_a_file_says_of_its_pieces_is_heeded(tmp_path, facts, tokens):
-    assert tokens_of(pieces(tmp_path, **facts), "a<｜User｜> Hello") == tokens.split(" ")
-
-
-WORDS = [  # a rule, a text, and its tokens
-    ("llama-bpe", "abc", "<s>|abc"),  # a word that is a token stays whole; BOS by default
-    ("qwen2", "abc", "ab|c"),
-    ("mpt", "a    b", "a|    |b"),  # runs of spaces that are user-defined
-    ("gpt-2", "        a", "    |    |a"),
-    ("gpt-2", "  a  ", "Ġ|Ġa|ĠĠ"),
-    ("gpt-2", "3333 3", "33|33|Ġ3"),
-    ("smollm", "3333 3", "3|3|3|3|Ġ|3"),
-    ("falcon", "3333 3", "333|3|Ġ3"),
-    ("falcon", "a`=a", "a|`|=|a"),
-    ("gpt-2", "a ½", "a|ĠÂ½"),
-    ("deepseek-llm", "a ½33", "a|Ġ|Â|½|33"),
-    ("deepseek-coder", "a ½33", "a|Ġ|Â|½|3|3"),
-    ("qwen2", "a<｜User｜><tool> a", "a|<｜User｜>|<tool>|Ġa"),
-]
-
-
-@pytest.mark.parametrize(("pre", "text", "tokens"), WORDS)
-def test_texts_are_split_by_the_rule_that_a_file_names(tmp_path, pre, text, tokens):
-    assert tokens_of(byte_level(tmp_path, pre), text) == tokens.split("|")
+def test_runs_of_spaces_that_are_user_defined_are_tokens(tmp_path, pre, text, tokens):
+    assert tokens_of(byte_level(tmp_path, pre), text) == tokens
 
 
 def test_a_chat_template_s_bos_is_the_only_one(tmp_path):

@@ -8,12 +8,11 @@ nothing can be compiled.
 import hashlib
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +21,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler, run
+from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler
 from families import save_small
 from test_heads import new_eagle3, target_folder  # noqa: F401
 
@@ -35,7 +34,7 @@ from runtime.kernels.parts import is_same
 from runtime.kernels.weights import FORMS, PackedMatrix
 from runtime.models import gguf_file
 from runtime.values import Request
-from server import core, trace
+from server import core
 
 pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
@@ -74,12 +73,13 @@ def numbers(count, width):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
 
 
-SIZES = [(1, 1), (16, 32), (37, 100), (300, 577), (1000, 64)]  # outputs, inputs
+SIZES = [(1, 1), (37, 100), (300, 577)]  # outputs, inputs
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size, threads):
+    """And so do some of a matrix's outputs alone."""
     panels, weight, _ = weights(form, *size)
     x = numbers(300, panels.inputs)
     alone = torch.cat([panels(x[i : i + 1]) for i in range(300)])
@@ -89,6 +89,10 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size,
             assert torch.equal(panels(x[:rows]), alone[:rows])
             assert torch.equal(panels(x[-rows:]), alone[-rows:])
     assert torch.equal(panels.unpacked(), weight.float())  # gguf's numbers, and nothing is lost
+    ids = torch.tensor([99, 3, 17, 16, 15, 0, *range(50, 62)]) % panels.outputs
+    some = panels.some(ids)
+    assert torch.equal(some(x), alone[:, ids])
+    assert torch.equal(some.unpacked(), panels.unpacked()[ids])
 
 
 @pytest.mark.parametrize("form", TYPES)
@@ -106,37 +110,7 @@ def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     assert np.array_equal(*(np.where(np.isnan(x), -1, x.view(np.int32)) for x in both))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_some_rows_of_a_matrix_have_their_bits(form):
-    panels, _, _ = weights(form, 100, 512)
-    ids = torch.tensor([99, 3, 17, 16, 15, 0, *range(50, 62)])
-    some, x = panels.some(ids), numbers(3, 512)
-    assert torch.equal(some(x), panels(x)[:, ids])
-    assert torch.equal(some.unpacked(), panels.unpacked()[ids])
-
-
-def nearest_error(weight):
-    """What a plain rounding to four bits leaves, where each block's largest weight is -8."""
-    blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
-    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
-    numbers = (blocks / torch.where(scale == 0, 1, scale)).round().clamp(-8, 7)
-    return ((numbers * scale - blocks) * blocks).square().sum()
-
-
-@pytest.mark.parametrize("size", [(37, 100), (100, 512)], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_are_rounded_to_four_bits_with_less_error_than_by_the_largest(form, size):
-    panels, weight, bias = weights(form, *size)
-    panels.quantise("int4")
-    if form in ("Q4", "Q4M", "Q4K"):
-        assert panels.form == form and torch.equal(panels.unpacked(), weight.float())
-        return
-    assert panels.form == "Q4" and torch.equal(panels.bias.double(), bias)
-    error = ((panels.unpacked() - weight) * weight).square().sum()  # of large weights above all
-    assert 0 < error < 0.95 * nearest_error(weight)
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e7])
+@pytest.mark.parametrize("odd", [math.nan, -math.inf, 1e7])
 def test_a_matrix_that_four_bits_cannot_hold_stays_as_it_is(odd):
     weight = numbers(40, 100)
     weight[33, 99] = odd
@@ -148,6 +122,13 @@ def test_a_matrix_that_four_bits_cannot_hold_stays_as_it_is(odd):
     weight[6] *= 1e-9  # float16 has no such scale
     panels = PackedMatrix.of(weight, None, "int4")
     assert panels.form == "Q4" and not panels.unpacked()[5:7].any()
+
+
+@pytest.mark.parametrize("form", ["Q4", "Q4M", "Q4K"])
+def test_what_has_four_bits_keeps_its_numbers(form):
+    panels, weight, _ = weights(form, 37, 100)
+    panels.quantise("int4")
+    assert panels.form == form and torch.equal(panels.unpacked(), weight.float())
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -183,13 +164,12 @@ def test_a_nan_and_an_infinity_stay_in_their_row_and_subnormal_numbers_do_no_har
 
 
 # ------------------------------------------------------------------------------- whole models
-
 # Values narrower than keys; products with experts, with a router and of few terms.
 ODD = "deepseek_v3", "llama4_text", "granitemoe", "gemma3n_text"
 
 
-@pytest.mark.parametrize("family", [*conftest.FAMILIES, "qwen3_5_text", *ODD])
-def test_every_family_is_exact_in_modules_too(family, tiny_folder):
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "gpt_oss", "opt", "qwen3_5_text", *ODD])
+def test_families_are_exact_in_modules_too(family, tiny_folder):
     """test_cache.py and test_modules.py compare what modules and blocks in C compute."""
     with conftest.only_modules():
         target = load(tiny_folder(family)).target
@@ -223,19 +203,20 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
     assert logits_of(engine.target, TEXT)[3:].isnan().all()
 
 
-@pytest.mark.parametrize("what", ["slots", "positions", "places", "lines", "wanted", "ids"])
-@pytest.mark.parametrize("number", [-1, 1 << 40])
-def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
-    target, rows = load(tiny_folder("llama")).target, Rows()
-    target.compiled.decoder.follow(target.cache)
-    rows.chain(0, 0, 3)
-    rows.ids, rows.wanted = [5, 6, 7], [0, 1, 2]
-    if what == "lines":  # numbers below 0 are places before the text, which no row sees
-        rows.lines, number = [[0], [1], [2]], 1 << 40
-    target.compiled.decoder(rows)
-    getattr(rows, what)[-1] = [number] if what == "lines" else number
-    with pytest.raises(IndexError, match="that is not there"):
-        target.compiled.decoder(rows)
+def test_nothing_is_read_or_written_where_nothing_is(tiny_folder):
+    decoder = load(tiny_folder("llama")).target.compiled.decoder
+    # For lines numbers below 0 are places before the text, which no row sees.
+    wrong = [*product(["slots", "positions", "places", "wanted", "ids"], [-1, 1 << 40])]
+    for what, number in [*wrong, ("lines", [1 << 40])]:
+        rows = Rows()
+        rows.chain(0, 0, 3)
+        rows.ids, rows.wanted = [5, 6, 7], [0, 1, 2]
+        if what == "lines":
+            rows.lines = [[0], [1], [2]]
+        decoder(rows)
+        getattr(rows, what)[-1] = number
+        with pytest.raises(IndexError, match="that is not there"):
+            decoder(rows)
 
 
 def write_program(path, script):
@@ -267,7 +248,6 @@ FULL = "linear.c:9:1: fatal error: error writing to /tmp/a.s: No space left on d
 COMPILERS = {  # and whether it is called once, as it would say the same again
     SAYS.format("linear.c:1: error: no such header", "exit 1"): True,
     SAYS.format(FULL, "exit 1"): False,
-    SAYS.format("ld: final link failed: No space left on device: error", "exit 1"): False,
     SAYS.format("linear.c:1: internal compiler error: Killed, an error", "exit 1"): False,
     SAYS.format("linear.c:1: error: all is well", "kill -9 $$"): False,
 }
@@ -322,7 +302,6 @@ ANOTHER = 12345  # user
 PLACES = {  # what is made of the cache folder, and whether code in it is run
     "as it comes": (lambda cache: None, True),
     "others may write to it": (lambda cache: cache.chmod(0o777), False),
-    "a group may write to it": (lambda cache: cache.chmod(0o775), False),
     "others may write beside it, and not rename it": (lambda cache: cache.chmod(0o1777), True),
     "others may write a level below": (lambda cache: (cache / APP).chmod(0o770), False),
     "a link of one's own": (lambda cache: link(cache), True),
@@ -393,13 +372,9 @@ def test_a_pipe_in_the_place_of_what_was_compiled_is_not_waited_for(tmp_path):
     for file in (digest, place):
         content = file.read_bytes()
         file.unlink()
-        assert library._whole(place) is None
         os.mkfifo(file)
         assert library._whole(place) is None
         file.unlink()
-        file.mkdir()
-        assert library._whole(place) is None
-        file.rmdir()
         file.write_bytes(content)
 
 
@@ -421,7 +396,6 @@ def test_a_short_context_has_short_tables():
 
 
 # ----------------------------------------------------------------------------- other machines
-
 PROGRAM = ROOT / "tests" / "kernels_bits.c"
 EXACT = "-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread".split()
 
@@ -441,8 +415,9 @@ def bits(tmp_path, cpu, *options, asked="0 12 2", runner=(), compiler=None, kern
 
 
 def library_bits(tmp_path, asked="0 12 2"):
-    """With the library that is loaded here."""
-    return bits(tmp_path, "native", asked=asked, kernels=own_folder() / f"{library._key()}.so")
+    """With the library that is loaded here; what calls it may be slow, and is compiled fast."""
+    kernels = own_folder() / f"{library._key()}.so"
+    return bits(tmp_path, "native", "-O0", asked=asked, kernels=kernels)
 
 
 def test_all_that_is_in_c_has_the_same_bits_with_any_threads(tmp_path):
@@ -458,7 +433,7 @@ SLOW, V4 = pytest.mark.slow, V3 | {"avx512bw", "avx512vl"}
 
 
 @pytest.mark.parametrize(("cpu", "flags", "options"), [
-    ("x86-64-v3", V3, ["-O1"]),  # nearly all of the time goes into compiling
+    ("x86-64-v3", V3, ["-O0"]),  # nearly all of the time goes into compiling
     *(pytest.param(cpu, flags, [], marks=SLOW)
       for cpu, flags in (("x86-64", {"lm"}), ("x86-64-v3", V3), ("x86-64-v4", V4))),
 ])  # fmt: skip
@@ -521,21 +496,7 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without them"
-)
-def test_large_matrices_ask_for_large_pages():
-    weight = torch.zeros(1 << 10, 1 << 10)
-    panels, smaps = PackedMatrix.of(weight), Path("/proc/self/smaps").read_text()
-    address = panels.struct.panels
-    areas = re.findall(r"(?s)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.M)
-    (flags,) = (f for begin, end, f in areas if int(begin, 16) <= address < int(end, 16))
-    assert "hg" in flags.split()
-
-
 # ----------------------------------------------------------------------------------- chains
-
-
 STOP_RULE = StopRule([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
 
 
@@ -568,8 +529,7 @@ def drafts_of(engine, drafter, texts, limits, sampling, stop_rule=None):
     return drafts, lengths
 
 
-@pytest.mark.parametrize("stops", [False, True], ids=["whole", "stops early"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("temperature", "stops"), [(0.0, False), (0.8, True)])
 def test_a_draft_in_one_call_is_that_of_steps(drafting, stops, temperature, prompts, monkeypatch):
     """Drafts of several texts at once, of different lengths, each with its limit."""
     engine, drafter = drafting
@@ -621,32 +581,3 @@ def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     decoder.output._data.view(np.float32)[0] = np.nan
     sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
     assert "no probabilities" in sequence.warnings[0]
-
-
-def test_of_two_threads_that_compute_alone_each_gets_its_number_back(monkeypatch, threads):
-    """Two engines in one process: the first one's end is not the other's."""
-    monkeypatch.setattr(library, "is_used", True)
-    threads(3)
-    one, other = library.exclusive(), library.exclusive()
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
-        one.__enter__()
-        pool.submit(other.__enter__).result()
-        assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
-        with library.exclusive():
-            assert library.num_threads() == 3
-        assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
-        one.__exit__(None, None, None)
-        assert (torch.get_num_threads(), library.num_threads()) == (3, 3)
-        assert pool.submit(library.num_threads).result() == 2
-        pool.submit(other.__exit__, None, None, None).result()
-        assert pool.submit(torch.get_num_threads).result() == 2
-
-
-def test_an_event_leaves_the_cores_to_the_next_pass(demo_engine, prompts, threads, monkeypatch):
-    """It is made in the engine's thread alone: others of torch's would wait busily behind it."""
-    counts = []
-    monkeypatch.setattr(library, "is_used", True)
-    monkeypatch.setattr(trace, "_details", lambda *_: counts.append(torch.get_num_threads()) or {})
-    threads(2)
-    run(demo_engine, prompts["code_class"], max_tokens=3, trace=True)
-    assert set(counts) == {1} and torch.get_num_threads() == 2
