@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler
+from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler, run
 from families import save_small
 from test_heads import new_eagle3, target_folder  # noqa: F401
 
@@ -34,7 +35,7 @@ from runtime.kernels.parts import is_same
 from runtime.kernels.weights import FORMS, PackedMatrix
 from runtime.models import gguf_file
 from runtime.values import Request
-from server import core
+from server import core, trace
 
 pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
@@ -581,3 +582,32 @@ def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     decoder.output._data.view(np.float32)[0] = np.nan
     sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
     assert "no probabilities" in sequence.warnings[0]
+
+
+def test_of_two_threads_that_compute_alone_each_gets_its_number_back(monkeypatch, threads):
+    """Two engines in one process: the first one's end is not the other's."""
+    monkeypatch.setattr(library, "is_used", True)
+    threads(3)
+    one, other = library.exclusive(), library.exclusive()
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
+        one.__enter__()
+        pool.submit(other.__enter__).result()
+        assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
+        with library.exclusive():
+            assert library.num_threads() == 3
+        assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
+        one.__exit__(None, None, None)
+        assert (torch.get_num_threads(), library.num_threads()) == (3, 3)
+        assert pool.submit(library.num_threads).result() == 2
+        pool.submit(other.__exit__, None, None, None).result()
+        assert pool.submit(torch.get_num_threads).result() == 2
+
+
+def test_an_event_leaves_the_cores_to_the_next_pass(demo_engine, prompts, threads, monkeypatch):
+    """It is made in the engine's thread alone: others of torch's would wait busily behind it."""
+    counts = []
+    monkeypatch.setattr(library, "is_used", True)
+    monkeypatch.setattr(trace, "_details", lambda *_: counts.append(torch.get_num_threads()) or {})
+    threads(2)
+    run(demo_engine, prompts["code_class"], max_tokens=3, trace=True)
+    assert set(counts) == {1} and torch.get_num_threads() == 2

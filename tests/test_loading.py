@@ -563,6 +563,15 @@ def test_special_tokens_are_left_out_of_the_texts():
     assert set(text) == {1, 2, 4, 5, 6, 8}
 
 
+def test_the_embedded_draft_model_is_compared(monkeypatch):
+    """Both models are; the tests of the embedded ones would not notice if none were."""
+    seen = []
+    monkeypatch.setattr(reference.Reference, "check", lambda self, cached: seen.append(cached.name))
+    monkeypatch.setattr("server.warming.warm_up", lambda engine: None)
+    core.load_engine(Options(model="embedded"))
+    assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]
+
+
 @pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
 def test_what_came_with_a_target_may_be_gone(drafter, tiny_folder, tmp_path, monkeypatch, caplog):
     """The server goes on without it, unless the command line names it, such as an empty folder."""
