@@ -125,7 +125,8 @@ def create(service):
 @pytest.fixture
 def says(service, monkeypatch):
     def set_text(text, form=TAGGED, **more):
-        for name, value in {"text": text, "call_form": form, **more}.items():
+        monkeypatch.setattr("server.dialects.chat.call_form", lambda tokenizer: form)
+        for name, value in {"text": text, **more}.items():
             monkeypatch.setattr(service, name, value)
 
     return set_text
