@@ -4,6 +4,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
+_FOLDERS = "runtime.kernels", "runtime.grammars", "drafters.auto", "server.page", "server.dialects"
 _lacking = dict[str, str]()  # by plug, the module that was not found
 
 
@@ -22,7 +23,8 @@ def lack(name: str) -> str:
     """What the plug `name` lacks: a file of this program, or a package."""
     found = _lacking[name]
     is_ours = found.startswith(("runtime.", "drafters.", "server."))
-    return f"{found.replace('.', '/')}.py" if is_ours else f"the package {found}"
+    path = found.replace(".", "/") + ("/" if found in _FOLDERS else ".py")
+    return path if is_ours else f"the package {found}"
 
 
 def __getattr__(name: str) -> Any:
