@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, load, logits_of, needs_compiler
 from gguf_files import Q8_0, TINY, Case, write
 
-from runtime.models import ahead
+from runtime.models import ahead, gguf_model
 from runtime.models.gguf_file import BadFile, GgufFile
 
 pytestmark = needs_compiler
@@ -37,6 +37,19 @@ def begun(tmp_path):
 
     yield begin
     ahead.end()
+
+
+def test_nothing_lies_in_memory_twice_where_weights_are_unpacked(begun, monkeypatch):
+    path, made = begun()
+    read, alive = gguf_model.for_all_tensors, []
+
+    def watched(work, file):
+        alive.append([name for name, matrix in made.items() if matrix() is not None])
+        read(work, file)
+
+    monkeypatch.setattr(gguf_model, "for_all_tensors", watched)
+    load(path, dtype="float32")
+    assert made and alive == [[]]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -105,7 +118,7 @@ usual, seen = builtins.__import__, []
 
 def watched(name, *args, **options):
     if name.split(".")[0] == "torch" and not seen:
-        from runtime.models import ahead
+        from runtime.models import ahead, gguf_model
         ahead.wait(ahead._begun.values())
         seen.extend(made.result() for file in ahead._files.values() for made in file.ahead.values())
         assert "torch" not in sys.modules

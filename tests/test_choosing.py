@@ -15,6 +15,7 @@ from conftest import needs_compiler
 
 from drafters.auto.estimates import StopRule
 from drafters.tree import ranked
+from runtime import sampling as module
 from runtime.kernels import sampling as compiled
 from runtime.kernels.library import load
 from runtime.sampling import Noise, choose, confidence, survivors
@@ -137,3 +138,13 @@ def test_a_row_is_chosen_from_where_it_lies_and_only_if_it_is_there():
         choose(rows, core.Sampling(), Noise(0), 0, row=3)
     with pytest.raises(IndexError):
         confidence(torch.zeros(3), 3)
+
+
+def test_exp_and_log_are_near_the_true_ones():
+    """Every sampled text is made of them, with a compiler or without."""
+    x = -np.concatenate([np.linspace(0, 2, 999), np.logspace(-12, 2.84, 999)])
+    np.testing.assert_allclose(module.exp(x), np.exp(x), rtol=3e-13, atol=0)
+    assert module.exp(np.array([0.0, -701.0, -np.inf])).tolist() == [1, 0, 0]
+    v = np.concatenate([np.logspace(-19, 0, 999)[:-1], np.linspace(0.001, 0.999, 999)])
+    np.testing.assert_allclose(module._minus_log(v), -np.log1p(-v), rtol=1e-15, atol=0)
+    assert module._minus_log(np.array([1.0, 1 - 2**-53])).max() < 38

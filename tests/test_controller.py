@@ -349,7 +349,7 @@ def test_neither_text_to_read_nor_an_accident_makes_a_step_dear_and_what_lasts_d
     ([(1, 6.0)] * 3 + [(1, 10.0)], {1: 10, 8: 24}),
     ([(2, 17.6)] * 4 + [(2, 11.0)] * 12 + [(1, 10.0)] * 2, {1: 10, 2: 11, 8: 24}),
     ([(2, 17.6), (1, 10.0)] * 4 + [(2, 11.0), (1, 10.0)] * 12, {1: 10, 2: 11, 8: 24}),
-    ([(3, 0.0)], {1: 10, 8: 24}),  # a clock that stands still
+    ([(3, 0.0)] * 9, {1: 10, 8: 24}),  # a clock that stands still
 ], ids=["slow", "slower", "fast again", "quick", "slow at first", "in turns", "0"])  # fmt: skip
 def test_a_few_passes_are_an_accident_and_many_another_machine(costs, passes, known):
     """Something else had the cores. Of a kind that was slow at first that alone is learned anew."""

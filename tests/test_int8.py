@@ -4,6 +4,8 @@ Sums of integers are exact, so all bits are equal in any company. A model in flo
 its int8 twin, which shares its KV cache and leaves no trace there.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 from random import Random
 
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from runtime.kernels import start
 from runtime.kernels.experts import experts_of
 from runtime.kernels.patches import PanelEmbedding, PanelLinear
-from runtime.kernels.reading import decoder_of
+from runtime.kernels.reading import decoder_of, release
 from runtime.models import loading
 from runtime.models.structure import examine
 from runtime.values import Request
@@ -199,3 +201,29 @@ def test_where_four_bits_cannot_hold_a_matrix_those_beside_it_read_what_it_reads
     assert torch.equal(first["qkv"][0].unpacked(), weights[0])
     error = first["qkv"][1].unpacked() - weights[1]
     assert 0 < error.norm() < 0.2 * weights[1].norm()  # it was rounded before
+
+
+@pytest.mark.parametrize(("options", "is_there"), [
+    ({}, True), ({"drafter": "auto", "fixed_k": True}, True),
+    ({"drafter": "ngram"}, False), ({"fixed_k": True}, False),
+])  # fmt: skip
+def test_it_takes_memory_only_where_someone_can_use_it(tiny_folder, monkeypatch, options, is_there):
+    options = Options(model=str(tiny_folder("llama")), **options)
+    assert "self_int8" not in assemble(options).pool.drafters  # it is too small
+    monkeypatch.setattr("drafters.self_int8.MANY_WEIGHTS", 0)
+    assert ("self_int8" in assemble(options).pool.drafters) is is_there
+
+
+def test_weights_take_at_most_a_byte_and_a_quarter_each(tiny_folder):
+    """The model's embedding is its output layer, too, and is not held twice."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("gemma2"), dtype="float32")
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    freed = weakref.ref(model.get_input_embeddings().weight)
+    decoder = decoder_of(model, 128, examine(model, 128).windows)
+    release(decoder, model)
+    decoder.quantise("int8")
+    gc.collect()
+    assert freed() is None
+    left = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    num_bytes = decoder.num_bytes + sum(t.numel() * t.element_size() for t in left.values())
+    assert num_bytes <= 1.25 * num_weights

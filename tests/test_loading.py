@@ -36,6 +36,7 @@ from conftest import (
 from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
 from runtime.kernels import reading
@@ -50,7 +51,7 @@ from runtime.models import (
 from runtime.models.fim import tokenize_plain
 from runtime.models.loading import StartError
 from runtime.models.prompts import tokenize
-from runtime.models.structure import UnsupportedModel, window_of
+from runtime.models.structure import UnsupportedModel, examine, window_of
 from runtime.models.weights import read_folder
 from server import core
 from server.options import Options
@@ -596,3 +597,38 @@ def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
     assert int(weights["t2d"].sum()) == 10_240
     assert all(weight.isfinite().all() for weight in weights.values())
     assert part == "mtp" or HeadConfig.of(content, 30).verifier == entry.origin
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc")
+def test_weights_that_are_packed_one_by_one_go_back_to_the_system(tmp_path):
+    """Else a model lies in memory twice while it is packed: glibc's heap keeps what is freed."""
+    save_file({"weight": torch.ones(1024, 1024)}, tmp_path / "weights.safetensors")
+    code = """
+import sys, torch
+from safetensors.torch import load_file
+from runtime.models.files import unmap_weights
+
+def anonymous():
+    return int(next(line for line in open("/proc/self/status") if "RssAnon" in line).split()[1])
+
+torch.ones(1 << 22)  # once it is free, glibc has smaller blocks in its heap
+layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(8))
+for layer in layers:
+    layer.weight = torch.nn.Parameter(load_file(sys.argv[1])["weight"])
+unmap_weights(layers)
+before = anonymous()
+for layer in layers[1::2]:
+    layer.weight = None
+assert before - anonymous() > 12 << 10, (before, anonymous())  # KiB
+"""
+    file = str(tmp_path / "weights.safetensors")
+    subprocess.run([sys.executable, "-c", code, file], check=True, cwd=ROOT)
+
+
+def test_watching_leaves_no_trace(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder("gemma2"))
+    makers = dict(ALL_MASK_ATTENTION_FUNCTIONS)
+    examine(model, 100)
+    assert dict(ALL_MASK_ATTENTION_FUNCTIONS) == makers
+    assert not any(module._forward_pre_hooks for module in model.modules())

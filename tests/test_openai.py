@@ -192,6 +192,12 @@ def test_log_probabilities_have_the_shape_of_completions(client, server):
     fields |= {"max_tokens": 30, "extra_body": {"choice": ["🙃🙃"]}}  # each is several tokens
     listed = ask(**fields).choices[0].logprobs
     assert {*listed.text_offset} == {0, 1} and listed.text_offset.count(1) > 1
+    two = fields | {"n": 2, "temperature": 3, "seed": 5}
+    choices, chunks = ask(**two).choices, ask(**two, stream=True)
+    told = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    for i, choice in enumerate(choices):
+        parts = [part.logprobs for part in told if part.index == i]
+        assert sum([part.text_offset for part in parts], []) == choice.logprobs.text_offset
     echoed = ask(**fields, echo=True).choices[0].logprobs.text_offset
     assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
 

@@ -25,6 +25,7 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from werkzeug.serving import make_server
 
+from runtime.grammars import LARK, OPEN, POSSIBLE, source_of
 from runtime.models.calls import AnswerReader, Call, Form, Thought, form_of
 from runtime.models.chat import chat_prompt
 from runtime.models.loading import load_pretrained
@@ -470,3 +471,18 @@ def test_a_tool_loop_is_that_of_plain_decoding_whoever_drafts(ask, way):
     turns = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
     (answer,) = ask(messages=turns, tool_choice="none", max_tokens=5).choices
     assert answer.message.content and answer.message.tool_calls is None
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["texts", "tokens"])
+def test_a_grammar_begins_behind_reasoning_whatever_its_tags_are(accepts, has_tokens):
+    call = call_text("time", TIME, TAGGED)
+    form = Form(has_tags=True, thinks=True, tokens=frozenset(TAGS if has_tokens else ()))
+    for forced in (False, True):
+        grammar = Tools(TOOLS, form, is_forced=forced).grammar()
+        possible = {call: True, f"<think>a b</think>\n\n{call}": True, f"a</think>{call}": False}
+        opened = {call: False, f"a b</think>\n{call}": True}
+        for reasoning, texts in (POSSIBLE, possible), (OPEN, opened):
+            source = source_of(LARK, grammar, reasoning, has_tokens)
+            for text, allowed in texts.items():
+                is_text = not forced and reasoning == POSSIBLE and text[0] == "a" and not has_tokens
+                assert accepts(source, text, has_tokens) == (allowed or is_text), (text, source)

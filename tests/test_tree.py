@@ -141,15 +141,16 @@ def test_a_tree_has_the_named_model_or_the_first_choice(several, named, model):
 
 
 def test_a_tree_of_several_keeps_the_text_under_the_controller(prompts):
-    """No clock is asked, so no busy machine decides who drafts."""
+    """It chooses in every cycle, and no clock is asked: no busy machine decides who drafts."""
     engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
     costs = engine.controller.costs
     costs.observe_pass = lambda *_: None
     costs.is_due = lambda _: False
+    engine.planner.record_cycle = lambda *_: None
     for name in ("code_class", "repetitive_colours", "hard_prose", "easy_json"):
         assert_lossless(engine, prompts[name], 12, "tree")
     assert costs.runs_model("tree")
-    assert engine.totals.by_drafter["tree"].num_accepted_draft_tokens > 5
+    assert engine.totals.by_drafter["tree"].num_accepted_draft_tokens > 20
 
 
 def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
