@@ -118,7 +118,7 @@ usual, seen = builtins.__import__, []
 
 def watched(name, *args, **options):
     if name.split(".")[0] == "torch" and not seen:
-        from runtime.models import ahead, gguf_model
+        from runtime.models import ahead
         ahead.wait(ahead._begun.values())
         seen.extend(made.result() for file in ahead._files.values() for made in file.ahead.values())
         assert "torch" not in sys.modules
