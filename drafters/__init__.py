@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
-from runtime import lack, plug
+from runtime.models import required
 from runtime.sampling import Noise
 from runtime.values import PLAIN, Draft, Sampling, Verdict, in_short
 
@@ -53,7 +52,7 @@ def load(name: str, context: Context) -> Drafter:
     """
     check_name(name, ())
     if ":" in name:
-        return _found("drafters.from_file", "a drafter from a file").load(name, context)
+        return required("drafters.from_file", "a drafter from a file").load(name, context)
     try:
         return _class_of(name).build(context)
     except ValueError:
@@ -62,17 +61,10 @@ def load(name: str, context: Context) -> Drafter:
         raise ValueError(f"drafter {name} failed to start: {in_short(error)}") from error
 
 
-def _found(module: str, what: str) -> Any:
-    """A module that may be deleted. Raises ValueError where it is, or where it lacks another."""
-    if found := plug(module):
-        return found
-    raise ValueError(f"{what} needs {lack(module)}, which is not there")
-
-
 def _class_of(name: str) -> type[Drafter]:
     """The class of one of NAMES. Raises ValueError where what it needs is deleted."""
     module, _, attribute = _REGISTRY[name].partition(":")
-    return getattr(_found(module, f"drafter {name}"), attribute)
+    return getattr(required(module, f"drafter {name}"), attribute)
 
 
 def load_all(

@@ -62,9 +62,7 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    stop_rule: Any = (
-        None  # auto/'s StopRule: when a draft stops early; None: never. Set by the pool
-    )
+    stop_rule: Any = None  # of auto/: when a draft stops early; None: never. Set by the pool
     forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 
 

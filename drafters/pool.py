@@ -198,8 +198,8 @@ class DrafterPool:
         """Drafts that can be verified; an empty one for a text that loses its drafter."""
         states, limits = [text.states[name] for text in texts], [text.task.limit for text in texts]
         asked = [(text.request, text.task.limit) for text in texts]
-        rest = {"asked": asked, "vocab_size": self._vocab_size}
-        check = checks and partial(checks.checked_drafts, **rest)
+        size = self._vocab_size
+        check = checks and partial(checks.checked_drafts, asked=asked, vocab_size=size)
         try:
             drafts = self.drafters[name].call("propose_batch", states, limits, then=check)
         except Exception as error:
@@ -226,8 +226,8 @@ class DrafterPool:
         drafter = self.drafters[name]
         if name not in text.states or not drafter.can_guess:
             return None
-        rest = {"most": max_tokens, "vocab_size": self._vocab_size}
-        check = checks and partial(checks.checked_ids, **rest)
+        size = self._vocab_size
+        check = checks and partial(checks.checked_ids, most=max_tokens, vocab_size=size)
         with self._containing(text, name, "guess"):
             if not self._prepare(text, name, max_tokens):
                 return Guess([])

@@ -257,8 +257,9 @@ def prepare(model: Model, structure: Structure) -> None:
     if "GPTNeoSelfAttention" in kinds:  # which has masks of its own
         gpt_neo = required("runtime.models.gpt_neo", title_of(model))
         gpt_neo.follow_masks(model.model, model.max_length)
-    get = required if structure.is_recurrent else lambda name, _: plug(name)
-    if states := get("runtime.cache.states", title_of(model)):
+    if structure.is_recurrent:
+        required("runtime.cache.states", title_of(model))
+    if states := plug("runtime.cache.states"):
         states.follow_rows(model)  # recurrent layers have a state for each row
 
 

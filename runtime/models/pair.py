@@ -11,14 +11,12 @@ from .loading import ModelOptions, check_folder, explained
 
 
 def check_pair(
-    target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]
+    target: str, draft: str, options: ModelOptions, compare: Callable[..., None]
 ) -> None:
-    """Raises StartError for a draft model that is broken or missing, if there is to be one.
+    """Raises StartError for a draft model that is broken or missing.
 
     And what `compare` raises for the names and the tokens of two GGUF files.
     """
-    if not draft:
-        return
     names, vocabularies = [draft, target], list[Texts | None]()
     for name in names:
         with explained(name, "", options):
