@@ -444,6 +444,36 @@ def test_all_that_is_in_c_has_the_same_bits_on_every_x86(tmp_path, cpu, flags, o
     assert bits(tmp_path, cpu, *options) == library_bits(tmp_path)
 
 
+# What the instruction is defined to do: each lane gains four products of bytes, without saturation.
+VNNI = """
+#include <immintrin.h>
+#define __AVXVNNI__ 1
+static inline __m256i vpdpbusd(__m256i sums, __m256i weights, __m256i x) {
+  int lane[8];
+  unsigned char u[32];
+  signed char s[32];
+  _mm256_storeu_si256((__m256i *)lane, sums);
+  _mm256_storeu_si256((__m256i *)u, weights);
+  _mm256_storeu_si256((__m256i *)s, x);
+  for (int i = 0; i < 32; ++i) lane[i / 4] += u[i] * s[i];
+  return _mm256_loadu_si256((const __m256i *)lane);
+}
+#define _mm256_dpbusd_avx_epi32 vpdpbusd
+"""
+
+
+@pytest.mark.slow
+def test_all_that_is_in_c_has_the_same_bits_with_avx_vnni(tmp_path):
+    """The code for such a CPU on one that has AVX2; a compiler knows the instruction itself."""
+    if not set(Path("/proc/cpuinfo").read_text().split()) >= V3:
+        pytest.skip("not this CPU")
+    (header := tmp_path / "vnni.h").write_text(VNNI)
+    assert bits(tmp_path, "x86-64-v3", "-O1", "-include", header) == library_bits(tmp_path)
+    source = ROOT / "runtime" / "kernels" / "c" / "blocks.c"
+    real = [*library.compiler(), *EXACT, "-march=x86-64-v3", "-mavxvnni", "-S", "-o-", source]
+    assert b"vpdpbusd" in subprocess.check_output(real)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("armv8-a", "-O1"), ("armv8.2-a+dotprod",)], ids=str)
 def test_all_that_is_in_c_has_the_same_bits_on_aarch64(tmp_path, options):

@@ -147,16 +147,20 @@ class GgufFile(AbstractContextManager):
         num_bytes = tensor.num_bytes - start if num_bytes is None else num_bytes
         assert 0 <= start <= start + num_bytes <= tensor.num_bytes
         data = np.empty(num_bytes, np.uint8)
-        _fill(self._files[tensor.part], data, tensor.offset + start, self.paths[tensor.part])
+        self._read_into(data, tensor, start)
         return data
 
     def rows(self, tensor: Tensor, num_bytes: int) -> Iterator[np.ndarray]:
-        """The rows of a matrix in pieces of whole panels, of about `num_bytes`, for `lay_out`."""
+        """The rows of a matrix in pieces of whole panels, of about `num_bytes`, for `lay_out`.
+
+        A piece is overwritten by the next one: new memory costs more than to read into it.
+        """
         count, step = tensor.shape[0], max(1, num_bytes // (tensor.row_bytes * LANES)) * LANES
+        room = np.empty((min(step, count), tensor.row_bytes), np.uint8)
         for begin in range(0, count, step):
-            rows = min(step, count - begin)
-            piece = self.read(tensor, begin * tensor.row_bytes, rows * tensor.row_bytes)
-            yield piece.reshape(rows, -1)
+            piece = room[: count - begin]
+            self._read_into(piece.reshape(-1), tensor, begin * tensor.row_bytes)
+            yield piece
 
     def laid_out(self, tensor: Tensor) -> np.ndarray | None:
         """A matrix's panels, if ahead.py has begun with them. Raises what reading it has raised."""
@@ -167,6 +171,10 @@ class GgufFile(AbstractContextManager):
         """Give back what ahead.py has made and nobody has taken."""
         wait([made for made in self.ahead.values() if not made.cancel()])
         self.ahead.clear()
+
+    def _read_into(self, data: np.ndarray, tensor: Tensor, start: int) -> None:
+        """Fill uint8 [bytes] with those of a tensor, from its byte `start` on."""
+        _fill(self._files[tensor.part], data, tensor.offset + start, self.paths[tensor.part])
 
     def _add(self, part: int) -> None:
         """Read the header of a part. The first one's metadata are the model's."""
