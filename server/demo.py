@@ -23,15 +23,18 @@ import transformers
 from tqdm import tqdm
 
 from drafters.pool import TREE
+from runtime import kernels
 from runtime.models import required
+from runtime.models.catalogue import entry_of
 from runtime.models.prompts import kind_of, read_prompts
-from runtime.models.startup import end_ahead, print_error
+from runtime.models.startup import end_ahead, keep_standard_files, print_error
 from runtime.statistics import Statistics, ratio
 from runtime.values import (
     LONGEST_LINE,
     PLAIN,
     Engine,
     Json,
+    Model,
     Request,
     RequestError,
     TextSequence,
@@ -48,16 +51,8 @@ _KINDS = {  # of tokens: their colour, their brackets, and what they are
     "bonus": (36, "{}", "the model's own next token"),
 }
 _END = (2, ("", ""), "the end of the text")
+PACKED = "--dtype packed"  # stands for the target with the weights of its file, which runs plainly
 _VERDICTS = {True: "yes", False: "NO", None: "not compared (verified by rejection)"}
-
-
-def keep_standard_files() -> None:
-    """Open what was closed at the start (`>&-`): no other file may get the number of stdout."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(number)
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
 def exit_status(act: Callable[[], int]) -> int:
@@ -141,13 +136,13 @@ def show_demo(engine: Engine, options: Options, flags: Namespace) -> int:
     """
     shown, repeats, results = engine.default_drafter, flags.repeats or 1, list[Json]()
     is_chat = options.is_chat(engine.target.tokenizer)
-    prompts = chosen_prompts(is_chat, flags.prompts)
+    prompts, packed = chosen_prompts(is_chat, flags.prompts), packed_target(engine, options)
     if not flags.json:
         print(setting(engine, options))
         print_heading(engine, shown)
     for name, text in tqdm(prompts.items(), desc="demo prompts"):
         request = replace(request_of(text, engine, options, seed=options.seed or 0), isolated=True)
-        results.append({"name": name, "prompt": text} | race(engine, request, repeats))
+        results.append({"name": name, "prompt": text} | race(engine, request, repeats, packed))
         if not flags.json:
             tqdm.write(report(results[-1], shown, "\n" if is_chat else ""))
     totals = totals_of(results)
@@ -178,31 +173,48 @@ def chosen_prompts(is_chat: bool, names: list[str] | None) -> dict[str, str]:
     return chosen
 
 
-def race(engine: Engine, request: Request, repeats: int) -> Json:
+def packed_target(engine: Engine, options: Options) -> Model | None:
+    """The target once more, as its file has it; None where it is served so, or cannot be.
+
+    A model of the catalogue is unpacked to float32, so that memory bounds a pass, as it does with
+    large models. What its small weights do by themselves belongs beside that.
+    """
+    is_unpacked = entry_of(options.model) and options.dtype == "auto" and not options.quantize
+    if not is_unpacked or not engine.target.compiled:
+        return None
+    model = core.load_model(options.model, replace(options, dtype="packed"))
+    kernels.speed_up(model)
+    return model
+
+
+def race(engine: Engine, request: Request, repeats: int, packed: Model | None = None) -> Json:
     """One prompt by plain decoding and by each drafter, in turn; times are medians.
 
-    Under the rule of rejection sampled outputs are independent draws, so they are not compared
-    (identical: None).
+    The model `packed` decodes plainly, too; its text is another one. Under the rule of rejection
+    sampled outputs are independent draws, so they are not compared (identical: None).
     """
     skipped = {*engine.pool.special, TREE} - {engine.default_drafter}
     drafters = [name for name in engine.pool.choices if name not in skipped]
     settings = request.max_tokens, engine.eos_ids, request.sampling, request.seed
-    times = {name: list[float]() for name in [PLAIN, *drafters]}
-    runs = {name: list[TextSequence]() for name in drafters}
+    plain = {PLAIN: engine.target} | ({PACKED: packed} if packed else {})
+    times = {name: list[float]() for name in [*plain, *drafters]}
+    ids, runs = dict[str, list[int]](), {name: list[TextSequence]() for name in drafters}
     for _ in range(repeats):
         for name, ms in times.items():
             began = time.perf_counter()
-            if name == PLAIN:
-                ids = core.plain_decode(engine.target, request.prompt, *settings)
+            if name in plain:
+                ids[name] = core.plain_decode(plain[name], request.prompt, *settings)
             else:
                 ((s, _),) = deque(engine.generate(replace(request, drafter=name)), maxlen=1)
                 runs[name].append(s)
             ms.append(round((time.perf_counter() - began) * 1e3, 2))
-    text = engine.target.tokenizer.decode(ids, skip_special_tokens=True)
-    counted = Statistics(prefills=1, target_passes=len(ids) - 1, num_bonus_tokens=len(ids))
-    found = {PLAIN: counted.counters(0) | {"token_ids": ids, "text": text}}
+    found = {}
+    for name, tokens in ids.items():
+        num, text = len(tokens), engine.target.tokenizer.decode(tokens, skip_special_tokens=True)
+        counted = Statistics(prefills=1, target_passes=num - 1, num_bonus_tokens=num)
+        found[name] = counted.counters(0) | {"token_ids": tokens, "text": text}
     for name, (*_, s) in runs.items():
-        is_identical = all(each.output == ids for each in runs[name])
+        is_identical = all(each.output == ids[PLAIN] for each in runs[name])
         found[name] = s.statistics.counters(0) | {
             "token_ids": s.output,
             "text": s.text.text,
@@ -213,14 +225,22 @@ def race(engine: Engine, request: Request, repeats: int) -> Json:
         }
     for name, ms in times.items():
         found[name] |= {"tokens": len(found[name]["token_ids"]), "ms": median(ms), "ms_of_runs": ms}
-    return {"standard": found.pop(PLAIN), "speculative": found}
+    others = {PACKED: found.pop(PACKED)} if packed else {}
+    return {"standard": found.pop(PLAIN), "speculative": found} | others
+
+
+def runs_of(result: Json) -> dict[str, Json]:
+    """One prompt's runs by method, plain decoding first."""
+    runs = {"standard": result["standard"]} | result["speculative"]
+    return runs | {PACKED: result[PACKED]} if PACKED in result else runs
 
 
 def totals_of(results: list[Json]) -> dict[str, Json]:
     """All prompts together, by method; `results` has one entry for each prompt."""
     totals: dict[str, Json] = {}
-    for method in ["standard", *results[0]["speculative"]]:
-        runs = [result["speculative"].get(method, result["standard"]) for result in results]
+    every = [runs_of(result) for result in results]
+    for method in every[0]:
+        runs = [each[method] for each in every]
         total = {n: sum(run[n] for run in runs) for n in ("tokens", "target_passes", "ms")}
         total["tokens_per_pass"] = ratio(total["tokens"] - len(runs), total["target_passes"])
         identical = [run.get("identical", True) for run in runs]
@@ -239,7 +259,9 @@ def table(runs: dict[str, Json]) -> list[str]:
             f"{run['target_passes']:6} passes {run['ms']:8.0f} ms "
             f"{run['tokens_per_pass'] or 0:6.2f} tok/pass {speed_up:5.2f}×"
         )
-        if run is not plain:
+        if name == PACKED:
+            lines[-1] += "  (another model: the file's weights)"
+        elif run is not plain:
             lines[-1] += f"  identical: {_VERDICTS[run['identical']]}"
     return lines
 
@@ -247,7 +269,7 @@ def table(runs: dict[str, Json]) -> list[str]:
 def report(result: Json, shown: str, between: str) -> str:
     """One prompt: a line for each method, and the text as the drafter `shown` wrote it."""
     runs, title = result["speculative"], f"\n━━ {result['name']} ".ljust(81, "━")
-    lines = [title, *table({"standard": result["standard"]} | runs)]
+    lines = [title, *table(runs_of(result))]
     for name, run in runs.items():
         if run["controller"]:
             lines.append(f"the last choice of {name}: {run['controller']}")

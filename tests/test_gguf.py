@@ -6,9 +6,11 @@ catalogue is such a file, too, which is fetched once.
 """
 
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import struct
@@ -37,7 +39,7 @@ from runtime.models import catalogue, fetch, gguf_tensors, loading, reference
 from runtime.models.gguf_file import BadFile, GgufFile, Texts
 from runtime.models.gguf_tensors import unpacked
 from runtime.models.gguf_tokenizer import tokenizer_of
-from server import answers, core, log, parsing
+from server import answers, core, demo, log, parsing
 from server.options import Options
 
 
@@ -461,6 +463,21 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
         packed = load(model="tiny", dtype="packed").target
         assert packed.compiled.decoder.output.form == "Q8"
     assert len(downloads) == 1
+
+
+@needs_compiler
+def test_the_demo_races_the_file_as_it_is_beside_its_unpacked_weights(tiny_entry, files, capsys):
+    few = "--demo --model tiny --max-tokens 4 --prompts easy --drafter ngram".split()
+    assert core.main(few) == 0
+    rows = re.findall(r"^(--dtype packed|plain decoding|ngram) ", capsys.readouterr().out, re.M)
+    assert rows and rows == ["plain decoding", "ngram", demo.PACKED] * (len(rows) // 3)
+    assert core.main([*few, "--json"]) == 0
+    document, packed = json.loads(capsys.readouterr().out), load(model=files["q8_0"]).target
+    for prompt in document["prompts"]:
+        ids = packed.tokenizer(prompt["prompt"]).input_ids
+        assert prompt[demo.PACKED]["token_ids"] == core.plain_decode(packed, ids, 4, set())
+    assert core.main([*few, "--dtype", "float32"]) == 0  # who names a type wants that one
+    assert demo.PACKED not in capsys.readouterr().out
 
 
 def test_who_names_no_model_gets_the_default(tiny_entry, files, monkeypatch, caplog):

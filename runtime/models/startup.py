@@ -34,6 +34,15 @@ def print_error(reason: str) -> None:
     print(f"error: {reason}\n", end="", file=sys.stderr)
 
 
+def keep_standard_files() -> None:
+    """Open what was closed at the start (`>&-`): no other file may get the number of stdout."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+
+
 def end_ahead() -> None:
     """Give back what was read ahead, if anything was, and nobody has opened."""
     if ahead := sys.modules.get("runtime.models.ahead"):
