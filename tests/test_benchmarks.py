@@ -143,7 +143,7 @@ def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monke
     monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
     server = Namespace(port=0, health=lambda: {"chat_template": False})
     cells = [never_loses.Cell(kind, 0.0, 2) for kind in never_loses.KINDS]
-    flags = Namespace(runs=6, clients=[2], tokens=3, order="chance", fixed=[])
+    flags = Namespace(runs=6, clients=[2], tokens=3, fixed=[])
     found = never_loses.measure(server, cells, flags)
     texts = [text for drafter, text in asked[2:] if drafter == "auto"]  # behind the warm-up
     assert len({*texts}) == len(texts) == len(cells) * 2 * 6
