@@ -5,53 +5,45 @@ drafter that does not pay now and then, and rests where drafts lose by the clock
 here, so no busy machine decides what is chosen.
 """
 
-import itertools
-import operator
 import random
 import re
 import time
+from collections import Counter
 from dataclasses import replace
+from itertools import product, takewhile
 from math import inf
 from unittest.mock import Mock
 
 import conftest
+import numpy as np
 import pytest
 from conftest import ScriptedDrafter, before, finish, run
 
 from drafters import base
-from drafters.auto import estimates
-from drafters.auto.estimates import (
-    Acceptance,
-    Agreement,
-    Calibration,
-    Certainty,
-    Costs,
-    Lengths,
-    StopRule,
-)
-from drafters.auto.planner import CHOICE_BUDGET, PROBE_BUDGET, REUSED, Candidate, Controller
-from drafters.pool import DraftedText, DrafterPool, Task
+from drafters.auto import Controller, Planner, estimates
+from drafters.auto.estimates import Acceptance, Agreement, Calibration, Certainty, Costs, Lengths
+from drafters.auto.planner import CHOICE_BUDGET, CHOSEN, PROBE_BUDGET, REUSED, Candidate
+from drafters.plan import DraftedText, FixedK, Guess, Task
+from drafters.pool import DrafterPool
 from runtime.statistics import Statistics
-from runtime.values import Request, Verdict
+from runtime.values import Cycle, Draft, Request, Verdict
 from server import assembly, core, warming
 from server.curve import Curve
-from server.options import Options
+from server.options import MOST_K, Options
 from server.warming import uncounted, warm_up
-from tools import simulated
 
 K = 8
 WEIGHTS = 100, {"model": 20, "other": 20, "free": 0}
 
 
-def settled(*alphas, since=0):
-    """A long record of a drafter whose i-th token is accepted in a share alphas[i] of cases.
+def settled(alpha, since=0):
+    """A long record of a drafter whose tokens are accepted in this share of cases.
 
-    The last share counts for all further tokens. The last draft came `since` cycles ago.
+    The last draft came `since` cycles ago.
     """
     record = Acceptance()
     record.cycles, record.since = 1000, since
-    alphas += alphas[-1:] * (len(record.chances) - len(alphas))
-    record.chances = list(itertools.accumulate(alphas, operator.mul))
+    record.chances = [alpha**i for i in range(1, len(record.chances) + 1)]
     return record
 
 
@@ -71,21 +63,16 @@ def measured(c=0.2, batch=1, **given):
     return result
 
 
-def decide(controller, asks, batch):
-    """The decisions on these in a new batch: time is worth what plain decoding makes of it."""
-    controller.worth.clear()
-    return controller.decide(asks, batch, True)
+def decide(controller, *asks, limit=K):
+    """The decisions on requests with such records by drafter, in a new batch."""
+    controller.worth.clear()  # time is worth what plain decoding makes of it
+    return controller.decide([Candidate(able, limit, 1000) for able in asks], len(asks), True)
 
 
-def settle(controller, asks, batch):
+def settle(controller, *asks, limit=K):
     """The decisions on these, without a probe."""
-    made = [decide(controller, asks, batch) for _ in range(100)]
+    made = [decide(controller, *asks, limit=limit) for _ in range(100)]
     return [each for each in made if not any(decision.is_probe for decision in each)][-1]
-
-
-def ask(controller, records, batch=1, limit=K):
-    """The decision for one of `batch` requests, all with such records."""
-    return settle(controller, [Candidate(records, limit, 1000) for _ in range(batch)], batch)[0]
 
 
 def script_of(token):
@@ -118,6 +105,12 @@ def engine_of(demo_engine, shares, **scripts):
     engine = core.Engine(demo_engine.target, loaded, "auto", controller=controller)
     engine.planner.record_cycle = lambda *_: None  # so that it chooses in every cycle
     return engine
+
+
+@pytest.fixture
+def steady(demo_engine):
+    """One whose only drafter, `model`, always drafts as much as it is asked for."""
+    return engine_of(demo_engine, {"model": 1}, model=script_of(1))
 
 
 def scripted(**scripts):
@@ -166,17 +159,16 @@ def test_what_a_model_was_in_other_texts_is_told_from_what_those_texts_were(cont
     assert right.reach(1)[0] == pytest.approx(0.91, abs=0.03) and never.reach(1)[0] < 0.4
 
 
-def test_certainty_is_of_raw_logits_and_of_the_tokens_that_the_text_got(demo_engine, prompts):
+def test_certainty_is_of_raw_logits_and_of_the_tokens_that_the_text_got(steady, prompts):
     """Whatever temperature chose them, and in drafts as in plain cycles."""
-    engine, noted = engine_of(demo_engine, {"model": 1}, model=script_of(1)), []
-    before(engine.planner, "learn", lambda plan, s, cycle: noted.append(cycle))
-    sampling = core.Sampling(temperature=0.7, top_k=20)
-    run(engine, prompts["code_class"], max_tokens=12, drafter="model", sampling=sampling)
+    noted, sampling = [], core.Sampling(temperature=0.7, top_k=20)
+    before(steady.planner, "learn", lambda plan, s, cycle: noted.append(cycle))
+    run(steady, prompts["code_class"], max_tokens=12, drafter="model", sampling=sampling)
     for cycle in noted:
         rows = [0, *(i + 1 for i in cycle.path)][: len(cycle.tokens)]
         likely = cycle.logits[rows].softmax(-1)
         chances = likely[range(len(rows)), [token.id for token in cycle.tokens]].tolist()
-        assert engine.planner.certain(cycle) == pytest.approx(chances, rel=1e-4)
+        assert steady.planner.certain(cycle) == pytest.approx(chances, rel=1e-4)
     assert len(noted) > 3
 
 
@@ -210,7 +202,7 @@ def test_what_a_step_must_bring_is_what_it_costs(batch):
     drafters = {"model": {"call_ms": 3.0, "step_ms": 1.0, "read_ms": 0.1}}
     controller.costs.start_from(Curve({1: 10.2, 2: 10.4, 50: 20.0}, drafters))
     measure(controller.costs, batch, call_ms=3.0, model=1.0)
-    decision = ask(controller, {"model": settled(0.9)}, batch)
+    decision = settle(controller, *[{"model": settled(0.9)}] * batch)[0]
     rate = batch / controller.costs.a_pass(batch, batch)
     assert decision.break_even == pytest.approx(rate * ((3 + 1) / batch + 0.2), rel=0.1)
     assert decision.least_chance == pytest.approx(rate * (1 / batch + 0.2), rel=0.1)
@@ -225,7 +217,9 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     engine = engine_of(demo_engine, {"mtp": 1})
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
-    stop_rule = Mock(return_value=StopRule([0.0] * 8 + [1.0] * 2, 1.0, 0.5))  # .8 is sure enough
+    stop_rule = Mock(
+        return_value=estimates.StopRule([0.0] * 8 + [1.0] * 2, 1.0, 0.5)
+    )  # .8 is sure enough
     monkeypatch.setattr(Calibration, "stop_rule", stop_rule)
     monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)  # for C see test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
@@ -247,13 +241,13 @@ def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c, at_once):
     E(K) / T(K) is at most 4 % below the largest here. Who drafts `at_once` is paid once: c is then
     for the whole draft, of so many tokens at most.
     """
-    controller, record = measured(c, at_once={"model": at_once} if at_once else {}), settled(alpha)
+    controller = measured(c, at_once={"model": at_once} if at_once else {})
     a_pass, every = controller.costs.a_pass, range((at_once or K) + 1)
     tokens = [(1 - alpha ** (k + 1)) / (1 - alpha) for k in every]
     steps = [min(k, 1) if at_once else k for k in every]
     times = [(steps[k] * c * 10 + a_pass(1, k + 1)) / a_pass(1, 1) for k in every]
     speedups = [tokens[k] / times[k] for k in every]
-    decision = ask(controller, {"model": record})
+    (decision,) = settle(controller, {"model": settled(alpha)})
     chosen = decision.num_tokens
     assert tokens[chosen] - times[chosen] > max(tokens[k] - times[k] for k in every) - 0.01
     assert speedups[chosen] >= 0.96 * max(speedups)
@@ -266,7 +260,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     for _ in range(200):
         record.observe(K, 0)
     for _ in range(1000):
-        (decision,) = decide(controller, [Candidate({"model": record}, K, 1000)], 1)
+        (decision,) = decide(controller, {"model": record})
         asked.append(decision.num_tokens)
         record.observe(decision.num_tokens, 0)
     assert max(asked) == 1
@@ -274,7 +268,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     spent = sum(asked) * (decision.break_even - decision.alpha)
     assert 0.5 < spent / (PROBE_BUDGET * 1000) <= 1.01
     for _ in range(400):  # now the text has become easy
-        (decision,) = decide(controller, [Candidate({"model": record}, K, 1000)], 1)
+        (decision,) = decide(controller, {"model": record})
         record.observe(decision.num_tokens, decision.num_tokens)
     assert decision.num_tokens >= 5 and not decision.is_probe
 
@@ -286,60 +280,48 @@ def test_batches_of_other_sizes_have_costs_of_their_own():
     assert one.plain_ms == pytest.approx(10.2, rel=0.1)
     assert eight.plain_ms == pytest.approx(100 + 9 * 0.2, rel=0.1)
     assert controller.costs.a_pass(1, 8) < 20
-    assert ask(controller, records).num_tokens > ask(controller, records, 9).num_tokens == 0
+    first, *_ = settle(controller, *[records] * 9)
+    assert settle(controller, records)[0].num_tokens > first.num_tokens == 0
 
 
 def test_a_probe_pays_for_what_is_not_done_anyway():
     """A step that neighbours take costs it nothing."""
-    controller, records = measured(c=0.5, batch=4), [settled(0.9)] * 3 + [settled(0.0, since=1)]
-    asks = [Candidate({"model": record}, K, 1000) for record in records]
+    controller, good, idle = measured(c=0.5, batch=4), settled(0.9), settled(0.0, since=1)
     controller._saved["model"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
-    probes = [decision.is_probe for decision in decide(controller, asks, 4)]
+    made = decide(controller, *({"model": record} for record in (good, good, good, idle)))
+    probes = [decision.is_probe for decision in made]
     assert probes == [False] * 3 + [True]
 
 
 def test_it_says_why():
-    good, poor = (ask(measured(), {"model": settled(alpha)}) for alpha in (0.95, 0.05))
+    ((good,), (poor,)) = (settle(measured(), {"model": settled(each)}) for each in (0.95, 0.05))
     assert re.fullmatch(r"model, K=\d: α .9\d, c .20, expected \d\.\d\d×", str(good))
     assert str(poor) == "K=0 is faster here: model has α .05 < break-even .22 (c .20)"
     dear = "K=0 is faster now: starting model would not pay yet (α .85)"
     assert str(poor._replace(alpha=0.85)) == dear
 
 
-def draft(costs, name, num_tokens, ms, unread=0, pass_ms=10.4):
-    """A cycle of one request, with a draft: what a step costs then."""
-    costs.observe_pass(1, 2, pass_ms, [(name, [num_tokens], unread, ms)])
-    return costs.prices(1, 1).drafts[name].first_ms
+USUAL, SLOW = [(1, 1.0, 0, 10.4)] * 8, [(1, 50.0, 0, 520.0), (0, 0.0, 0, 10.4)] * 40
 
 
-def test_a_first_measurement_does_not_end_drafting(costs):
-    """The first call may have to set things up. Who never drafts again is never measured again."""
-    measure(costs)
-    assert draft(costs, "model", 1, 500.0) <= 1.5 * 0.2 * 10.3
-    assert draft(costs, "free", 1, 500.0) <= 1.5 * 0.1 * 10.3
-    for _ in range(12):
-        draft(costs, "model", 1, 500.0)
-        draft(costs, "free", 2, 500.0)
-    assert costs.prices(1, 1).drafts["model"].first_ms == 500.0
-    assert costs.prices(1, 1).drafts["free"].step_ms == 250.0
+@pytest.mark.parametrize(("name", "cycles", "step_ms"), [
+    ("model", [(1, 500.0, 0, 10.4)], 1.5), ("free", [(1, 500.0, 0, 10.4)], 0.015),
+    ("model", [(1, 500.0, 0, 10.4)] * 12, 500), ("free", [(2, 500.0, 0, 10.4)] * 12, 250),
+    ("model", [(2, 8.0, 100, 10.4)] * 12, 1),
+    ("model", [*USUAL, *SLOW, (1, 100.0, 0, 10.4)], 1),
+    ("model", USUAL + [(n, 100.0 * n, 0, 10.4) for n in (5, 1, K)] * 14, 100),
+], ids=["once", "once, free", "often", "often, free", "reading", "accident", "longer"])  # fmt: skip
+def test_what_a_step_takes_is_believed_if_it_lasts(costs, name, cycles, step_ms):
+    """The first call may have to set things up. Who never drafts again is never measured again.
 
-
-def test_neither_text_to_read_nor_an_accident_makes_a_step_dear_and_what_lasts_does(costs):
-    """What a cycle that took far too long says of its draft is not believed."""
+    Text to read makes no step dear. What a cycle that took far too long says of its draft is not
+    believed.
+    """
     drafters = {"model": {"call_ms": 0.0, "step_ms": 1.0, "read_ms": 0.06}}
     costs.start_from(Curve({1: 10.2, 2: 10.4, 50: 20.0}, drafters))
-    measure(costs, model=1.0)
-    for _ in range(12):
-        step_ms = draft(costs, "model", 2, 2.0 + 6.0, unread=100)
-    assert step_ms == costs.prices(1, 1).drafts["model"].step_ms == pytest.approx(1.0)
-    for _ in range(40):
-        draft(costs, "model", 1, 50.0, pass_ms=50 * 10.4)
-        costs.observe_pass(1, 2, 10.4)
-    draft(costs, "model", 1, 100.0)
-    assert costs.prices(1, 1).drafts["model"].first_ms == pytest.approx(1.0, rel=0.05)
-    for num_tokens in (5, 1, K) * 14:
-        step_ms = draft(costs, "model", num_tokens, 100.0 * num_tokens)
-    assert step_ms > 50
+    for count, ms, unread, pass_ms in cycles:
+        costs.observe_pass(1, 2, pass_ms, [(name, [count], unread, ms)] if count else [])
+    assert costs.prices(1, 1).drafts[name].first_ms == pytest.approx(step_ms, rel=0.05)
 
 
 @pytest.mark.parametrize(("passes", "known"), [
@@ -417,22 +399,20 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(controller, seed):
         return tokens - 3 / prices.plain_ms * ms
 
     every = [[("", 0), *((n, k) for n in record for k in (1, 2, 3))] for record in records]
-    asks = [Candidate(record, 3, 1000) for record in records]
-    found = [decision[:2] for decision in settle(controller, asks, 3)]
-    for choices in itertools.product(*every):
+    found = [decision[:2] for decision in settle(controller, *records, limit=3)]
+    for choices in product(*every):
         if len({name for name, count in choices if count and name in models}) < 2:
             assert gain(found) >= gain(choices) - 0.03
 
 
 def test_requests_that_may_choose_share_one_model_in_a_cycle(controller):
-    """Each would do better with another one; who asked for it gets it."""
+    """Each would do better with another one; who can have one alone gets it."""
     measure(controller.costs, 2, model=1.0, other=1.0)
-    alphas = {"model": (0.9, 0.2), "other": (0.2, 0.9)}
-    liking = [{name: settled(alphas[name][i]) for name in alphas} for i in (0, 1)]
-    decisions = settle(controller, [Candidate(records, 5, 1000) for records in liking], 2)
-    assert len({d.drafter for d in decisions if d.num_tokens}) == 1
-    only = [Candidate({name: settled(0.9)}, 5, 1000) for name in ("model", "other")]
-    assert [d.drafter for d in settle(controller, only, 2)] == ["model", "other"]
+    good, poor = settled(0.9), settled(0.2)
+    both = settle(controller, {"model": good, "other": poor}, {"model": poor, "other": good})
+    assert len({d.drafter for d in both if d.num_tokens}) == 1
+    only = settle(controller, {"model": good}, {"other": good})
+    assert [d.drafter for d in only] == ["model", "other"]
 
 
 # ------------------------------------------------------------------------------ in the engine
@@ -478,27 +458,112 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
     assert silent.cycles == seen.cycles and silent.reach(1)[0] < 0.15
 
 
-def lived_through(clients, name="role", kind="pair", step_ms=6.0, **texts):
-    """What 24 texts take on a made-up machine: (auto, plain, a plain pass for so many), in ms.
+# ------------------------------------------------------------ texts on machines that are made up
 
-    The draft model's steps take `step_ms`, and it was measured as a quick one.
+MACHINES = {  # what a pass over so many rows takes, in ms
+    # Qwen2.5-Coder 1.5B in Q4_K_M on two cores; weights of float32, which memory is slow to bring.
+    "pair": {1: 17.9, 2: 19.7, 4: 25.9, 6: 30.3, 8: 34.8, 16: 64.2, 64: 200.0, 128: 380.0},
+    "memory": {1: 20.0, 2: 20.4, 4: 21.0, 8: 22.0, 16: 25.0, 64: 48.0},
+}
+MODEL = {"call_ms": 0.0, "step_ms": 6.0, "read_ms": 0.3}  # of the draft model, for one request
+KINDS = {  # tokens of prompt and text, how certain the target is, how often a copy begins
+    "code": (115, 96, 0.93, 0.06), "chat": (60, 96, 0.65, 0.01), "edit": (190, 96, 0.95, 0.15),
+    "extraction": (600, 16, 0.88, 0.05), "poem": (60, 96, 0.4, 0.01),
+}  # fmt: skip
+WRONG = -1  # a token that no text has
+PLAIN = "model", 0  # a drafter, and the tokens that it always drafts
+
+
+class MadeUp(DraftedText):
+    """A text as the planner sees the core's sequences. Its i-th token is i."""
+
+    num_steps, num_read, finish_reason = 0, 0, None
+
+    def __init__(self, kind, seed, fixed, length=None, is_right=None):
+        """The model is right where the target is certain, or as `is_right` says."""
+        num_read, most, mean, copies = KINDS[kind]
+        (first, k), self.kind, self.length = fixed or ("model", MOST_K), kind, length or most
+        super().__init__(Request([WRONG] * num_read, 96, "auto", k), core.Noise(0))
+        self.states = dict.fromkeys([first] if fixed else ["model", "ngram"])
+        self.drafting, self.tokens, self.output, self.remaining = self, [WRONG] * num_read, [], 96
+        chance, self.copied = random.Random(seed), []  # of a copy that begins here: its length
+        mean = min(0.97, mean + chance.gauss(0, 0.06))
+        self.certain = [chance.betavariate(mean, 1 - mean) for _ in range(120)]
+        rights = [chance.random() < each for each in self.certain]
+        self.is_right = rights if is_right is None else [is_right] * len(rights)
+        while len(self.copied) < 120:
+            count = 1 + int(chance.expovariate(1 / 8)) if chance.random() < copies else 0
+            self.copied += range(count, 0, -1) or [0]
+
+    def guess(self, limit):
+        """What n-gram proposes: a copy and two tokens too many, or a match by chance."""
+        at, count = len(self.output), self.copied[len(self.output)]
+        tokens = [*range(at, at + count), WRONG, WRONG] if count or at % 3 == 0 else []
+        return Guess(tokens[:limit], 3 if count else 1)
+
+    def propose(self, task):
+        """Draft as the task says. The model is wrong behind a wrong token."""
+        at, self.task, is_model = len(self.output), task, task.drafter == "model" and task.limit
+        tokens = [*takewhile(self.is_right.__getitem__, range(at, at + task.limit))]
+        tokens += [WRONG] * (task.limit - len(tokens))
+        draft = Draft(tokens if is_model else self.guess(task.limit).tokens)
+        self.drafts = {task.drafter: draft} if task.limit else {}
+        self.unread = len(self.tokens) - self.num_read if is_model else 0
+        self.num_read += self.unread
+        return draft
+
+    def append(self, draft):
+        """Judge a draft, and append what stays. Returns the cycle."""
+        at, number = len(self.output), self.num_steps
+        judged, path = core.verify(draft, lambda i: at + i + 1)
+        kept = range(at, min(at + len(path) + 1, self.length))
+        self.output += kept
+        self.tokens += kept
+        self.remaining -= len(kept)
+        self.finish_reason = "stop" if len(self.output) == self.length else None
+        self.num_steps, certain = number + 1, [self.certain[i] for i in kept]
+        path, cached = range(len(draft.tokens)), len(self.tokens) - 1
+        return Cycle(number, draft, path, judged, len(kept), 0, cached, [], certain, certain)
+
+
+def served(kinds, clients, fixed=None, machine="pair", step_ms=MODEL["step_ms"], **text):
+    """The ms that texts of these kinds take, by kind: by `auto`, or with fixed drafts.
+
+    A step of the model takes `step_ms`, and the controller is told what MODEL says.
     """
-    spent, machine = [], simulated.MACHINES[kind]
-    for is_plain in (False, True):
-        server = simulated.Server(machine._replace(step_ms=step_ms), is_plain, 0)
-        server.planner.controller.costs.start_from(machine.curve)
-        waiting, running = 24, list[simulated.Text]()
-        while waiting or running:
-            for _ in range(min(waiting, clients - len(running))):
-                text = simulated.Text(name, 0.0, random.Random(waiting))
-                text.length, waiting = texts.get("length", 96), waiting - 1
-                if "is_right" in texts:
-                    text.is_right = [texts["is_right"]] * len(text.is_right)
-                running.append(server.open(text))
-            server.step(running)
-            running = [text for text in running if not text.finish_reason]
-        spent.append(server.ms)
-    return *spent, machine.a_pass(clients)
+    pool = Mock(merging=(), members=lambda text, name: [name] if name else [])
+    pool.guess = lambda text, name, limit: text.guess(limit) if name == "ngram" else None
+    controller, pass_ms = Controller(100, {"model": 33, "ngram": 0}), MACHINES[machine]
+    controller.costs.start_from(Curve(pass_ms, {"model": MODEL}))
+    planner = FixedK() if fixed else Planner(controller, pool)
+    planner.certain = lambda cycle: cycle.logits
+    chance, took, running, waiting = random.Random(0), Counter(), [], [*enumerate(kinds)]
+    while waiting or running:
+        while waiting and len(running) < clients:
+            number, kind = waiting.pop(0)
+            running.append(MadeUp(kind, number, fixed, **text))
+            planner.open(running[-1])
+        plan, has_prefill = planner.plan(running), not all(s.num_steps for s in running)
+        drafts = [s.propose(task) for s, task in zip(running, plan.tasks, strict=True)]
+        steps = [len(s.drafts["model"].tokens) for s in running if "model" in s.drafts]
+        sharers = [sum(n > i for n in steps) for i in range(max(steps, default=0))]
+        ms = step_ms * sum(0.91 + 0.09 * n for n in sharers)  # hardly more for several
+        ms += MODEL["read_ms"] * sum(s.unread for s in running)
+        pool.spent = {"model": (steps, ms)} if steps else {}
+        rows = sum(len(draft.tokens) + 1 for draft in drafts)
+        noise = chance.choice([0.98, 1.01, 1.04] * 33 + [2.5])  # at times something else runs
+        choice_ms = 0.05 * len(running) * (plan.kind == CHOSEN)
+        ms += np.interp(rows, [*pass_ms], [*pass_ms.values()]) * noise + choice_ms + 0.3
+        cycles = [s.append(draft) for s, draft in zip(running, drafts, strict=True)]
+        for s, cycle in zip(running, cycles, strict=True):
+            planner.learn(plan, s, cycle)
+            took[s.kind] += ms / len(running)
+        plan.choice_ms = choice_ms  # in the place of what the clock says
+        planner.record_cycle(plan, drafts, cycles, None if has_prefill else [0.0, ms / 1e3])
+        for s in [s for s in running if s.finish_reason]:
+            planner.close(s)
+            running.remove(s)
+    return took
 
 
 LOSS = 0.02  # of the time, beside what choosing takes
@@ -514,19 +579,38 @@ BAD = {
 @pytest.mark.parametrize("clients", [1, 4, 16])
 @pytest.mark.parametrize("name", BAD)
 def test_nobody_pays_more_than_the_bound_for_a_bad_drafter(name, clients):
-    """Many come in one moment, with all that choosing, probing, reading and drafting costs."""
-    auto_ms, plain_ms, pass_ms = lived_through(clients, **BAD[name])
-    assert auto_ms <= (1 + LOSS + CHOICE_BUDGET) * plain_ms + 8 * pass_ms
+    """Many come in one moment, with all that choosing, probing, reading and drafting costs.
+
+    In batches of each class (1, 2 to 3, …) it is believed what a step takes when four drafts, of up
+    to two tokens, took so long.
+    """
+    auto, plain = (
+        served(["chat"] * 24, clients, way, **BAD[name]).total() for way in (None, PLAIN)
+    )
+    drafts_ms = 4 * 2 * BAD[name].get("step_ms", 6.0) * (0.91 + 0.09 * clients)
+    once_ms = 8 * MACHINES["pair"][clients] + clients.bit_length() * drafts_ms
+    assert auto <= (1 + LOSS + CHOICE_BUDGET) * plain + once_ms
 
 
-@pytest.mark.parametrize(("kind", "name", "clients", "share"), [
-    ("pair", "code", 1, 0.66), ("pair", "code", 4, 0.94), ("pair", "edit", 4, 0.74),
-    ("memory", "code", 4, 0.83), ("memory", "chat", 1, 0.72), ("memory", "edit", 8, 0.65),
-])  # fmt: skip
-def test_where_drafts_are_right_texts_take_a_smaller_share_of_the_time(kind, name, clients, share):
-    """Much less would be no accident, either."""
-    auto_ms, plain_ms, _ = lived_through(clients, name, kind)
-    assert auto_ms < share * plain_ms
+@pytest.mark.parametrize(("machine", "clients", "of_plain", "of_best"), [
+    ("pair", 1, {"code": 1.5, "chat": 1.1, "edit": 1.8, "extraction": 0.98, "poem": 0.98}, 0.95),
+    ("pair", 4, {"code": 1.1, "chat": 0.92, "edit": 1.5, "extraction": 0.92, "poem": 0.92}, 0.92),
+    ("memory", 8, {"edit": 1.45}, 0.93),
+], ids=["alone", "four", "edits of eight"])  # fmt: skip
+def test_auto_gains_where_drafts_are_right_and_loses_little_elsewhere(
+    machine, clients, of_plain, of_best
+):
+    """Each kind's speed in plain decoding's, and in that of the fixed way that is best for it.
+
+    So a single client loses 5 % at most, and four at once, who share their passes, 8 %.
+    """
+    kinds = random.Random(0).sample([*of_plain] * 12, 12 * len(of_plain))
+    ways = PLAIN, *product(["model"], [1, 2, 3, 5]), *product(["ngram"], [2, 5])
+    auto, plain, *others = (served(kinds, clients, way, machine) for way in (None, *ways))
+    speeds = {kind: plain[kind] / auto[kind] for kind in of_plain}
+    assert all(speeds[kind] > of_plain[kind] for kind in of_plain), speeds
+    speeds |= {kind: min(way[kind] for way in others) / auto[kind] for kind in of_plain}
+    assert min(speeds.values()) > of_best, speeds
 
 
 def test_where_drafts_gain_time_is_worth_more_so_drafts_are_shorter():
@@ -558,97 +642,92 @@ def test_plain_cycles_are_measured_again_now_and_then(costs):
     assert plain == 10 and not costs.is_due(7)
 
 
-@pytest.mark.parametrize(
-    ("size", "choices"),
-    [(1, [(0, 1), (1, 1), (2, 2)]), (4, [(0, 4), (4, 4), (4, 4)])],
-)
-def test_a_choice_serves_on_when_one_ends_or_joins(
-    demo_engine, prompts, size, choices, monkeypatch
-):
-    """It serves eight cycles that read no prompt.
-
-    One of four ends in cycle 2, and in cycle 4 another's prompt is read: it waits for the next
-    choice.
-    """
-    engine, made, clock = engine_of(demo_engine, {"model": 1}, model=script_of(1)), [], [0.0]
+def on_a_clock(engine, monkeypatch, choice_ms):
+    """Let it measure: a cycle takes 3 ms of a made-up clock. Returns its choices: (of, batch)."""
+    made, clock = [], [0.0]
 
     def now(ms=0.0):
         clock[0] += ms / 1e3
         return clock[0]
 
     def decided(asks, batch, _):
-        made.append((len(asks), batch))  # how many ask, of how many
-        now(8 * 3 * CHOICE_BUDGET)  # as much as eight cycles may pay
+        made.append((len(asks), batch))
+        now(choice_ms)
 
     del engine.planner.record_cycle
     monkeypatch.setattr(time, "perf_counter", now)
-    engine.now = lambda: now(1.0)  # a cycle takes 3 ms
+    engine.now = lambda: now(1.0)
     before(engine.controller, "decide", decided)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("size", "choices"),
+    [(1, [(0, 1), (1, 1), (2, 2)]), (4, [(0, 4), (4, 4), (4, 4)])],
+)
+def test_a_choice_serves_on_when_one_ends_or_joins(steady, prompts, size, choices, monkeypatch):
+    """It serves eight cycles that read no prompt, as it takes what eight cycles may pay.
+
+    One of four ends in cycle 2, and in cycle 4 another's prompt is read: it waits for the next
+    choice.
+    """
+    made = on_a_clock(steady, monkeypatch, 8 * 3 * CHOICE_BUDGET)
     requests = [Request(prompts["code_class"], n, "model", 2) for n in (40, 40, 40, 3)]
-    batch = [engine.open(request) for request in requests[:size]]
+    batch = [steady.open(request) for request in requests[:size]]
     for cycle in range(11):
         if cycle == 4:
-            batch.append(engine.open(requests[0]))
-        engine.step([s for s in batch if s.finish_reason is None])
+            batch.append(steady.open(requests[0]))
+        steady.step([s for s in batch if s.finish_reason is None])
         assert batch[0].drafting.drafts or cycle not in range(1, 5)
     assert made == choices
     for s in batch:
-        engine.close(s)
-    alone = engine.open(requests[0])  # nobody is left for whom the choice could serve on
+        steady.close(s)
+    alone = steady.open(requests[0])  # nobody is left for whom the choice could serve on
     for _ in range(2):
-        engine.step([alone])
+        steady.step([alone])
     assert made == [*choices, (0, 1), (1, 1)]
-    engine.close(alone)
+    steady.close(alone)
 
 
-def test_a_fixed_k_drafts_in_every_cycle_whatever_serves_on(demo_engine, prompts):
+def test_a_fixed_k_drafts_in_every_cycle_whatever_serves_on(steady, prompts):
     """It joins while a choice serves on that knows nothing of it, and never has less than its K."""
-    engine = engine_of(demo_engine, {"model": 1}, model=script_of(1))
-    request = Request(prompts["code_class"], 40, "model", 4)
-    first = engine.open(request)
-    while not engine.planner._chosen:
-        engine.step([first])
-    engine.planner._owed_ms, kinds = inf, set()
-    before(engine, "accept", lambda *given: kinds.add(given[-1].kind))
-    second = engine.open(replace(request, fixed_k=True))
-    cycles = [engine.step([first, second])[second] for _ in range(8)]
+    request, kinds = Request(prompts["code_class"], 40, "model", 4), set()
+    first = steady.open(request)
+    while not steady.planner._chosen:
+        steady.step([first])
+    steady.planner._owed_ms = inf
+    before(steady, "accept", lambda *given: kinds.add(given[-1].kind))
+    second = steady.open(replace(request, fixed_k=True))
+    cycles = [steady.step([first, second])[second] for _ in range(8)]
     assert [len(cycle.draft.tokens) for cycle in cycles] == [0] + [4] * 7 and kinds == {REUSED}
-    finish(engine, [first, second])
+    finish(steady, [first, second])
 
 
-def test_where_plain_cycles_are_timed_it_says_so_and_knows_what_was_missed(demo_engine, prompts):
+def test_where_plain_cycles_are_timed_it_says_so_and_knows_what_was_missed(steady, prompts):
     """And a request that wants its K gets it all the same."""
-    engine, known = engine_of(demo_engine, {"model": 1}, model=script_of(1)), []
-    engine.controller.costs.is_due = Mock(side_effect=[False] * 2 + [True] * 2 + [False] * 99)
+    controller, known = steady.controller, []
+    controller.costs.is_due = Mock(side_effect=[False] * 2 + [True] * 2 + [False] * 99)
     request = Request(prompts["code_class"], 30, "model", 2)
-    first, second = (engine.open(replace(request, fixed_k=fixed)) for fixed in (False, True))
+    first, second = (steady.open(replace(request, fixed_k=fixed)) for fixed in (False, True))
     for _ in range(4):
-        cycle = engine.step([first, second])
+        cycle = steady.step([first, second])
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
     assert second.statistics.drafted_at == [3, 3] and second.drafting.task.decision is None
     decision = first.drafting.task.decision
     assert decision.is_timing and "plain cycles are timed" in str(decision)
-
-    def note(asks, *_):
-        known.extend(record.unread for ask in asks for record in ask.able.values())
-
-    before(engine.controller, "decide", note)
-    finish(engine, [first, second])
-    assert known[:1] == [2]
+    before(controller, "decide", lambda asks, *_: known.append(asks[0].able["model"].unread))
+    finish(steady, [first, second])
+    assert known[0] == 2
 
 
 def test_passes_are_measured_without_choosing_or_prefills(demo_engine, prompts, monkeypatch):
     """With all rows; and each choice takes a minute here."""
-    engine, passes, choices, clock = engine_of(demo_engine, {"ngram": 0}), [], [], time.perf_counter
-    del engine.planner.record_cycle
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 60 * len(choices))
-    engine.now = time.perf_counter
-    engine.controller.costs.observe_pass = lambda *measured: passes.append(measured)
-    before(engine.controller, "decide", lambda *_: choices.append("another minute"))
+    engine, passes = engine_of(demo_engine, {"ngram": 0}), []
+    on_a_clock(engine, monkeypatch, 60_000)
+    engine.controller.costs.observe_pass = lambda *measured: passes.append(measured[:3])
     _, events = run(engine, prompts["repetitive_colours"], max_tokens=20, drafter="ngram")
     rows = [len(event["proposals"]) + 1 for event in events[1:]]
-    assert [(batch, fed) for batch, fed, *_ in passes] == [(1, count) for count in rows]
-    assert max(rows) > 2 and all(0 < ms < 60_000 for _, _, ms, _ in passes)
+    assert passes == [(1, count, pytest.approx(3)) for count in rows] and max(rows) > 2
     assert engine.planner._owed_ms > 60_000
 
 
@@ -793,18 +872,17 @@ def test_of_texts_that_end_soon_little_is_left_and_what_was_cut_might_have_gone_
     assert short.left(9, 1000) == 1 and short.left(20, 1000) == cut.left(0, 1000) == 1000
 
 
-def test_while_prompts_are_read_no_model_reads_another_text(demo_engine, prompts):
+def test_while_prompts_are_read_no_model_reads_another_text(steady, prompts):
     """The batch grows, and in a larger one the model may not be used."""
-    engine, drafted = engine_of(demo_engine, {"model": 1}, model=script_of(1)), []
-    engine.prefill_chunk = 4
-    first = engine.open(Request(prompts["code_class"][:4], 30, "model", 2))
-    engine.step([first])
-    second = engine.open(Request(prompts["code_class"], 30, "model", 2))
+    steady.prefill_chunk, drafted = 4, []
+    first = steady.open(Request(prompts["code_class"][:4], 30, "model", 2))
+    steady.step([first])
+    second = steady.open(Request(prompts["code_class"], 30, "model", 2))
     while not second.num_steps:
-        engine.step([first, second])
+        steady.step([first, second])
         drafted.append(bool(first.drafting.drafts))
     assert len(drafted) > 2 and not any(drafted)
-    finish(engine, [first, second])
+    finish(steady, [first, second])
     assert first.statistics.num_draft_tokens > 0
 
 

@@ -25,7 +25,7 @@ from runtime.models.chat import chat_ids
 from runtime.models.prompts import prompt_ids
 from server.page.export import CHAT
 from tools.pair import own_memory
-from tools.servers import FORGETFUL, OURS, started
+from tools.servers import our_command, started
 
 pytestmark = pytest.mark.network
 CODE = (
@@ -77,7 +77,7 @@ def test_both_models_are_whole_forwards_in_c_and_exact_by_construction(engine):
 def test_a_server_s_memory_is_the_files_and_little_more(pair):
     """Beside them there is Python with torch; nothing was unpacked."""
     target, draft = pair
-    with started([*OURS, *FORGETFUL, "--model", target, "--draft-model", draft]) as server:
+    with started(our_command(model=target, draft_model=draft)) as server:
         memory = own_memory(server, Namespace(target=target, draft=draft))
     assert memory["of_files"] <= 1.2 and memory["most_of_files"] <= 1.35, memory
 

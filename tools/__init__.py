@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -56,10 +57,11 @@ def load_engine(**options: Any) -> Engine:
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
-    """Options as a command line has them. Example: fixed_k=True, k=4 -> --fixed-k --k 4."""
+    """Options as a command line has them. Example: fixed_k=True, k=4, m=None -> --fixed-k --k 4."""
     found = list[str]()
     for name, value in options.items():
-        found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        if value is not None:
+            found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return found
 
 
@@ -104,17 +106,12 @@ def ids_of(texts: dict[str, str], target: Model, is_raw: bool = False) -> dict[s
 CHATS = by_kind(prompts_of(ROOT / "tools" / "chat.jsonl"))
 
 
-def demo_prompts(engine: Engine) -> Kinds:
-    """Token ids of the demo prompts by kind and name."""
-    return by_kind(ids_of(read_prompts(), engine.target, is_raw=True))
-
-
 def chats(engine: Engine, each: int) -> Kinds:
     """Token ids of CHATS, or of the demo prompts if there is no chat template; `each` of a kind."""
-    kinds = demo_prompts(engine)
-    if engine.target.tokenizer.chat_template:
-        kinds = {kind: ids_of(texts, engine.target) for kind, texts in CHATS.items()}
-    return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
+    is_raw = not engine.target.tokenizer.chat_template
+    kinds = by_kind(read_prompts()) if is_raw else CHATS
+    few = {kind: dict(islice(texts.items(), each)) for kind, texts in kinds.items()}
+    return {kind: ids_of(texts, engine.target, is_raw) for kind, texts in few.items()}
 
 
 def flat(prompts: Kinds) -> dict[str, list[int]]:
@@ -174,16 +171,13 @@ def interleave(methods: dict[Any, Callable[[], Any]], runs: int, title: str) -> 
     They take turns because a machine that is busy for a while should not count against one of them.
     """
     timed = {name: Calls([], []) for name in methods}
-    with tqdm(total=(runs + 1) * len(methods), desc=title) as progress:
-        for run_index in range(-1, runs):
-            for name, method in methods.items():
-                began = time.perf_counter()
-                result = method()
-                ms = (time.perf_counter() - began) * 1e3
-                if run_index >= 0:
-                    timed[name].ms.append(ms)
-                    timed[name].results.append(result)
-                progress.update()
+    for i, name in enumerate(tqdm([*methods] * (runs + 1), desc=title)):
+        began = time.perf_counter()
+        result = methods[name]()
+        ms = (time.perf_counter() - began) * 1e3
+        if i >= len(methods):
+            timed[name].ms.append(ms)
+            timed[name].results.append(result)
     return timed
 
 

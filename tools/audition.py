@@ -175,13 +175,12 @@ def verdict(turns: Turns) -> tuple[str | None, list[str]]:
     begin = "Speculation pays here" if winners else "Speculation does not pay here"
     if not winners and best["of_plain"] > 1:
         begin = f"Nobody gains more than the noise ({least - 1:.2f})"
-    must = f"{best['needed']:.2f} of the drafted tokens must be accepted"
-    must = must if best["needed"] <= 1 else "more than all drafted tokens must be accepted"
+    must = f"{best['needed']:.2f} of the" if best["needed"] <= 1 else "more than all"
     says.append(
         f"{begin}: {best['drafter']} has {best['of_plain']:.2f} times the speed of plain decoding. "
         f"A pass gave {best['tok_pass']:.2f} tokens. To draft a token took {best['to_draft']:.2f} "
-        f"of a plain pass, and to verify it {best['to_verify']:.2f}, so {must}: "
-        f"{best['accepted']:.2f} were."
+        f"of a plain pass, and to verify it {best['to_verify']:.2f}, so {must} drafted tokens must "
+        f"be accepted: {best['accepted']:.2f} were."
     )
     return best["drafter"] if winners else None, says
 

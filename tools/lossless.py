@@ -140,8 +140,8 @@ def main(arguments: list[str] | None = None) -> None:
     flags = options.parse_args(arguments)
     short = {"max_running": BATCH, "max_model_len": 32, "drafter": flags.drafter}
     engine = bench.load_engine(fixed_k=True, **short)
-    results = {"rows": measure(engine, flags.samples)}
-    bench.report(__spec__.name, arguments, flags, results, readable)
+    rows = measure(engine, flags.samples)
+    bench.report(__spec__.name, arguments, flags, {"rows": rows}, readable)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ is in one round only, and nothing is remembered of prompts and texts.
 decoding: medians of rounds, with quartiles; the worst cell comes first. `until_last` is that of
 `auto` if a round's time ends with its last answer. With --fixed each drafter and K named there is
 asked, too: `best_way` is the fastest of these and plain decoding, and `of_best` the speed of `auto`
-in that one's. With --order pairs, each kind comes behind each other kind in a run. The summary has
-geometric means, and `below_1`, a share of cells. `differing` counts texts that are not plain
-decoding's.
+in that one's. The summary has geometric means, and `below_1`, a share of cells. `differing` counts
+texts that are not plain decoding's.
 
     python -m tools.never_loses [--kinds chat code …] [--temperatures 0 0.8 1.2] [--runs 7]
         [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME]
-        [--order pairs] [--fixed draft_model:3 ngram:5] [--json]
+        [--fixed draft_model:3 ngram:5] [--json]
 
 Ctrl-C ends the rounds and shows what they gave. The memory's speed is measured before and after.
 """
@@ -26,6 +25,7 @@ import tomllib
 from collections import defaultdict
 from contextlib import suppress
 from itertools import count, islice, permutations, product
+from operator import ne
 from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import tools as bench
 from runtime.values import PLAIN
 from server.options import between
-from tools.servers import FORGETFUL, OURS, Server, at_once, memory_gb_per_s, started
+from tools.servers import Server, at_once, memory_gb_per_s, our_command, started
 
 WAYS = bench.AUTO, "plain", "control"
 ORDERS = [*permutations(WAYS)]
@@ -44,12 +44,7 @@ WORDS = {name: DATA[f"{name}s"].split() for name in ("name", "town", "thing")}
 WORDS["number"] = [*map(str, range(11, 100))]
 TEXTS = {"CODE": DATA["code"], "ARTICLE": DATA["article"].rstrip()}
 KINDS: dict[str, list[str]] = DATA["kinds"]
-_TEXT = {"type": "string", "maxLength": 40}
-_FIELDS = {"name": _TEXT, "town": _TEXT, "number": {"type": "integer"}, "remark": _TEXT}
-_SCHEMA = {"type": "object", "properties": _FIELDS, "required": [*_FIELDS],
-           "additionalProperties": False}  # fmt: skip
-_FORMAT = {"type": "json_schema", "json_schema": {"name": "customer", "schema": _SCHEMA}}
-MORE = {"JSON": {"response_format": _FORMAT}}  # fields of the requests of a kind
+MORE: dict[str, Any] = DATA["more"]  # fields of the requests of a kind
 
 
 def prompt(kind: str, number: int) -> str:
@@ -92,13 +87,6 @@ def ask(server: Server, is_chat: bool, bodies: list[dict[str, Any]], way: str) -
     return Answers(mean(answer.at_ms[-1] for answer in told), texts, last_ms)
 
 
-def in_order(count: int, order: str, chance: random.Random) -> list[int]:
-    """The cells of a run: by chance, or so that each comes behind each other one."""
-    if order == "pairs":
-        return [i for pair in permutations(range(count), 2) for i in pair]
-    return chance.sample(range(count), count)
-
-
 def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Round]]:
     """The rounds of each cell."""
     is_chat, numbers = server.health()["chat_template"], defaultdict[str, Any](count)
@@ -112,11 +100,10 @@ def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Ro
 
     warm = [body(cells[0], -1) | {"max_tokens": 4, "seed": 0}] * max(flags.clients)
     ask(server, is_chat, warm, "plain")
-    in_a_run = len(in_order(len(cells), flags.order, random.Random(0)))
-    rounds = bench.tqdm(total=flags.runs * in_a_run, desc="rounds")
+    rounds = bench.tqdm(total=flags.runs * len(cells), desc="rounds")
     with rounds as progress, suppress(KeyboardInterrupt):  # what was measured is worth its table
         for run_index in range(flags.runs):
-            for i in in_order(len(cells), flags.order, chance):
+            for i in chance.sample(range(len(cells)), len(cells)):
                 cell, order = cells[i], [*ORDERS[(run_index + i) % len(ORDERS)], *flags.fixed]
                 if flags.fixed:
                     chance.shuffle(order)
@@ -131,23 +118,20 @@ FIGURES = (bench.AUTO, "auto_of_plain", ""), ("control", "control", "control_")
 
 def row_of(cell: Cell, rounds: list[Round]) -> dict[str, Any]:
     """The figures of a cell."""
-    row, plain = cell._asdict(), [each["plain"] for each in rounds]
+
+    def of(way: str, field: str = "ms") -> list[Any]:
+        return [getattr(each[way], field) for each in rounds]
+
+    row, texts = cell._asdict(), sum(of("plain", "texts"), [])
     for way, name, begin in FIGURES:
-        own = [each[way] for each in rounds]
-        ms = ([answers.ms for answers in each] for each in (plain, own))
-        row[name], row[f"{begin}quartiles"] = bench.speedup(*ms)
-        texts = (sum((answers.texts for answers in each), []) for each in (plain, own))
-        row[f"{begin}differing"] = sum(one != other for one, other in zip(*texts, strict=True))
-    names = [way for way in rounds[0] if ":" in way]
-    speeds = {"plain": 1.0}
-    for name in names:
-        ms = ([each[way].ms for each in rounds] for way in ("plain", name))
-        speeds[name] = bench.speedup(*ms).median
+        row[name], row[f"{begin}quartiles"] = bench.speedup(of("plain"), of(way))
+        row[f"{begin}differing"] = sum(map(ne, texts, sum(of(way, "texts"), [])))
+    fixed = [way for way in rounds[0] if ":" in way]
+    speeds = {way: bench.speedup(of("plain"), of(way)).median for way in ("plain", *fixed)}
     best = max(speeds, key=lambda way: speeds[way])
     row |= {"best_way": best, "of_best": round(row["auto_of_plain"] / speeds[best], 3)}
-    until_last = bench.speedup(*([a[w].last_ms for a in rounds] for w in ("plain", bench.AUTO)))
-    row["until_last"] = until_last.median
-    return row | {"plain_ms": round(median(each.ms for each in plain))}
+    row["until_last"] = bench.speedup(of("plain", "last_ms"), of(bench.AUTO, "last_ms")).median
+    return row | {"plain_ms": round(median(of("plain")))}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,15 +160,12 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     options.add_argument("--model", default="embedded", help="the target (default: ours)")
     options.add_argument("--draft-model", help="for draft_model, where the target brings none")
-    options.add_argument("--order", choices=("chance", "pairs"), default="chance")
     options.add_argument("--fixed", nargs="+", default=[], metavar="DRAFTER:K")
     flags = options.parse_args(arguments)
-    command = [*OURS, *FORGETFUL, "--max-running", str(max(flags.clients))]
-    command += ["--model", flags.model]
-    command += ["--draft-model", flags.draft_model] if flags.draft_model else []
+    models = {"model": flags.model, "draft_model": flags.draft_model}
     cells = [Cell(*each) for each in product(flags.kinds, flags.temperatures, flags.clients)]
     before = memory_gb_per_s()
-    with started(command) as server:
+    with started(our_command(**models, max_running=max(flags.clients))) as server:
         rounds = measure(server, cells, flags)
     memory = {"memory_gb_per_s": [before, memory_gb_per_s()]}
     rows = sorted((row_of(*each) for each in rounds.items()), key=lambda row: row["auto_of_plain"])

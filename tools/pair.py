@@ -20,6 +20,7 @@ that. `of_files` divides it by the size of the files, without what Python with t
 import os
 import subprocess
 import sys
+import tomllib
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,36 +31,16 @@ from typing import Any, NamedTuple
 import torch
 
 import tools as bench
-from tools.servers import FORGETFUL, HOST, OURS, Server, at_once, memory_gb_per_s, started
+from tools.servers import HOST, Server, at_once, memory_gb_per_s, our_command, started
 
 ROUTE = "/v1/chat/completions"
 DRAFTERS = "none", "draft_model", "ngram", bench.AUTO
 PLAIN = "llama-server, plain"
-CODE = '''class Stack:
-    """A pile of things."""
-
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-        self.items.append(item)
-
-    def pop(self):
-        return self.items.pop()
-
-    def peek(self):
-        return self.items[-1]
-
-    def __len__(self):
-        return len(self.items)
-'''
-EDITS = (
-    f"Rename the method push to add, and write the whole file again:\n\n```python\n{CODE}```",
-    f"Add type hints to every method, and write the whole file again:\n\n```python\n{CODE}```",
-)
+DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+EDITS = [f"{edit}\n\n```python\n{DATA['code']}```" for edit in DATA["edits"]]
 _CODE, _TALK, _SUMMARY = ([*bench.CHATS[kind].values()] for kind in ("code", "talk", "summary"))
 KINDS = {"code": _CODE, "chat": _TALK, "edit": EDITS}
-_LONG = "\n\n".join((*_SUMMARY, CODE)) * 2 + "\n\nWhat is all this about?"
+_LONG = "\n\n".join((*_SUMMARY, DATA["code"])) * 2 + "\n\nWhat is all this about?"
 
 
 class Written(NamedTuple):
@@ -100,14 +81,12 @@ def commands(flags: Any) -> dict[str, list[str]]:
     llama = [flags.llama, "--model", flags.target, *options.split()]
     n_gram = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5"
     found = {PLAIN: llama, "llama-server, n-gram": llama + n_gram.split()}
-    ours = [*OURS, *FORGETFUL, "--model", flags.target, "--max-model-len", "4096"]
-    ours += ["--max-running", str(max(4, flags.clients))]
+    options = {"max_model_len": 4096, "max_running": max(4, flags.clients)}
     if flags.draft:
         drafting = ["--spec-type", "draft-simple", "--spec-draft-model", flags.draft]
         drafting += ["--spec-draft-n-max", str(flags.k)]
         found["llama-server, draft model"] = llama + drafting
-        ours += ["--draft-model", flags.draft]
-    return found | {"ours": ours}
+    return found | {"ours": our_command(model=flags.target, draft_model=flags.draft, **options)}
 
 
 def measure(flags: Any) -> dict[str, Any]:
@@ -119,20 +98,16 @@ def measure(flags: Any) -> dict[str, Any]:
                 pass
             peers[name] = stack.enter_context(started(command))
         ours = peers["ours"]
-        methods = {
-            method: (own, {"cache_prompt": False}) for method, own in peers.items() if own != ours
-        }
+        methods = {n: (own, {"cache_prompt": False}) for n, own in peers.items() if own != ours}
         for drafter in DRAFTERS:
             if flags.draft or drafter != "draft_model":
                 limit = {"num_speculative_tokens": flags.k} if drafter == "draft_model" else {}
                 methods[f"ours, {drafter}"] = ours, {"drafter": drafter} | limit
         for kind, prompts in KINDS.items():
-            texts = prompts[: max(flags.each, flags.clients)]
+            texts, size = prompts[: max(flags.each, flags.clients)], flags.clients
             calls = {
-                (method, begin): partial(
-                    write, *asked, texts[begin:][: flags.clients], flags.tokens
-                )
-                for begin in range(0, len(texts), flags.clients)
+                (method, begin): partial(write, *asked, texts[begin:][:size], flags.tokens)
+                for begin in range(0, len(texts), size)
                 for method, asked in methods.items()
             }
             speeds += rows_of(kind, bench.interleave(calls, flags.runs, kind))
@@ -175,17 +150,16 @@ def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:
     times = {method: torch.div(*each.sum(1).T).tolist() for method, each in taken.items()}
     theirs = {method: own for method, own in times.items() if method.startswith("llama")}
     best = min(theirs.values(), key=median)
-    gains = {method: (taken["ours, none"] / own)[..., 0] for method, own in taken.items()}
-    worst = {method: round(gain.quantile(0.5, 0).min().item(), 3) for method, gain in gains.items()}
+    gains = {m: (taken["ours, none"] / own)[..., 0].quantile(0.5, 0) for m, own in taken.items()}
     texts = {method: [one.text for one in runs[-1]] for method, runs in found.items()}
     return [
         {
             "kind": kind, "who": method, "tokens_per_s": round(1e3 / median(own), 1),
             "of_plain": bench.speedup(times[PLAIN], own).median,
             "of_best": bench.speedup(best, own).median,
-            "worst_of_none": worst[method] if method not in theirs else None,
+            "worst_of_none": None if method in theirs else round(gains[method].min().item(), 3),
             "first_ms": round(median(one.first_ms for run in found[method] for one in run)),
-            "equal": texts[method] == texts["ours, none"] if method not in theirs else None,
+            "equal": None if method in theirs else texts[method] == texts["ours, none"],
         }
         for method, own in times.items()
     ]  # fmt: skip

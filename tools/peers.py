@@ -24,7 +24,7 @@ import os
 import time
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -45,16 +45,6 @@ class Result(NamedTuple):
     num_passes: int  # of the target, the prompt's included
     prompt_ms: float  # until the first tokens came
     num_first: int  # how many those were: generate() may draft before it reads the prompt
-
-
-class _Clock(list[tuple[float, int]]):
-    """What generate() calls a streamer: is handed the prompt, then tokens as they come."""
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.append((time.perf_counter(), tokens.numel()))
-
-    def end(self) -> None:
-        pass
 
 
 class Peer:
@@ -86,13 +76,18 @@ class Peer:
 
     def generate(self, method: str, prompt: list[int], num_tokens: int) -> Result:
         """Up to `num_tokens` greedy tokens."""
-        self.passes, clock, began = [], _Clock(), time.perf_counter()
+        self.passes, came, began = [], list[tuple[float, int]](), time.perf_counter()
+
+        def put(tokens: torch.Tensor) -> None:
+            """It is handed the prompt, then tokens as they come."""
+            came.append((time.perf_counter(), tokens.numel()))
+
         ids = torch.tensor([prompt], device=self.model.device)
         output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
-            pad_token_id=0, streamer=clock, **self.arguments[method],
+            pad_token_id=0, streamer=Mock(put=put), **self.arguments[method],
         )  # fmt: skip
-        first_at, num_first = clock[1]
+        first_at, num_first = came[1]
         new = output[0, len(prompt) :].tolist()
         return Result(new, len(self.passes), (first_at - began) * 1e3, num_first)
 
@@ -116,7 +111,7 @@ def measure(engine: Engine, peer: Peer, flags: Any) -> list[dict[str, Any]]:
             methods[method, name, "ours"] = partial(ours, engine, request)
             methods[method, name, "theirs"] = partial(peer.generate, method, prompt, flags.tokens)
     # generate() loads the MTP head anew at each call.
-    with mock.patch.object(MtpModel, "from_pretrained", lambda *_, **__: peer.head):
+    with patch.object(MtpModel, "from_pretrained", lambda *_, **__: peer.head):
         timed = bench.interleave(methods, flags.runs, "generate")
     groups = {kind: list(group) for kind, group in kinds.items()} | {"all": list(prompts)}
     return [

@@ -24,7 +24,7 @@ import tools as bench
 from runtime.models.prompts import read_prompts
 from runtime.values import Request
 from server.options import between
-from tools.servers import FORGETFUL, OURS, PAUSE_S, at_once, started
+from tools.servers import PAUSE_S, at_once, our_command, started
 
 CASES = {
     "embedded": {"model": "embedded"},
@@ -33,8 +33,6 @@ CASES = {
     "int8": {"model": "smollm2", "quantize": "int8"},
 }
 METHODS = ("here", "whole", "streamed")
-# Milliseconds for all requests and until the first event of each came, and their tokens.
-Tokens = tuple[float, float, list[list[int]]]
 
 
 def measure(case: str, flags: Any) -> list[dict[str, Any]]:
@@ -43,8 +41,11 @@ def measure(case: str, flags: Any) -> list[dict[str, Any]]:
     texts = read_prompts(bool(engine.target.tokenizer.chat_template))
     prompts = list(bench.ids_of(texts, engine.target).values())
 
-    def call(method: str, drafter: str, prompts: list[list[int]], count: int) -> Tokens:
-        """All requests in the same moment: over HTTP, or in one batch of this process."""
+    def call(method: str, drafter: str, prompts: list[list[int]], count: int) -> tuple:
+        """All requests in the same moment: over HTTP, or in one batch of this process.
+
+        Returns milliseconds until all are done and until each has begun, and their tokens.
+        """
         if method != "here":
             common = {"max_tokens": count, "drafter": drafter, "stream": method == "streamed"}
             bodies = [{"prompt": ids} | common for ids in prompts]
@@ -59,7 +60,7 @@ def measure(case: str, flags: Any) -> list[dict[str, Any]]:
         ms = (time.perf_counter() - began) * 1e3
         return ms, ms, outputs
 
-    with started([*OURS, *FORGETFUL, *bench.as_words(CASES[case])]) as server:
+    with started(our_command(**CASES[case])) as server:
         for drafter, clients in product(flags.drafters, flags.clients):
             calls = {
                 (method, count, begin): partial(

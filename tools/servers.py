@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,43 +23,42 @@ HOST = "127.0.0.1"
 START_S, CURVE_S, STOP_S = 300.0, 30.0, 60.0
 PAUSE_S = 0.1  # after which the idle threads of another server are asleep
 OURS = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
-FORGETFUL = bench.as_words(bench.FORGETFUL)
 
 
 class Lost(RuntimeError):
     """No proper answer came."""
 
 
+def our_command(**options: Any) -> list[str]:
+    """The command that starts our server with these options. It forgets what it was asked."""
+    return [*OURS, *bench.as_words(bench.FORGETFUL | options)]
+
+
 @contextmanager
 def answering(
-    port: int, method: str, path: str, body: str | bytes | None = None, status: int = 200,
-    timeout_s: float = 600.0,
-) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
+    port: int, method: str, path: str, body: str | None = None, timeout_s: float = 600.0
+) -> Iterator[http.client.HTTPResponse]:
     """The answer to a request as it begins, on a connection of its own.
 
-    Raises Lost for any other status than `status`, and OSError.
+    Raises Lost for any other status than 200, and OSError.
     """
     with closing(http.client.HTTPConnection(HOST, port, timeout=timeout_s)) as connection:
         connection.request(method, path, body, {"Content-Type": "application/json"})
         with connection.getresponse() as response:
-            if response.status != status:
-                raise Lost(f"status {response.status}, not {status}: {response.read(500)!r}")
+            if response.status != 200:
+                raise Lost(f"status {response.status}, not 200: {response.read(500)!r}")
             yield response
 
 
-def events_of(
-    port: int, path: str, fields: dict[str, Any], timeout_s: float = 600.0
-) -> Iterator[tuple[float, dict[str, Any]]]:
+def events_of(port: int, path: str, fields: dict[str, Any]) -> Iterator[tuple[float, Any]]:
     """A stream's events as they come, or the one answer, and milliseconds until each came.
 
     Raises what `answering` does, and Lost for an error, or if the stream does not end with [DONE].
     """
     began, last = time.perf_counter(), b""
-    with answering(port, "POST", path, json.dumps(fields), timeout_s=timeout_s) as response:
+    with answering(port, "POST", path, json.dumps(fields)) as response:
         for line in response:
             ms, last = (time.perf_counter() - began) * 1e3, line.strip() or last
-            if ms > timeout_s * 1e3:
-                raise TimeoutError("the answer did not end in time")
             if line.startswith((b"{", b"data: {")):
                 event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
@@ -75,9 +75,9 @@ class Told(NamedTuple):
     events: tuple[dict[str, Any], ...]
 
 
-def ask(port: int, path: str, fields: dict[str, Any], timeout_s: float = 600.0) -> Told:
+def ask(port: int, path: str, fields: dict[str, Any]) -> Told:
     """One request to its end. Raises what `events_of` does."""
-    return Told(*zip(*events_of(port, path, fields, timeout_s), strict=True))
+    return Told(*zip(*events_of(port, path, fields), strict=True))
 
 
 def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Told]]:
@@ -85,7 +85,7 @@ def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> tuple[float, 
     time.sleep(PAUSE_S)
     with ThreadPoolExecutor(len(bodies)) as pool:
         began = time.perf_counter()
-        told = list(pool.map(lambda body: ask(port, path, body), bodies))
+        told = list(pool.map(partial(ask, port, path), bodies))
         return (time.perf_counter() - began) * 1e3, told
 
 
@@ -107,14 +107,14 @@ class Server:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def health(self, timeout_s: float = 10.0) -> dict[str, Any]:
+    def health(self) -> dict[str, Any]:
         """GET /health. Raises what `answering` does."""
-        with answering(self.port, "GET", "/health", timeout_s=timeout_s) as response:
+        with answering(self.port, "GET", "/health", timeout_s=10.0) as response:
             return json.load(response)
 
-    def wait_for_health(self, within_s: float = START_S) -> dict[str, Any]:
+    def wait_for_health(self) -> dict[str, Any]:
         """The first /health with a 200. Raises RuntimeError if there is none."""
-        until = time.monotonic() + within_s
+        until = time.monotonic() + START_S
         while time.monotonic() < until and self.is_alive:
             try:
                 return self.health()

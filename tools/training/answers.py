@@ -65,10 +65,8 @@ class Writer:
 
     def __init__(self, name: str) -> None:
         device = torch.get_default_device().type
-        weights = {"quantize": "int8"} if device == "cpu" else {}
-        self.engine = tools.load_engine(
-            model=name, max_running=BATCH, drafter="none", device=device, **weights
-        )
+        options = {"device": device, "quantize": "int8" if device == "cpu" else None}
+        self.engine = tools.load_engine(model=name, max_running=BATCH, drafter="none", **options)
         self.tokenizer = self.engine.target.tokenizer
 
     def outputs(self, requests: list[Request]) -> list[list[int]]:

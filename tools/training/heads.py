@@ -347,10 +347,8 @@ class Draft(Student):
             yield pick(hidden, (places + 1 + step).clamp(max=last))
 
     def save(self, folder: Path) -> None:
-        if is_gguf(self.origin):
-            save_gguf(self.module, folder, self.origin)
-        else:
-            save_model(self.module, folder, self.origin)
+        save = save_gguf if is_gguf(self.origin) else save_model
+        save(self.module, folder, self.origin)
 
 
 def _cut_layer(old: nn.Module, new: nn.Module, basis: Tensor, square: Tensor) -> None:
@@ -477,10 +475,9 @@ def save_gguf(model: SmallModel, file: Path, like: str) -> None:
 
 
 def write_gguf(
-    writer: gguf.GGUFWriter,
-    fields: Iterable[gguf.ReaderField],
+    writer: gguf.GGUFWriter, fields: Iterable[gguf.ReaderField],
     tensors: Iterable[tuple[str, np.ndarray, str]],
-) -> None:
+) -> None:  # fmt: skip
     """End a file with fields of another and with weights, each in the type that is named."""
     for field in fields:
         kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}

@@ -1,14 +1,11 @@
 """Prompts to train drafters with: templates over topics, and texts that Python itself ships.
 
-    python tools/training/prompts.py 5        # five of them
-
 No prompt comes from a benchmark. There are about 13,000 of mixed kinds, in an order that
 never changes. Topics and templates are in prompts.toml.
 """
 
 import ast
 import random
-import sys
 import sysconfig
 import tomllib
 from collections.abc import Iterator
@@ -78,8 +75,3 @@ def prompts() -> list[str]:
     made = list(dict.fromkeys(made))
     rng.shuffle(made)
     return made
-
-
-if __name__ == "__main__":
-    for prompt in prompts()[: int(sys.argv[1]) if len(sys.argv) > 1 else 10]:
-        print(prompt, end="\n---\n")

@@ -55,8 +55,7 @@ def keep_memory() -> None:
 
     It maps large blocks anew each time, which takes a third of a step over a large vocabulary.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         most_maps, trim_threshold = -4, -1
         mallopt(most_maps, 0)
         mallopt(trim_threshold, 2**31 - 1)

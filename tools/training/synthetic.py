@@ -12,8 +12,6 @@ training text, too: another order tells other stories.
     stories  little stories from a grammar: a name, a wish, an obstacle, a helper, an end
     prose    descriptive paragraphs from a grammar
     program  short Python modules: a class, functions, a unit test
-
-Look at samples:   python tools/training/synthetic.py
 """
 
 import json
@@ -65,8 +63,7 @@ def cycle(rng: random.Random) -> str:
     else:
         items = rng.sample(pool, min(size, len(pool)))
     sep = rng.choice([" ", " ", " ", ", ", ", ", ", ", "\n", "; ", " - ", "-", ",", " | "])
-    repeats = rng.randint(6, 40)
-    return sep.join(items * repeats)
+    return sep.join(items * rng.randint(6, 40))
 
 
 def repeated_sentence(rng: random.Random) -> str:
@@ -101,11 +98,8 @@ def counting(rng: random.Random) -> str:
 
 def table(rng: random.Random) -> str:
     """Records as CSV, as a Markdown table or as JSON, with an id that counts."""
-    pools = {
-        "name": WORDS["names"], "colour": WORDS["colours"], "animal": WORDS["animals"],
-        "fruit": WORDS["fruits"], "city": WORDS["cities"], "age": range(5, 80),
-        "score": range(0, 100), "day": WORDS["days"],
-    }  # fmt: skip
+    pools = {column: WORDS[kind] for column, kind in DATA["columns"].items()}
+    pools |= {"age": range(5, 80), "score": range(0, 100), "day": WORDS["days"]}
     columns = rng.sample(list(pools), rng.randint(2, 4))
     first = rng.choice([0, 1, 1, 1, 100])
     length = rng.randint(5, 12)
@@ -169,10 +163,7 @@ def story(rng: random.Random) -> str:
     opening = filled(rng, rng.choice(openings), fixed)
     fixed["relative"] = rng.choice(["mother", "father", "aunt", "uncle"])
     wish, weather, *others = (filled(rng, rng.choice(sentences), fixed) for sentences in rest)
-    parts = [opening, wish]
-    if rng.random() < 0.6:
-        parts.append(weather)
-    parts += others
+    parts = [opening, wish, *([weather] if rng.random() < 0.6 else []), *others]
     if rng.random() < 0.3:
         parts.insert(2, "\n")
     return " ".join(parts).replace(" \n ", "\n\n")
@@ -195,24 +186,16 @@ def prose(rng: random.Random) -> str:
     return text if rng.random() < 0.7 else text + "\n\n" + story(rng)
 
 
-_CLASSES = [  # names, what they keep, what that is at first, methods
-    ("Stack Queue Bag Deck Basket Pile History Playlist Inbox".split(),
-     "items data elements entries values".split(), "[]", CODE["container"]),
-    ("Registry Cache Store Table Settings Catalog Index Phonebook".split(),
-     "data entries store table values".split(), "{}", CODE["mapping"]),
-]  # fmt: skip
-
-
 def class_module(rng: random.Random) -> str:
     """A class that keeps things, with four to eight methods."""
-    names, attributes, empty, methods = rng.choice(_CLASSES)
-    name, kept = rng.choice(names), rng.choice(attributes)
+    kind = rng.choice(DATA["classes"])
+    name, kept = rng.choice(kind["names"].split()), rng.choice(kind["keep"].split())
     docs = ["A simple {class}.", "A {class} of {nouns}.", "Keeps {nouns}."]
     if name == "Stack":
         docs[-1] = "A last-in, first-out stack."
     doc = drawn(rng, docs, {"class": name.lower()})
-    parts = [f"def __init__(self):\n    self.{kept} = {empty}"]
-    for method in rng.sample(methods, rng.randint(4, 8)):
+    parts = [f"def __init__(self):\n    self.{kept} = {kind['empty']}"]
+    for method in rng.sample(CODE[kind["methods"]], rng.randint(4, 8)):
         if rng.random() >= 0.5:
             method = re.sub(r' *""".*"""\n', "", method)
         parts.append(Template(method).substitute(kept=kept, name=name))
@@ -287,8 +270,3 @@ def documents(seed: int, num_chars: int) -> list[tuple[str, bool]]:
             result.append((text, ends))
     rng.shuffle(result)
     return result
-
-
-if __name__ == "__main__":
-    for kind, (writer, _, _) in KINDS.items():
-        print(f"--- {kind}\n{writer(random.Random(7))[:600]}\n")

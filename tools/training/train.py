@@ -65,7 +65,7 @@ TOY = {
 
 
 def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
-    """All stages, or those up to `stage`. Returns the figures."""
+    """All stages, or up to this one. Returns the figures."""
     torch.manual_seed(0)
     recipe.keep_memory()
     plan.work.mkdir(parents=True, exist_ok=True)
@@ -75,8 +75,6 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     if stage == "answers":
         return {}
     target, data, student = student_of(plan)
-    if stage == "states":
-        return {}
     figures = recipe.train(student, rows_of(target), data, plan)
     student.save(plan.out)
     return figures
@@ -106,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", default="embedded", help="a folder or a name of the catalogue")
     parser.add_argument("--work", type=Path, required=True, help="answers, states, checkpoints")
     parser.add_argument("--out", type=Path, help="the folder that is made (default: WORK/KIND)")
-    parser.add_argument("--stage", choices=["answers", "states"], help="end behind this one")
+    parser.add_argument("--stage", choices=["answers"], help="end behind this one")
     parser.add_argument("--tokens", type=float, help="of answers, or of text (default: 3e6)")
     parser.add_argument("--epochs", type=float, help="of a drafter's training (default: 4)")
     parser.add_argument("--batch-tokens", type=int, help="of a step (default: 1024)")
