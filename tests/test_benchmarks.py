@@ -10,7 +10,7 @@ import signal
 import sys
 from argparse import Namespace
 from functools import partial
-from itertools import permutations
+from itertools import pairwise, permutations
 from unittest.mock import Mock
 
 import gguf
@@ -128,6 +128,11 @@ def test_auto_and_plain_write_the_same_texts_and_the_worst_cell_is_first(measure
     assert (whole["cells"], alone["clients"], alone["cells"]) == (4, "1", 2)
 
 
+def test_in_the_order_of_pairs_each_kind_comes_behind_each_other_kind():
+    order = never_loses.in_order(4, "pairs", None)
+    assert {*permutations(range(4), 2)} <= {*pairwise(order)}
+
+
 def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monkeypatch):
     """Ctrl-C amid a round leaves the whole ones."""
     asked, most = list[tuple[str, str]](), [10**6]
@@ -143,7 +148,7 @@ def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monke
     monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
     server = Namespace(port=0, health=lambda: {"chat_template": False})
     cells = [never_loses.Cell(kind, 0.0, 2) for kind in never_loses.KINDS]
-    flags = Namespace(runs=6, clients=[2], tokens=3, fixed=[])
+    flags = Namespace(runs=6, clients=[2], tokens=3, order="chance", fixed=[])
     found = never_loses.measure(server, cells, flags)
     texts = [text for drafter, text in asked[2:] if drafter == "auto"]  # behind the warm-up
     assert len({*texts}) == len(texts) == len(cells) * 2 * 6

@@ -10,12 +10,13 @@ is in one round only, and nothing is remembered of prompts and texts.
 decoding: medians of rounds, with quartiles; the worst cell comes first. `until_last` is that of
 `auto` if a round's time ends with its last answer. With --fixed each drafter and K named there is
 asked, too: `best_way` is the fastest of these and plain decoding, and `of_best` the speed of `auto`
-in that one's. The summary has geometric means, and `below_1`, a share of cells. `differing` counts
-texts that are not plain decoding's.
+in that one's. With --order pairs each kind comes behind each other kind in a run. The summary has
+geometric means, and `below_1`, a share of cells. `differing` counts texts that are not plain
+decoding's.
 
     python -m tools.never_loses [--kinds chat code …] [--temperatures 0 0.8 1.2] [--runs 7]
         [--clients 1 2 4 8 16] [--tokens 96] [--model smollm2] [--draft-model NAME]
-        [--fixed draft_model:3 ngram:5] [--json]
+        [--order pairs] [--fixed draft_model:3 ngram:5] [--json]
 
 Ctrl-C ends the rounds and shows what they gave. The memory's speed is measured before and after.
 """
@@ -87,6 +88,13 @@ def ask(server: Server, is_chat: bool, bodies: list[dict[str, Any]], way: str) -
     return Answers(mean(answer.at_ms[-1] for answer in told), texts, last_ms)
 
 
+def in_order(count: int, order: str, chance: random.Random) -> list[int]:
+    """The cells of a run: by chance, or so that each comes behind each other one."""
+    if order == "pairs":
+        return [i for pair in permutations(range(count), 2) for i in pair]
+    return chance.sample(range(count), count)
+
+
 def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Round]]:
     """The rounds of each cell."""
     is_chat, numbers = server.health()["chat_template"], defaultdict[str, Any](count)
@@ -100,10 +108,11 @@ def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Ro
 
     warm = [body(cells[0], -1) | {"max_tokens": 4, "seed": 0}] * max(flags.clients)
     ask(server, is_chat, warm, "plain")
-    rounds = bench.tqdm(total=flags.runs * len(cells), desc="rounds")
+    in_a_run = len(in_order(len(cells), flags.order, random.Random(0)))
+    rounds = bench.tqdm(total=flags.runs * in_a_run, desc="rounds")
     with rounds as progress, suppress(KeyboardInterrupt):  # what was measured is worth its table
         for run_index in range(flags.runs):
-            for i in chance.sample(range(len(cells)), len(cells)):
+            for i in in_order(len(cells), flags.order, chance):
                 cell, order = cells[i], [*ORDERS[(run_index + i) % len(ORDERS)], *flags.fixed]
                 if flags.fixed:
                     chance.shuffle(order)
@@ -160,6 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     options.add_argument("--model", default="embedded", help="the target (default: ours)")
     options.add_argument("--draft-model", help="for draft_model, where the target brings none")
+    options.add_argument("--order", choices=("chance", "pairs"), default="chance")
     options.add_argument("--fixed", nargs="+", default=[], metavar="DRAFTER:K")
     flags = options.parse_args(arguments)
     models = {"model": flags.model, "draft_model": flags.draft_model}
