@@ -465,10 +465,8 @@ def main(arguments: list[str] | None = None) -> int:
         wanted, chosen = options.parse_arguments(arguments)
         if wanted.port or wanted.export is not None:
             return start.serve(wanted, chosen)
-        engine = load_engine(chosen := with_model(chosen))
-        if wanted.demo:
-            return demo.show_demo(engine, chosen, wanted)
-        return demo.show_prompt(engine, chosen, wanted)
+        show = demo.show_of(wanted)
+        return show(load_engine(chosen := with_model(chosen)), chosen, wanted)
 
     return demo.exit_status(act)
 

@@ -1,8 +1,11 @@
 """Puts an engine together: a target, a draft model, drafters, a controller and a prefix cache."""
 
+from dataclasses import replace
+
 import drafters
 from runtime import kernels, plug
 from runtime.models import StartError
+from runtime.models.files import is_gguf
 from runtime.models.loading import check, refusal
 from runtime.models.startup import end_ahead
 from runtime.values import Engine, Model
@@ -14,10 +17,16 @@ from .worker import LOG
 
 
 def load_draft(options: Options) -> Model | None:
-    """The draft model, or None. Raises StartError only for a model that --draft-model names."""
+    """The draft model, or None. Raises StartError only for a model that --draft-model names.
+
+    --dtype unpacks the target's file alone: a draft model from a GGUF file is faster as it is, and
+    its guesses change no text.
+    """
+    name = options.model_of("draft_model")
+    if is_gguf(name or "") and options.dtype != "packed":
+        options = replace(options, dtype="auto")
     try:
-        name = options.model_of("draft_model")
-        return core.load_model(name, options.for_draft) if name else None
+        return core.load_model(name, options) if name else None
     except StartError as error:
         if options.draft_model:
             raise
@@ -43,7 +52,7 @@ def assemble_engine(options: Options) -> Engine:
             kernels.speed_up(model, quantize, check, keeps_embedding=is_rounded)
     auto, prefix = plug("drafters.auto"), plug("runtime.cache.prefix")
     return core.Engine(
-        target, loaded, default, prefill_chunk=options.prefill_chunk,
+        target, loaded, default,
         controller=auto.Controller.of(target, loaded) if auto and not options.fixed_k else None,
         draft_model=draft, is_strict=options.strict,
         prefixes=prefix and prefix.PrefixCache.of(target, options.prefix_cache_mb),

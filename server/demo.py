@@ -121,9 +121,9 @@ def request_of(prompt: str, engine: Engine, options: Options, **fields: Json) ->
     return parse_request(fields, engine, options.for_requests)[0]
 
 
-def show_prompt(engine: Engine, options: Options, flags: Namespace) -> int:
-    """One generation (--prompt). Returns the exit status."""
-    return required("server.generation", "--prompt").show(engine, options, flags)
+def show_of(flags: Namespace) -> Callable[[Engine, Options, Namespace], int]:
+    """What shows the demo, or one generation (--prompt). Raises StartError if it is not there."""
+    return show_demo if flags.demo else required("server.generation", "--prompt").show
 
 
 # -------------------------------------------------------------------------------- the demo

@@ -7,26 +7,22 @@ A request has at most one of them.
 """
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from runtime.grammars import (
+from runtime.grammars import OPEN, POSSIBLE, Grammar, source_of, vocabulary_of
+from runtime.grammars.measure import (
     CHOICE,
     JSON,
     LARK,
-    OPEN,
-    POSSIBLE,
     REGEX,
-    Grammar,
-    in_characters,
+    check_length,
+    checked_limits,
     is_gbnf,
-    source_of,
-    vocabulary_of,
+    limits_of,
 )
-from runtime.grammars.measure import HELD, Limits, check_length, limits_of, schemas_in
 from runtime.models.prompts import Conversation, Tokenizer, is_text
 from runtime.values import Engine, Json, TextSequence, one_line
 
@@ -106,61 +102,6 @@ def reasoning_tokens(sequence: TextSequence) -> Json:
     return {"reasoning_tokens": count if has_begun else 0}
 
 
-# What the first two count is not taken back with a draft's tokens, and nobody reads temperatures.
-_ATTRIBUTES = re.compile(r"\b(max_tokens|stop|temperature)\s*=")
-_SCHEMA = re.compile(r"%json\s*(?=\{)")  # behind it stands one of Lark's rules
-_NOTES = {"description", "title", "$comment", "default", "examples"}
-
-
-def _texts(schema: Any, notes: Collection[str] = _NOTES) -> Iterator[str]:
-    """The texts in a schema that constrain: all but `notes`, which are for people."""
-    if isinstance(schema, str):
-        yield schema
-    elif isinstance(schema, dict):
-        for key, part in schema.items():
-            if key not in notes or isinstance(part, dict):  # a dict: a property of that name
-                yield key
-                yield from _texts(part, () if key in ("const", "enum") else notes)
-    elif isinstance(schema, list):
-        for part in schema:
-            yield from _texts(part, notes)
-
-
-def _schemas(rules: str) -> Iterator[Json]:
-    """The schemas in rules of Lark's."""
-    for part in _SCHEMA.finditer(rules):
-        with suppress(ValueError):
-            yield json.JSONDecoder().raw_decode(rules, part.end())[0]
-
-
-def _limits_of(kind: str, value: Any, special: Collection[str]) -> Limits:
-    """The limits for a grammar, which is measured before it is built.
-
-    `special` are the texts of tokens that no text has. Raises ValueError for what is too large, and
-    for what llguidance takes, and does something else with.
-    """
-    is_lark, is_rules = kind == LARK, kind == LARK and not is_gbnf(value)
-    check_length(value, is_lark)
-    schemas = [*_schemas(value)] if is_rules else [] if isinstance(value, str) else [value]
-    limits = limits_of(value, is_lark, schemas)
-    if kind == REGEX and (len(value) - len(value.rstrip("\\"))) % 2:
-        raise ValueError("ends with a backslash that escapes nothing")
-    if is_rules and (attribute := _ATTRIBUTES.search(HELD.sub(" ", value))):
-        raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
-    # Where a special token's text would be taken for the token. Rules of Lark's may name one.
-    parts = schemas if is_rules else [in_characters(value) if is_lark else value]
-    # As one text, with what no token has between its parts: there may be thousands of either.
-    plain = "\0".join(text for part in parts for text in _texts(part)).replace("\\", "")
-    for token in special:
-        if token in plain:
-            raise ValueError(f"holds {token}, which is a token of its own")
-    for schema in schemas_in(schemas):  # keys would have to be counted: a text may repeat one
-        required, least = schema.get("required"), schema.get("minProperties")
-        if isinstance(least, int) and least > len(required if isinstance(required, list) else []):
-            raise ValueError("minProperties beyond the required ones is not supported")
-    return limits
-
-
 def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     """The grammar that a request's text obeys; None if it asks for none.
 
@@ -173,7 +114,7 @@ def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:
     target, tokenizer = engine.target, engine.target.tokenizer
     try:
         vocabulary = vocabulary_of(tokenizer, target.vocab_size, frozenset(target.eos_ids))
-        limits = _limits_of(kind, value, vocabulary.special)
+        limits = checked_limits(kind, value, vocabulary.special)
         if kind == LARK and is_gbnf(value):
             value = vocabulary.in_lark(value)
             check_length(value, True)

@@ -1,7 +1,8 @@
 """What the command line sets, with its defaults, and how it is read.
 
 A field of Options is an option of the command line. HELP says in which group the help shows it, and
-what it does. What nobody needs to change is a constant of the class.
+what it does. What nobody needs to change is a constant of the class. What each request may say for
+itself, such as top_p, has no option, unless the terminal shows what it does.
 """
 
 import argparse
@@ -9,25 +10,22 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from ipaddress import ip_address
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from drafters import NAMES
-from runtime.models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
-from runtime.models.files import is_gguf
+from runtime.models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, ROOT, entry_of
 from runtime.models.prompts import Tokenizer, kind_of, read_prompts
-from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, RequestError, Sampling
+from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, Sampling
 
-from .parsing import SAMPLING_FIELDS, chat, check_fields
+from .parsing import chat, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 MAX_QUEUED = 4096  # a thread waits for each request
 MOST_K = 15  # where the controller chooses K for each draft; else the request sets it
 REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,6 @@ class Options:
     grace_period: ClassVar[float] = 30.0  # seconds to finish after SIGTERM: what Kubernetes gives
     # Seconds of a call to a drafter from a file, for which all texts wait.
     drafter_timeout: ClassVar[float] = 10.0
-    # Tokens of a long prompt that are read between two cycles, for which the other texts wait.
-    prefill_chunk: ClassVar[int] = 256
 
     model: str | None = None
     drafter: str | None = None
@@ -58,13 +54,8 @@ class Options:
     allow_pickle: bool = False
     fixed_k: bool = False
     strict: bool = False
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 1
     suffix_cache: int | None = None
     temperature: float = Sampling.temperature
-    top_k: int = Sampling.top_k
-    top_p: float = Sampling.top_p
-    min_p: float = Sampling.min_p
     verification: str = Sampling.verification
     seed: int | None = None
     max_running: int = 8
@@ -88,8 +79,8 @@ class Options:
     @property
     def for_requests(self) -> Json:
         """Defaults for the fields that a request leaves out."""
-        names = (*SAMPLING_FIELDS, "num_speculative_tokens")
-        defaults = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        names = "temperature", "verification", "seed", "num_speculative_tokens"
+        defaults = {name: getattr(self, name) for name in names}
         return defaults | {"max_tokens": self.max_tokens or Request.max_tokens}
 
     def model_of(self, drafter: str) -> str | None:
@@ -107,36 +98,19 @@ class Options:
             place = str(ROOT / "demo_models" / ("draft" if part == "draft" else f"target_{part}"))
         return place if place and Path(place).exists() else None
 
-    @property
-    def for_draft(self) -> "Options":
-        """What the draft model is loaded with: --dtype unpacks the target's file alone.
-
-        A draft model from a GGUF file is faster as it is, and its guesses change no text.
-        """
-        unpacks = self.dtype != "packed" and is_gguf(self.model_of("draft_model") or "")
-        return replace(self, dtype="auto") if unpacks else self
-
     def is_chat(self, tokenizer: Tokenizer) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""
         return bool(chat and tokenizer.chat_template) and not self.raw
 
     @property
-    def is_exposed(self) -> bool:
-        """Whether the server may be meant for users other than its operator."""
-        if self.api_key or self.allowed_host or self.allow_origin:
-            return True
-        try:
-            return not ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host != "localhost"
-
-    @property
     def for_drafters(self) -> Json:
         """The options that a drafters.Context gets, by its field names."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
-        lookup = "prompt_lookup_max", "prompt_lookup_min"
-        alike = "quantize", "prefix_cache_mb", "allow_pickle", *lookup
-        remembered = 0 if self.is_exposed else REMEMBERED  # timing reveals other users' answers
+        alike = "quantize", "prefix_cache_mb", "allow_pickle"
+        # Where users other than the operator may call, timing reveals their answers to each other.
+        is_local = self.host in ("localhost", "127.0.0.1", "::1")
+        is_own = is_local and not (self.api_key or self.allowed_host or self.allow_origin)
+        remembered = REMEMBERED if is_own else 0
         return {name: getattr(self, name) for name in alike} | {
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
@@ -161,7 +135,6 @@ BEGIN = """\
 Begin:  python 08_speculative_decoding.py --demo
         python 08_speculative_decoding.py --port 5000     then open http://127.0.0.1:5000"""
 USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --export DIR) [options]"
-_MOST, _MOST_K = 1_000_000, MAX_SPECULATIVE_TOKENS
 # The help's groups with their options: how one is written, its range | what it does.
 HELP = f"""
 Do one of these
@@ -175,11 +148,14 @@ Change what runs
   Hugging Face name (default: {DEFAULT}, which is downloaded once; {FALLBACK} where that fails)
 --drafter NAME | who guesses: auto picks one in every cycle; none is plain decoding;
   {", ".join(NAMES)}, tree, or yours as file.py:Class (default: auto)
---num-speculative-tokens K | the most tokens to guess at once, 1 to {_MOST_K}
+--num-speculative-tokens K 1…{MAX_SPECULATIVE_TOKENS} | the most tokens to guess at once
   (default: {MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine)
---max-tokens N 1…{_MOST} | tokens to write
+--max-tokens N 1…1000000 | tokens to write
   (default: {Request.max_tokens}; in a chat, until the context is full)
 --temperature T | 0 takes the likeliest token, more draws more freely
+--verification {{coupled,rejection}} | the rule that accepts drafts of sampled text: both keep its
+  distribution, and coupled the text of a seed, too
+--seed SEED | the same seed gives the same text (default: drawn anew for each request)
 --explain [N] 1…1000 | with --prompt: show the first N cycles (4) step by step
 
 More for --demo and --prompt
@@ -187,7 +163,6 @@ More for --demo and --prompt
 --prompts NAME… | with --demo: run these of demo_prompts/, by name or kind (chat, code, …)
 --repeats N 1…100 | with --demo: times are medians of N runs (default: 1)
 --json | with --demo: print one JSON document
---stop TEXT | with --prompt: end before this text; may be repeated
 --help | show this page and exit
 
 Models
@@ -195,32 +170,28 @@ Models
 --mtp NAME | the model's MTP head, a folder or a Hugging Face name (default: what the model has)
 --eagle3 NAME | an EAGLE-3 head for it, named like --mtp (default: none; {DEFAULT} has one)
 --dflash NAME | a DFlash head for it, named like --mtp (default: none; {FALLBACK} has one)
---max-model-len N 1…{_MOST} | tokens that a prompt and its answer may have together
+--max-model-len N 1…1000000 | tokens that a prompt and its answer may have together
   (default: what the model says, at most 8192)
+--no-kernels | run transformers' own modules, and not the C that has equal bits
+--dtype {{auto,packed,float32,bfloat16}} | the type of the weights; auto is packed for a .gguf file,
+  float32 for others on a CPU
+--device NAME | where to compute: auto, cpu, cuda, …
+--quantize {{int8}} | round weights to 8 bits: a smaller, faster model than the one in the file
 --trust-remote-code | run code that comes with the model
 --allow-pickle | load weights that are not safetensors; such files can run code
 
 Drafting
 --fixed-k | always guess K tokens, whether it pays or not
 --strict | an error in a drafter fails its request, for those who write one
---prompt-lookup-max N 1…{_MOST} | the longest run of tokens that ngram looks up
---prompt-lookup-min N 1…{_MOST} | the shortest run of tokens that ngram looks up
 --suffix-cache N 0…10000000 | tokens of past outputs in which suffix looks; 0 is none
   (default: {REMEMBERED}, or 0 where others may call)
-
-Sampling, where a request does not say
---top-k K | draw among the K likeliest tokens; 0 is off
---top-p P | draw among the fewest tokens whose probabilities sum to P; 1 is off
---min-p P | leave out what is less likely than P times the likeliest
---verification {{coupled,rejection}} | the rule that accepts drafts of sampled text: both keep its
-  distribution, and coupled the text of a seed, too
---seed SEED | the same seed gives the same text (default: drawn anew for each request)
 
 Serving
 --max-running N 1…256 | requests that run at once; each holds a row of the KV cache
 --max-queued N 1…{MAX_QUEUED} | requests that may wait; more are refused with status 429
 --prefix-cache-mb MB 0…1048576 | megabytes for prompts already read, which are not read again;
   0 is off
+--engine URL | let the vLLM, SGLang or llama-server that runs at URL compute
 
 Who may call
 --host ADDRESS | the address to serve on
@@ -228,17 +199,6 @@ Who may call
 --allow-origin ORIGIN | the site whose pages may call, as https://example.org; * is any
 --api-key KEY | require KEY; other users of this machine can see it in ps
   (default: none; ${KEY_VARIABLE} is read)
-
-Speed
---no-kernels | run transformers' own modules, and not the C that has equal bits
---dtype {{auto,packed,float32,bfloat16}} | the type of the weights; auto is packed for a .gguf file,
-  float32 for others on a CPU
---device NAME | where to compute: auto, cpu, cuda, …
---quantize {{int8}} | round weights to 8 bits: another model than the one in the file, smaller and
-  faster
-
-Other engines
---engine URL | let the vLLM, SGLang or llama-server that runs at URL compute
 """
 
 
@@ -251,25 +211,17 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def between(low: int, high: int, hint: str = "") -> Callable[[str], int]:
-    """An argparse type: an integer from low to high; the hint says what else to write."""
+def between(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: an integer from low to high."""
 
     def parse(text: str) -> int:
         value = int(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}{hint}")
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
         return value
 
     parse.__name__ = "integer"  # argparse names the type in its error
     return parse
-
-
-def address(text: str) -> str:
-    """An argparse type: a URL at which an engine listens."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no address such as http://host:8000")
-    return text
 
 
 # How argparse reads an option, beyond what HELP and the type of its default say.
@@ -277,15 +229,11 @@ _READ: dict[str, Json] = {
     "help": {"action": "help"},
     "explain": {"nargs": "?", "const": 4, "default": 0},
     "prompts": {"nargs": "+"},
-    "stop": {"action": "append"},
     "allowed_host": {"action": "append", "default": []},
     "no_kernels": {"action": "store_false", "dest": "kernels", "default": True},
-    "num_speculative_tokens": {  # its default depends on other options
-        "default": None,
-        "type": between(1, _MOST_K, " (--drafter none guesses none)"),
-    },
+    "num_speculative_tokens": {"default": None},  # it depends on other options
+    "temperature": {"type": float},
     "seed": {"type": int},
-    "engine": {"type": address},
 }
 
 
@@ -304,8 +252,6 @@ def arguments() -> Iterator[tuple[str, str, Json]]:
                 details["metavar"] = value.strip("[]…")
                 if bounds[0]:
                     details["type"] = between(*map(int, bounds[0].split("…")))
-                elif isinstance(default, int | float):
-                    details.setdefault("type", type(default))
             elif "action" not in details:
                 details["action"] = "store_true"
             if type(default) in (int, float, str) and "(default: " not in text:
@@ -329,7 +275,10 @@ def _parser() -> Parser:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
-    """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
+    """The command line, and the options in it. A mistake is one line on stderr and exit 2.
+
+    Raises RequestError for what no request could have as its default.
+    """
     parser = _parser()
     flags = parser.parse_args(arguments)
     if (key := os.environ.get(KEY_VARIABLE)) is not None:
@@ -341,25 +290,24 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     values = {field.name: getattr(flags, field.name) for field in fields(Options)}
     chosen = Request if flags.fixed_k or flags.engine else Options
     values["num_speculative_tokens"] = flags.num_speculative_tokens or chosen.num_speculative_tokens
-    return flags, Options(**values)
+    options = Options(**values)
+    check_fields(options.for_requests)
+    return flags, options
 
 
-_GO_WITH = (("json", "demo"), ("prompts", "demo"), ("repeats", "demo"), ("explain", "prompt"),
-            ("stop", "prompt"), ("engine", "port"))  # fmt: skip
+_GO_WITH = "json demo", "prompts demo", "repeats demo", "explain prompt", "engine port"
 _OWN = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "allow_pickle"
 
 
 def _mistake_in(flags: argparse.Namespace) -> str | None:
-    """What does not go together, or what no request could have as its default."""
+    """What does not go together, or cannot be used."""
     if not flags.demo and {flags.prompt, flags.port, flags.export} == {None}:
         return "say what to do: --demo (start here), --prompt TEXT, --port PORT or --export DIR"
-    for name, other in _GO_WITH:
+    for name, other in map(str.split, _GO_WITH):
         if getattr(flags, name) and getattr(flags, other) in (None, False):
             return f"--{name} goes with --{other}"
     if flags.demo and flags.drafter == PLAIN:
         return "--demo compares drafters: --drafter none does not go with it"
-    if flags.quantize and not flags.kernels:
-        return "--quantize computes in C: leave out --no-kernels"
     if (key := flags.api_key) == "":
         return "cannot use the API key: it is empty: leave it out for none"
     if key and (key != key.strip() or not key.isprintable()):  # bytes that are not UTF-8 are not
@@ -368,25 +316,15 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
     if not flags.host.strip():
         here = Options.host
         return f"--host is empty: give {here} for this machine alone, 0.0.0.0 for all networks"
-    shortest, longest = flags.prompt_lookup_min, flags.prompt_lookup_max
-    if shortest > longest:
-        return f"--prompt-lookup-min ({shortest}) must be at most --prompt-lookup-max ({longest})"
     for name in _OWN if flags.engine else ():
         if getattr(flags, name) != getattr(Options, name):
-            flag = "--no-kernels" if name == "kernels" else _flag(name)
-            return f"{flag} is for this server's own engine: it does not go with --engine"
+            flag = "no-kernels" if name == "kernels" else name.replace("_", "-")
+            return f"--{flag} is for this server's own engine: it does not go with --engine"
+    parts = urlsplit(flags.engine or "http://none")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        return f"--engine: {flags.engine} is no address such as http://host:8000"
     names = read_prompts(is_chat=True)
     known = sorted({*names, *map(kind_of, names)})
     if unknown := set(flags.prompts or ()) - set(known):
         return f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}"
-    try:
-        check_fields({name: getattr(flags, name, None) for name in SAMPLING_FIELDS})
-    except RequestError as error:
-        name = str(error.param)
-        return str(error).replace(name, _flag(name), 1)
     return None
-
-
-def _flag(name: str) -> str:
-    """A field as the command line spells it. Example: max_tokens -> --max-tokens."""
-    return f"--{name.replace('_', '-')}"

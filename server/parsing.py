@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
-from runtime import plug
+from runtime import lack, plug
 from runtime.models.prompts import large_bodies, prompt_ids
 from runtime.values import (
     MAX_SPECULATIVE_TOKENS,
@@ -28,27 +28,22 @@ from runtime.values import (
     check_prompt,
 )
 
-from .events import trace
 from .fields import IDS, NAMES, TRUTH, Check, integer, is_stop, known_fields, list_of, number, wrong
 
-chat, comparison = plug("runtime.models.chat"), plug("server.comparison")
-formats, masks, prediction = map(plug, ("server.formats", "server.masks", "server.prediction"))
-# Each of these may be deleted, with the fields that go with it.
-_PLUGGED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "runtime/models/chat.py": (chat, ("chat",)),
-    "server/prediction.py": (prediction, ("prediction",)),
-    "server/comparison.py or server/trace.py": (comparison and trace, ("compare",)),
-    "server/formats.py or runtime/grammars/": (
-        formats, ("response_format", "json_schema", "regex", "grammar", "choice"),
-    ),
-    "server/masks.py": (
-        masks, ("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids",
-                "include_stop_str_in_output"),
-    ),
-    "server/trace.py": (trace, ("trace", "logprobs", "prompt_logprobs", NAMES)),
+# The fields that go with a file that may be deleted, by its module.
+_PLUGGED = {
+    "runtime.models.chat": ("chat",),
+    "server.prediction": ("prediction",),
+    "server.comparison": ("compare",),
+    "server.formats": ("response_format", "json_schema", "regex", "grammar", "choice"),
+    "server.masks": ("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids",
+                     "include_stop_str_in_output"),
+    "server.trace": ("trace", "logprobs", "prompt_logprobs", NAMES, "compare"),
 }  # fmt: skip
-_NAMES = {name: file for file, (_, names) in _PLUGGED.items() for name in names}
-_MISSING = {name: file for name, file in _NAMES.items() if not _PLUGGED[file][0]}
+chat, prediction, comparison, formats, masks, trace = map(plug, _PLUGGED)
+_MISSING = {
+    name: lack(module) for module, names in _PLUGGED.items() if not plug(module) for name in names
+}
 
 
 def parse_json(data: bytes) -> Json:
@@ -135,20 +130,19 @@ _CHECKS: dict[str, Check] = {
 }
 # The fields of Sampling that a request may set, with their defaults; masks.py sets the others.
 _SAMPLING = {field.name: field.default for field in fields(Sampling) if field.name in _CHECKS}
-SAMPLING_FIELDS = (*_SAMPLING, "seed")
 # And fields that a Request has as they are.
 _SAME = "num_speculative_tokens", "fixed_k", "n", "trace", "prompt_logprobs"
 _CHECKS |= (masks.CHECKS if masks else {}) | (trace.CHECKS if trace else {})
 # The fields of /generate. Those of the protocols in dialects/ are translated into these.
-KNOWN = frozenset([*_CHECKS, *_NAMES, "prompt", "drafter", "model"])
+KNOWN = frozenset(_CHECKS).union(("prompt", "drafter", "model"), *_PLUGGED.values())
 
 
 def check_fields(body: Json) -> Json:
     """The fields of a body, each in range. Raises RequestError, naming the first that is not."""
     known = known_fields(body, KNOWN)
-    for name, file in _MISSING.items():
+    for name, lacking in _MISSING.items():
         if known.get(name, False) is not False:  # which asks for nothing
-            raise wrong(name, f"needs {file}, which is not here")
+            raise wrong(name, f"needs {lacking}, which is not here")
     for name, (is_valid, what) in _CHECKS.items():
         if name in known and not is_valid(known[name]):
             raise wrong(name, f"must be {what}")

@@ -37,21 +37,18 @@ from server.options import KEY_VARIABLE, Options, parse_arguments
 from server.parsing import parse_request
 
 load_engine = core.load_engine
-SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
+SAMPLED = ("--temperature", "0.9")
 TOO_LITTLE_MEMORY = "error: too little memory, or too few threads: "
 SHORT_DEMO = ("--demo", "--max-tokens", "4")
 
 
 def test_a_prompt_is_continued_with_the_origin_of_its_tokens_up_to_its_end(main, monkeypatch):
-    """Which is the limit, a stop string, or the token that ends a turn."""
+    """Which is the limit, or the token that ends a turn."""
     prompt = ("--prompt", "red, green, blue, red, green,")
     status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
     assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
     figures = r"20 tokens \(the limit is reached\) · \d+ passes after the prompt's · \d\.\d\d tok"
     assert re.search(figures, out)
-    _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
-    text, _, figures = out.rpartition("\n\n")
-    assert "(the text has ended)" in figures and "8" in text and "9" not in text
     monkeypatch.setattr(core, "choose", lambda *_, **__: 0)
     status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
     assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (the text has ended)" in out
@@ -196,15 +193,14 @@ MISTAKES = {  # what is said -> after which command line
     "unrecognized arguments: --no-bitwise": "--demo --no-bitwise",
     "--json goes with --demo": "--prompt x --json",
     "no demo prompt 'poem'": "--demo --prompts poem",
-    "must be from 1 to 16, not 0 (--drafter none": "--prompt x --num-speculative-tokens 0",
+    "must be from 1 to 16, not 0": "--prompt x --num-speculative-tokens 0",
     "model folder no/such/folder not found": "--prompt x --model no/such/folder",
     "unknown drafter 'zzz': choose ngram": "--model tests --prompt x --drafter zzz",  # told first
-    "--prompt-lookup-min (9) must be at most": "--model tests --prompt x --prompt-lookup-min 9",
     "--max-model-len must be from 2 to 2048": "--prompt x --model embedded --max-model-len 99999",
-    "--stop goes with --prompt": "--demo --stop x",
     "--drafter none does not go with it": "--demo --drafter none",
     "--explain goes with --prompt": "--demo --explain",
     "temperature must be a number from 0": "--demo --temperature nan",
+    "seed must be an integer from -9223372036854775808": f"--demo --seed {1 << 64}",
     "--repeats goes with --demo": "--prompt x --repeats 2",
     "cannot use the API key: it is empty": "--port 5000 --api-key ''",
     "must be from 1 to 4096": "--port 5000 --max-queued 4097",
@@ -212,7 +208,6 @@ MISTAKES = {  # what is said -> after which command line
     "--host is empty: give 127.0.0.1": "--port 5000 --host ' '",
     "leave no room in a context of 2048": f"--model embedded --prompt '{'x ' * 2100}'",
     "lone surrogate": "--model embedded --prompt \udcff",
-    "stop must be a non-empty string": "--model embedded --prompt x --stop ''",
     "vllm is no address such as": "--port 1 --engine vllm --model T",
 }
 TOGETHER = [  # what does not go
@@ -250,6 +245,13 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line, message, capsys, monke
     except SystemExit as stop:
         status = stop.code
     assert_one_line(message, status, *capsys.readouterr())
+
+
+def test_a_deleted_file_that_a_command_needs_is_told_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "server.generation", None)
+    monkeypatch.setattr(core, "load_engine", Mock(side_effect=AssertionError))
+    status = core.main(naming_a_model(["--prompt", "x"]))
+    assert_one_line("--prompt needs server/generation.py", status, *capsys.readouterr())
 
 
 def test_a_drafter_s_fault_with_strict_is_one_line(main, demo_engine, monkeypatch):

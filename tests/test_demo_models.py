@@ -15,7 +15,7 @@ from conftest import ROOT, run
 from transformers import AutoModelForCausalLM
 
 from runtime.models.chat import chat_ids
-from server import core
+from server import assembly, core
 from server.options import Options
 from tools.training import hybrid, recipe, synthetic
 
@@ -43,12 +43,15 @@ def test_the_documented_checksums_are_those_of_the_files():
     assert sum(f.stat().st_size for f in MODELS.rglob("*") if f.is_file()) < 75e6
 
 
-def test_the_draft_model_that_comes_along_is_whole_and_small():
-    """It stands beside smollm2, and writes text by itself."""
+def test_the_draft_model_that_comes_along_is_whole_and_small(monkeypatch):
+    """It stands beside smollm2, and writes text by itself. --dtype unpacks the target alone."""
     file = MODELS / "smollm2_draft" / "draft.gguf"
     assert Options(model="smollm2").model_of("draft_model") == str(file)
-    for dtype, expected in {"float32": "auto", "packed": "packed"}.items():
-        assert Options(model="smollm2", dtype=dtype).for_draft.dtype == expected
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "load_model", lambda name, options: (name, options.dtype))
+        for dtype, expected in {"float32": "auto", "packed": "packed"}.items():
+            loaded = assembly.load_draft(Options(model="smollm2", dtype=dtype))
+            assert loaded == (str(file), expected)
     assert file.stat().st_size < 14e6
     engine = core.load_engine(Options(model=str(file), drafter="none"))
     assert engine.target.vocab_size == 49_152

@@ -184,7 +184,7 @@ def test_long_rules_are_read_in_the_time_of_their_length(demo_engine, name):
 
 
 def test_longer_rules_are_refused_before_they_are_read(demo_engine, monkeypatch):
-    monkeypatch.setattr("server.formats._schemas", None)
+    monkeypatch.setattr("runtime.grammars.measure.schemas_of", None)
     with pytest.raises(RequestError, match="characters of rules"):
         grammar_of({"grammar": 'start: "a"\n' + '%json {"' * 10_000}, demo_engine, [])
 

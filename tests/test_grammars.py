@@ -22,8 +22,8 @@ from llguidance import LLMatcher
 
 from runtime import grammars
 from runtime.cache.prefix import PrefixCache
-from runtime.grammars import CHOICE, JSON, LARK, REGEX, source_of, vocabulary_of
-from runtime.grammars.measure import USUAL
+from runtime.grammars import source_of, vocabulary_of
+from runtime.grammars.measure import CHOICE, JSON, LARK, REGEX, USUAL
 from runtime.sampling import Noise
 from runtime.values import Draft, Request
 from server import core

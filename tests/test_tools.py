@@ -25,7 +25,8 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from werkzeug.serving import make_server
 
-from runtime.grammars import LARK, OPEN, POSSIBLE, source_of
+from runtime.grammars import OPEN, POSSIBLE, source_of
+from runtime.grammars.measure import LARK
 from runtime.models.calls import AnswerReader, Call, Form, Thought, form_of
 from runtime.models.chat import chat_prompt
 from runtime.models.loading import load_pretrained

@@ -32,10 +32,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import tools as bench
+from drafters.ngram import LONGEST
 from runtime.models.catalogue import resolve_model
 from runtime.models.files import is_gguf
 from runtime.values import MAX_SPECULATIVE_TOKENS, Engine, Request
-from server.options import ROOT, Options
+from server.options import ROOT
 
 
 class Result(NamedTuple):
@@ -60,8 +61,7 @@ class Peer:
         self.model, self.head, self.passes = load(resolve_model(model)), None, list[None]()
         self.model.register_forward_pre_hook(lambda *_: self.passes.append(None))
         # It looks up suffixes down to one token, as ours does.
-        longest = Options.prompt_lookup_max
-        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": longest}
+        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LONGEST}
         self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
         if model == "hybrid":
             self.arguments = {"greedy": {}, "mtp": {}}

@@ -43,7 +43,6 @@ from runtime.kernels import DeltaNet, DeltaStates, Rule, softplus
 from runtime.values import KeyCache, Model
 
 NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
-MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
 _STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
 _RULED = {"get_recurrent_state", "update_recurrent_state"}  # what layers with a rule call
 
@@ -114,7 +113,7 @@ class Mark:
 class RecurrentLayer:
     """A module of transformers that keeps states, made to keep them for the rows of a KV cache."""
 
-    most_recorded = MOST_RECORDED
+    most_recorded = 32  # tokens of a forward that can be taken back in part: no draft has as many
 
     def __init__(self, mixer: nn.Module, cache: KeyCache, kind: Kind | None) -> None:
         """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
@@ -209,17 +208,17 @@ class RecurrentLayer:
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
         """Set a mark where the row will be; its state follows. Drop marks that are not needed.
 
-        A call that fails goes back to its beginning, and a verify by less than MOST_RECORDED.
+        A call that fails goes back to its beginning, and a verify by less than `most_recorded`.
         """
         marks, begin = self._marks[row], self._begins.get(row, mark.length)
         # Copies: what is fed here is a part of a forward of more texts, or with pads.
-        mark.fed = fed.clone() if len(fed) <= MOST_RECORDED else None
+        mark.fed = fed.clone() if len(fed) <= self.most_recorded else None
         end = mark.length + len(fed)
         marks.append(Mark(end, tail.clone()))
         marks[:-NUM_MARKS] = [
             m
             for m in marks[:-NUM_MARKS]
-            if m.length == begin or (m.length > begin and m.reach > end - MOST_RECORDED)
+            if m.length == begin or (m.length > begin and m.reach > end - self.most_recorded)
         ]
 
     def _finish(self, row: int, state: Tensor, inputs: tuple[Tensor, ...]) -> None:

@@ -44,10 +44,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from runtime.models.prompts import FairLock, panics_caught
 from runtime.values import TOO_SLOW, Draft, RequestError
 
-from .measure import USUAL, Limits
+from .measure import CHOICE, JSON, REGEX, USUAL, Limits, in_characters
 from .probe import BUILD_S, OF_THE_TEXT, Probe, build, reason_of
 
-JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _COMPACT = {"whitespace_flexible": False}  # free whitespace leaves next to nothing forced
 _MOST_COMPILED = 6  # grammars that are stored; one takes up to 42 MB
 _MOST_FAILED = 64  # grammars of which is stored that they cannot be used
@@ -96,36 +95,6 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
     body = json.loads(source)["grammars"][0] if is_list else {"lark_grammar": source}
     rules = _REASONING.format(first=_FIRST[reasoning], **_TAGS[has_tokens])
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
-
-
-# llguidance asks the same in a way that takes seconds for thousands of empty lines.
-_OF_LARK = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
-
-
-def is_gbnf(rules: str) -> bool:
-    """Whether rules are GBNF (llama.cpp's form), and not Lark's."""
-    return not _OF_LARK.search(rules)
-
-
-_DIGIT = "[0-9a-fA-F]"
-_CODE = re.compile(rf"\\\\|\\x({_DIGIT}{{2}})|\\u({_DIGIT}{{4}})|\\U({_DIGIT}{{8}})")
-
-
-def in_characters(rules: str, is_source: bool = False) -> str:
-    """GBNF with characters in the place of their codes. Raises ValueError for a code of none.
-
-    In a source ASCII stays in codes, as some of it has a meaning there.
-    """
-
-    def character(code: re.Match[str]) -> str:
-        if code[0] == "\\\\":
-            return code[0]
-        number = int(code[1] or code[2] or code[3], 16)
-        if number >= 0x110000 or 0xD800 <= number < 0xE000:
-            raise ValueError(f"{code[0]} is no character")
-        return f"\\x{number:02x}" if is_source and number < 128 else chr(number)
-
-    return _CODE.sub(character, rules)
 
 
 def _any_of(texts: list[str], begin: int = 0) -> str:

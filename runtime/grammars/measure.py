@@ -8,17 +8,20 @@ llguidance 1.9 do not bound all of its time. On one core of an EPYC (Zen 4) it t
     1.5 s    for 5,000 properties of one object, in which each may be left out
     13 s     for a first mask of 1,000 alternatives, each of which may be any of them again
 
-and at most 2.2 s for whatever was tried within these limits.
+and at most 2.2 s for whatever was tried within these limits. What llguidance takes for something
+else than it says is refused here, too.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]
+JSON, REGEX, LARK, CHOICE = "json", "regex", "lark", "choice"  # kinds of grammars
 _MOST = {
     "characters": 1 << 18,
     "characters of a regular expression": 1 << 16,
@@ -39,8 +42,38 @@ _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*")
 # What Lark's rules hold and do not read: comments, special tokens, regular expressions and texts.
 # An open one ends with the rules, or its line: then no search begins twice at the same place.
 HELD = re.compile(r'(?:#|//).*|<[^<>\s]*>?|/(?:\\.|[^/\\])*/?|"(?:\\.|[^"\\\n])*"?')
+# What the first two count is not taken back with a draft's tokens, and nobody reads temperatures.
+_ATTRIBUTES = re.compile(r"\b(max_tokens|stop|temperature)\s*=")
+_SCHEMA = re.compile(r"%json\s*(?=\{)")  # behind it stands one of Lark's rules
+# llguidance asks the same in a way that takes seconds for thousands of empty lines.
+_OF_LARK = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
+_DIGIT = "[0-9a-fA-F]"
+_CODE = re.compile(rf"\\\\|\\x({_DIGIT}{{2}})|\\u({_DIGIT}{{4}})|\\U({_DIGIT}{{8}})")
 _VALUES = {"const", "enum", "default", "examples"}  # keys of what is no schema
+_NOTES = {"description", "title", "$comment", "default", "examples"}  # of schemas, for people
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+
+
+def is_gbnf(rules: str) -> bool:
+    """Whether rules are GBNF (llama.cpp's form), and not Lark's."""
+    return not _OF_LARK.search(rules)
+
+
+def in_characters(rules: str, is_source: bool = False) -> str:
+    """GBNF with characters in the place of their codes. Raises ValueError for a code of none.
+
+    In a source ASCII stays in codes, as some of it has a meaning there.
+    """
+
+    def character(code: re.Match[str]) -> str:
+        if code[0] == "\\\\":
+            return code[0]
+        number = int(code[1] or code[2] or code[3], 16)
+        if number >= 0x110000 or 0xD800 <= number < 0xE000:
+            raise ValueError(f"{code[0]} is no character")
+        return f"\\x{number:02x}" if is_source and number < 128 else chr(number)
+
+    return _CODE.sub(character, rules)
 
 
 def schemas_in(part: Any, has_names: bool = False) -> Iterator[Json]:
@@ -54,6 +87,27 @@ def schemas_in(part: Any, has_names: bool = False) -> Iterator[Json]:
         for key, each in part.items():
             if has_names or key not in _VALUES:
                 yield from schemas_in(each, not has_names and key in _NAMED)
+
+
+def texts_in(schema: Any, notes: Collection[str] = _NOTES) -> Iterator[str]:
+    """The texts in a schema that constrain: all but `notes`, which are for people."""
+    if isinstance(schema, str):
+        yield schema
+    elif isinstance(schema, dict):
+        for key, part in schema.items():
+            if key not in notes or isinstance(part, dict):  # a dict: a property of that name
+                yield key
+                yield from texts_in(part, () if key in ("const", "enum") else notes)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from texts_in(part, notes)
+
+
+def schemas_of(rules: str) -> Iterator[Json]:
+    """The schemas in rules of Lark's."""
+    for part in _SCHEMA.finditer(rules):
+        with suppress(ValueError):
+            yield json.JSONDecoder().raw_decode(rules, part.end())[0]
 
 
 def _check(what: str, size: int) -> None:
@@ -131,3 +185,31 @@ def limits_of(value: Any, is_lark: bool, schemas: list[Any]) -> Limits:
     _check("alternatives", breadth)
     is_plain = not is_lark and breadth <= _FEW
     return Limits(USUAL.row if is_plain else _AMBIGUOUS_ROW, _MASK // max(20, breadth))
+
+
+def checked_limits(kind: str, value: Any, special: Collection[str]) -> Limits:
+    """The limits for the grammar that a request brings.
+
+    `special` are the texts of tokens that no text has. Raises ValueError for what is too large, and
+    for what llguidance takes, and does something else with.
+    """
+    is_lark, is_rules = kind == LARK, kind == LARK and not is_gbnf(value)
+    check_length(value, is_lark)
+    schemas = [*schemas_of(value)] if is_rules else [] if isinstance(value, str) else [value]
+    limits = limits_of(value, is_lark, schemas)
+    if kind == REGEX and (len(value) - len(value.rstrip("\\"))) % 2:
+        raise ValueError("ends with a backslash that escapes nothing")
+    if is_rules and (attribute := _ATTRIBUTES.search(HELD.sub(" ", value))):
+        raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
+    # Where a special token's text would be taken for the token. Rules of Lark's may name one.
+    parts = schemas if is_rules else [in_characters(value) if is_lark else value]
+    # As one text, with what no token has between its parts: there may be thousands of either.
+    plain = "\0".join(text for part in parts for text in texts_in(part)).replace("\\", "")
+    for token in special:
+        if token in plain:
+            raise ValueError(f"holds {token}, which is a token of its own")
+    for schema in schemas_in(schemas):  # keys would have to be counted: a text may repeat one
+        required, least = schema.get("required"), schema.get("minProperties")
+        if isinstance(least, int) and least > len(required if isinstance(required, list) else []):
+            raise ValueError("minProperties beyond the required ones is not supported")
+    return limits
