@@ -39,6 +39,8 @@ class Context:
 
     target: Model
     draft: Model | None = None
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
     wanted: str | None = None  # the drafter that the command line names
     named: tuple[str, ...] = ()  # and those whose models it names
     fast: bool = True  # a drafter's models may run in runtime/kernels/

@@ -23,10 +23,6 @@ from runtime.values import Sampling
 
 from .base import Context, GuessingDrafter
 
-# Tokens of the suffixes that are looked up. The longest match counts, so more of them find the same
-# places mostly, and each costs an entry for each token.
-SHORTEST, LONGEST = 1, 4
-
 
 class NgramDrafter(GuessingDrafter):
     """Proposes from the text of its request alone."""
@@ -37,10 +33,13 @@ class NgramDrafter(GuessingDrafter):
 
     @classmethod
     def build(cls, context: Context) -> "NgramDrafter":
-        return cls()
+        return cls(context.prompt_lookup_max, context.prompt_lookup_min)
+
+    def __init__(self, prompt_lookup_max: int, prompt_lookup_min: int) -> None:
+        self._sizes = prompt_lookup_min, prompt_lookup_max
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> "NgramIndex":
-        index = NgramIndex(SHORTEST, LONGEST)
+        index = NgramIndex(*self._sizes)
         index.extend(prompt)
         return index
 

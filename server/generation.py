@@ -26,7 +26,7 @@ def show(engine: Engine, options: Options, flags: Namespace) -> int:
     prefill is one of them. Those that are only timed do not count. Returns 0, the exit status.
     """
     left = flags.explain
-    request = request_of(flags.prompt, engine, options, trace=bool(left))
+    request = request_of(flags.prompt, engine, options, stop=flags.stop, trace=bool(left))
     print_heading(engine, request.drafter)
     if left:
         print(REASONS[request.sampling.rule])

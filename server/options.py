@@ -1,8 +1,7 @@
 """What the command line sets, with its defaults, and how it is read.
 
 A field of Options is an option of the command line. HELP says in which group the help shows it, and
-what it does. What nobody needs to change is a constant of the class. What each request may say for
-itself, such as top_p, has no option, unless the terminal shows what it does.
+what it does. What nobody needs to change is a constant of the class.
 """
 
 import argparse
@@ -54,8 +53,13 @@ class Options:
     allow_pickle: bool = False
     fixed_k: bool = False
     strict: bool = False
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
     suffix_cache: int | None = None
     temperature: float = Sampling.temperature
+    top_k: int = Sampling.top_k
+    top_p: float = Sampling.top_p
+    min_p: float = Sampling.min_p
     verification: str = Sampling.verification
     seed: int | None = None
     max_running: int = 8
@@ -79,8 +83,8 @@ class Options:
     @property
     def for_requests(self) -> Json:
         """Defaults for the fields that a request leaves out."""
-        names = "temperature", "verification", "seed", "num_speculative_tokens"
-        defaults = {name: getattr(self, name) for name in names}
+        names = "temperature", "top_k", "top_p", "min_p", "verification", "seed"
+        defaults = {n: getattr(self, n) for n in (*names, "num_speculative_tokens")}
         return defaults | {"max_tokens": self.max_tokens or Request.max_tokens}
 
     def model_of(self, drafter: str) -> str | None:
@@ -106,7 +110,8 @@ class Options:
     def for_drafters(self) -> Json:
         """The options that a drafters.Context gets, by its field names."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
-        alike = "quantize", "prefix_cache_mb", "allow_pickle"
+        lookup = "prompt_lookup_max", "prompt_lookup_min"
+        alike = "quantize", "prefix_cache_mb", "allow_pickle", *lookup
         # Where users other than the operator may call, timing reveals their answers to each other.
         is_local = self.host in ("localhost", "127.0.0.1", "::1")
         is_own = is_local and not (self.api_key or self.allowed_host or self.allow_origin)
@@ -153,6 +158,9 @@ Change what runs
 --max-tokens N 1…1000000 | tokens to write
   (default: {Request.max_tokens}; in a chat, until the context is full)
 --temperature T | 0 takes the likeliest token, more draws more freely
+--top-k K | draw among the K likeliest tokens; 0 is off
+--top-p P | draw among the fewest tokens whose probabilities sum to P; 1 is off
+--min-p P | leave out what is less likely than P times the likeliest
 --verification {{coupled,rejection}} | the rule that accepts drafts of sampled text: both keep its
   distribution, and coupled the text of a seed, too
 --seed SEED | the same seed gives the same text (default: drawn anew for each request)
@@ -163,6 +171,7 @@ More for --demo and --prompt
 --prompts NAME… | with --demo: run these of demo_prompts/, by name or kind (chat, code, …)
 --repeats N 1…100 | with --demo: times are medians of N runs (default: 1)
 --json | with --demo: print one JSON document
+--stop TEXT | with --prompt: end before this text; may be repeated
 --help | show this page and exit
 
 Models
@@ -183,6 +192,8 @@ Models
 Drafting
 --fixed-k | always guess K tokens, whether it pays or not
 --strict | an error in a drafter fails its request, for those who write one
+--prompt-lookup-max N 1…1000000 | the longest run of tokens that ngram looks up
+--prompt-lookup-min N 1…1000000 | the shortest run of tokens that ngram looks up
 --suffix-cache N 0…10000000 | tokens of past outputs in which suffix looks; 0 is none
   (default: {REMEMBERED}, or 0 where others may call)
 
@@ -232,7 +243,7 @@ _READ: dict[str, Json] = {
     "allowed_host": {"action": "append", "default": []},
     "no_kernels": {"action": "store_false", "dest": "kernels", "default": True},
     "num_speculative_tokens": {"default": None},  # it depends on other options
-    "temperature": {"type": float},
+    "stop": {"action": "append"},
     "seed": {"type": int},
 }
 
@@ -252,6 +263,8 @@ def arguments() -> Iterator[tuple[str, str, Json]]:
                 details["metavar"] = value.strip("[]…")
                 if bounds[0]:
                     details["type"] = between(*map(int, bounds[0].split("…")))
+                elif isinstance(default, int | float):
+                    details.setdefault("type", type(default))
             elif "action" not in details:
                 details["action"] = "store_true"
             if type(default) in (int, float, str) and "(default: " not in text:
@@ -295,7 +308,9 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     return flags, options
 
 
-_GO_WITH = "json demo", "prompts demo", "repeats demo", "explain prompt", "engine port"
+_GO_WITH = (
+    "json demo", "prompts demo", "repeats demo", "explain prompt", "stop prompt", "engine port",
+)  # fmt: skip
 _OWN = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "allow_pickle"
 
 
@@ -316,6 +331,9 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
     if not flags.host.strip():
         here = Options.host
         return f"--host is empty: give {here} for this machine alone, 0.0.0.0 for all networks"
+    shortest, longest = flags.prompt_lookup_min, flags.prompt_lookup_max
+    if shortest > longest:
+        return f"--prompt-lookup-min ({shortest}) must be at most --prompt-lookup-max ({longest})"
     for name in _OWN if flags.engine else ():
         if getattr(flags, name) != getattr(Options, name):
             flag = "no-kernels" if name == "kernels" else name.replace("_", "-")

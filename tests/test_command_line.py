@@ -37,18 +37,21 @@ from server.options import KEY_VARIABLE, Options, parse_arguments
 from server.parsing import parse_request
 
 load_engine = core.load_engine
-SAMPLED = ("--temperature", "0.9")
+SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
 TOO_LITTLE_MEMORY = "error: too little memory, or too few threads: "
 SHORT_DEMO = ("--demo", "--max-tokens", "4")
 
 
 def test_a_prompt_is_continued_with_the_origin_of_its_tokens_up_to_its_end(main, monkeypatch):
-    """Which is the limit, or the token that ends a turn."""
+    """Which is the limit, a stop string, or the token that ends a turn."""
     prompt = ("--prompt", "red, green, blue, red, green,")
     status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
     assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
     figures = r"20 tokens \(the limit is reached\) · \d+ passes after the prompt's · \d\.\d\d tok"
     assert re.search(figures, out)
+    _, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
+    text, _, figures = out.rpartition("\n\n")
+    assert "(the text has ended)" in figures and "8" in text and "9" not in text
     monkeypatch.setattr(core, "choose", lambda *_, **__: 0)
     status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
     assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (the text has ended)" in out
@@ -196,6 +199,9 @@ MISTAKES = {  # what is said -> after which command line
     "must be from 1 to 16, not 0": "--prompt x --num-speculative-tokens 0",
     "model folder no/such/folder not found": "--prompt x --model no/such/folder",
     "unknown drafter 'zzz': choose ngram": "--model tests --prompt x --drafter zzz",  # told first
+    "--prompt-lookup-min (9) must be at most": "--model tests --prompt x --prompt-lookup-min 9",
+    "--stop goes with --prompt": "--demo --stop x",
+    "top_p must be a number from 0 to 1": "--prompt x --top-p 2",
     "--max-model-len must be from 2 to 2048": "--prompt x --model embedded --max-model-len 99999",
     "--drafter none does not go with it": "--demo --drafter none",
     "--explain goes with --prompt": "--demo --explain",
@@ -208,6 +214,7 @@ MISTAKES = {  # what is said -> after which command line
     "--host is empty: give 127.0.0.1": "--port 5000 --host ' '",
     "leave no room in a context of 2048": f"--model embedded --prompt '{'x ' * 2100}'",
     "lone surrogate": "--model embedded --prompt \udcff",
+    "stop must be a non-empty string": "--model embedded --prompt x --stop ''",
     "vllm is no address such as": "--port 1 --engine vllm --model T",
 }
 TOGETHER = [  # what does not go

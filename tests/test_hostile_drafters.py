@@ -177,7 +177,7 @@ def test_whatever_a_drafter_from_a_file_does_costs_its_own_drafts_alone(demo_eng
     methods = {"name": "hostile", "propose": drafting()} | HOSTILE[what]
     limit_s = 0.1 if "do not" in what else 60.0
     drafter = TimedDrafter(type("Hostile", (Drafter,), methods)(), limit_s)
-    target, loaded = demo_engine.target, {"hostile": drafter, "ngram": NgramDrafter()}
+    target, loaded = demo_engine.target, {"hostile": drafter, "ngram": NgramDrafter(4, 1)}
     engine = core.Engine(target, loaded, "hostile", controller=Controller.of(target, loaded))
     before(engine, "accept", check_plain)
     num_free, fields = len(target.cache._free), {"trace": True}

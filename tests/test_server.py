@@ -134,13 +134,13 @@ def test_flags_of_the_whole_server_are_followed(server):
     assert state["bitwise_lossless"] == (state["exactness"]["doubt"] is None)
     if state["compiled"]:
         assert state["exactness"]["reason"].startswith("by construction")
-    defaults = ("--temperature", "1.1", "--seed", "5")
+    defaults = ("--temperature", "1.1", "--top-k", "30", "--seed", "5")
     with serving("--no-kernels", "--drafter", "none", *defaults) as other:
         assert other.health()["bitwise_lossless"] is False
         body = {"prompt": "Once upon a time", "max_tokens": 24}
         first, second = (other.generate(**body)[1] for _ in range(2))
         assert first["seed"] == 5 and first["token_ids"] == second["token_ids"]
-        said = {"temperature": 1.1, "seed": 5}
+        said = {"temperature": 1.1, "top_k": 30, "seed": 5, "top_p": 1, "min_p": 0}
         greedy = other.generate(**body, temperature=0)[1]["token_ids"]
         assert greedy != first["token_ids"]
         assert other.generate(**body, **said)[1]["token_ids"] == first["token_ids"]

@@ -32,11 +32,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import tools as bench
-from drafters.ngram import LONGEST
 from runtime.models.catalogue import resolve_model
 from runtime.models.files import is_gguf
 from runtime.values import MAX_SPECULATIVE_TOKENS, Engine, Request
-from server.options import ROOT
+from server.options import ROOT, Options
 
 
 class Result(NamedTuple):
@@ -61,7 +60,10 @@ class Peer:
         self.model, self.head, self.passes = load(resolve_model(model)), None, list[None]()
         self.model.register_forward_pre_hook(lambda *_: self.passes.append(None))
         # It looks up suffixes down to one token, as ours does.
-        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LONGEST}
+        lookup = {
+            "prompt_lookup_num_tokens": k,
+            "max_matching_ngram_size": Options.prompt_lookup_max,
+        }
         self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
         if model == "hybrid":
             self.arguments = {"greedy": {}, "mtp": {}}
