@@ -333,23 +333,23 @@ def bars(shares: Sequence[Fraction]) -> str:
 def task_5(solution: Solution) -> Iterator[Case]:
     """Every way that chance can go is tried, so the distributions are exact."""
     propose, judge = part(solution, "propose"), part(solution, "judge")
-    weights, right = normed(2, 1, 7), normed(2, 0, 7)
-    for chance, result in each_way(lambda chance: propose(list(weights), 2, chance.draw)):
+    weights, right = normed(2, 1, 4, 3), normed(2, 0, 4, 3)
+    for chance, result in each_way(lambda chance: propose(list(weights), 3, chance.draw)):
         if not (isinstance(result, tuple) and len(result) == 2 and len(chance.drawn) == 1):
             raise Mistake("not token and q")
         told = [
             f"draws by {bars(normed(*a))} and reports {bars(b)}"
             for a, b in ((right, right), (chance.drawn[0], result[1]))
         ]
-        yield f"  weights {bars(weights)}, top_k 2", *told, "top k"
-    after = [normed(*p) for p in ((1, 6, 3), (0, 1, 3), (2, 2, 1), (1, 6, 0))]
+        yield f"  weights {bars(weights)}, top_k 3", *told, "top k"
+    after = [normed(*p) for p in ((5, 2, 2, 1), (0, 1, 3, 4), (2, 2, 1, 1), (1, 6, 0, 2))]
 
     def target(path: Sequence[int]) -> list[Fraction]:
         return after[(len(path) + sum(path)) % 4]
 
     def run(chance: Chance) -> tuple[Any, tuple[int, ...]]:
-        asked = normed(2, 1, 7), normed(2, 4, 3)
-        draft, q = zip(*(propose(weights, 2, chance.draw) for weights in asked), strict=True)
+        asked = weights, normed(3, 4, 1, 2)
+        draft, q = zip(*(propose(list(each), 3, chance.draw) for each in asked), strict=True)
         p = [target(draft[:i]) for i in range(3)]
         kept = judge(list(draft), p, list(q), chance.chance, chance.draw)
         return (draft, p, q), tuple(token_list(kept, "judge"))
@@ -358,14 +358,14 @@ def task_5(solution: Solution) -> Iterator[Case]:
     for chance, (draft, p, q), kept in ways:
         rows = [f"  p[{i}] {bars(p[i])}\n  q[{i}] {bars(q[i])}" for i in range(2)]
         shown = "\n".join([*rows, f"  draft: {ids(draft)}, accepted: {chance.said}"])
-        right = [*chance.said, False].index(False) + 1
-        yield shown, f"keeps {right} tokens", f"keeps {len(kept)} tokens", "other tokens"
+        count = [*chance.said, False].index(False) + 1
+        yield shown, f"keeps {count} tokens", f"keeps {len(kept)} tokens", "other tokens"
     for size in range(3):
         for begin in sorted({kept[:size] for *_, kept in ways if len(kept) > size}):
             found = [(c.share, kept[size]) for c, _, kept in ways if kept[:size] == begin < kept]
-            got = normed(*(sum(share for share, t in found if t == i) for i in range(3)))
-            shown = f"  chances behind {ids(begin)}; guesses are drawn from q of 2:0:7 and "
-            yield f"{shown}0:4:3", bars(target(begin)), bars(got), "other chances"
+            got = normed(*(sum(share for share, t in found if t == i) for i in range(4)))
+            shown = f"  chances of the token behind {ids(begin)}; first guess by {bars(right)}"
+            yield shown, bars(target(begin)), bars(got), "other chances"
 
 
 # ------------------------------------------------------------------------------ when it pays (7)

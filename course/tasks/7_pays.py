@@ -12,8 +12,9 @@ Intel Xeon the products with 53 million weights took:
 Such a table is the curve, pass_ms. It differs by machine, model and number of texts in a pass:
 where 64 texts fill it already, each guess costs time. Success prints what your machine's says.
 
-A cycle with K guesses takes the time of these and of a pass over K + 1 positions. What does it give? α is the chance that a guess is right if all before it were. So the first guess
-stays with chance α, the second with α · α, and so on. One token, recovered or bonus, always comes.
+A cycle with K guesses takes the time of these and of a pass over K + 1 positions. What does it
+bring? α is the chance that a guess is right if all before it were. So the first guess stays with
+chance α, the second with α · α, and so on. One token, recovered or bonus, comes in any case.
 
     K = 4, α = 0.75, a guess takes a tenth of a pass, the pass takes as long as a plain one:
     3.05 tokens in 1.4 passes: 2.18 times as fast.      With α = 0.2 it is 0.89: a loss.
