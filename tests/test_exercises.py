@@ -1,4 +1,4 @@
-"""docs/exercises.md's exercises, solved: each shows what a change of the method does, and what it cannot.
+"""The exercises of docs/, solved: each shows what a change of the method does, and what it cannot.
 
 A better drafter has more of its tokens accepted, and a broken one fewer: neither changes the text.
 Only a broken `verify` does. Exercise 4, about distributions, is in test_sampling.py.
