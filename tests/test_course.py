@@ -32,18 +32,15 @@ import numpy as np
 from course import checks, grade, lab
 from runtime.sampling import Noise
 
-def graded(number, source):
+def said(function, *given):
     try:
-        exec(source, vars(solution := ModuleType("solution")))
-        return checks.check(number, solution) and ""
+        return function(*given) and ""
     except lab.Mistake as mistake:
         return mistake.sentence
 
-def outcome(number):
-    try:
-        return grade.check(number, lab.path_of(number))
-    except lab.Mistake as mistake:
-        return mistake.sentence
+def graded(number, source):
+    exec(source, vars(solution := ModuleType("solution")))
+    return said(checks.check, number, solution)
 
 def raced(solution, prompt):
     solution.noise = lambda seed, at, size: Noise(seed).exponentials(at, np.arange(size))
@@ -57,7 +54,7 @@ given = json.loads(sys.stdin.read())
 prompts = [*map(lab.encode, given["prompts"])]
 print(json.dumps({
     "solutions": [graded(n, source) for n, source in solutions.items()],
-    "skeletons": [outcome(n) for n in solutions],
+    "skeletons": [said(grade.check, n, lab.path_of(n)) for n in solutions],
     "wrong": [graded(n, solutions[n].replace(a, b)) for _, n, a, b in lab.read_mistakes()[1]],
     "others": [graded(*each) for each in given["others"]],
     "texts": [lab.plain(p, 24, name) for name in ("target", "draft") for p in prompts],
@@ -66,15 +63,6 @@ print(json.dumps({
 """
 # The same mistakes in other words: a task, the mistake, and a solution by another author.
 OTHERS = [
-    (1, "bonus", """
-def verify(draft, choices):
-    kept = []
-    for guess, choice in zip(draft, choices):
-        kept.append(choice)
-        if guess != choice:
-            break
-    return kept
-"""),
     (3, "state", """
 class Ngram:
     def open(self, prompt):
@@ -99,11 +87,9 @@ def told():
     given = json.dumps({"others": others, "prompts": PROMPTS})
     environ = os.environ | grade.ALONE
     command = [sys.executable, "-c", ALL]
-    found = subprocess.run(
-        command, input=given, capture_output=True, text=True, cwd=ROOT, env=environ
+    return json.loads(
+        subprocess.check_output(command, input=given, text=True, cwd=ROOT, env=environ)
     )
-    assert not found.returncode, found.stderr
-    return json.loads(found.stdout)
 
 
 def test_each_solution_passes_and_each_skeleton_fails_with_its_first_sentence(told):
