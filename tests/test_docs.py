@@ -1,15 +1,12 @@
 """Whatever README and docs/ say can be relied on: each command runs, each name and link exists.
 
-The lesson's blocks write the texts that it says, the curl commands are answered, and each field
-that the server answers with is described.
+The curl commands are answered, and each field that the server answers with is described.
 """
 
 import inspect
 import io
-import json
 import re
 import shlex
-import subprocess
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 
@@ -20,10 +17,11 @@ from started import SCRIPT, module_server, naming_a_model
 from server import core
 from server.options import parse_arguments
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "course" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = {page: page.read_text("utf-8") for page in PAGES}
 server = module_server()
 OTHERS_OPTIONS = {"--per-request-spec-decode-metrics", "--speculative-adaptive"}  # vLLM's, SGLang's
+COURSE = ".venv/bin/python -m course"  # test_course.py runs it
 MAKE = "python3 -m venv .venv && .venv/bin/pip install -q -r "
 
 
@@ -59,58 +57,26 @@ def test_commands_of_the_script_run(command, capsys):
         assert "tokens per pass" in capsys.readouterr().out
 
 
-def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
-    """With and without cache, drafts, truncation; sampled or not; alone and together."""
-    monkeypatch.chdir(ROOT)
-    steps = blocks(read("docs/lesson.md"), "python")
-    assert len(steps) == 10 and len(re.findall(r"^.+$", steps[0], re.MULTILINE)) == 15
-    names = {}
-    for step in steps:
-        exec(step, names)  # noqa: S102
-    prompt, text = names["prompt"], names["result_1"]
-    assert len(text) == len(prompt) + 48
-    assert names["result_2"] == names["result_4"] == names["result_5"] == text
-    assert names["result_6"] == names["undrafted"] != text
-    assert names["result_7"] == [names["plain_loop"](p, 48) for p in names["prompts"]]
-    assert names["result_7"][0] == text
-    said = capsys.readouterr().out
-    passes = {int(step): int(count) for step, count in re.findall(r"^(\d): (\d+) pas", said, re.M)}
-    assert passes[1] == passes[2] == 48 and said.count("same text: True") == 5
-    assert passes[4] == passes[5] < 30 and passes[6] < 40  # the same drafts, with cache or without
-    assert "the same texts: True" in said
-    assert len(re.findall(r"\d positions \d", said)) == 4  # how long they take is the machine's
-    assert "\n9: 16777216 16777218\n" in said
-    constrained = names["result_10"]
-    assert constrained == names["undrafted_10"]
-    told = json.loads(names["tokenizer"].decode(constrained))
-    assert [*told] == ["colour", "size"] and told["colour"] in ("red", "blue")
-    assert type(told["size"]) is int and 0 <= told["size"] <= 99
-    for draft in ([token] * 3 for token in {*constrained}):  # mostly forbidden, or rejected
-        assert names["constrained"](prompt, lambda _: draft)[0] == constrained  # noqa: B023
-    fewer, more = re.search(r"^10: (\d+) passes, (\d+) without", said, re.M).groups()
-    assert int(fewer) < int(more) / 2 and int(more) == len(constrained)
-    loses = names["hard_text"], names["slow_drafter"], names["large_batch"]
-    assert max(loses) < 1 and f"{names['pays']:.2f}" in read("docs/lesson.md")
+def test_a_sum_in_another_order_is_another_number(capsys):
+    (block,) = blocks(text := read("docs/exactness.md"), "python")
+    exec(block, {})  # noqa: S102
+    assert f"This writes `{capsys.readouterr().out.strip()}`" in text
 
 
-def test_the_lesson_begins_with_the_core_s_four_steps():
-    steps = re.findall(r"^\| (\d\. \w+) \| `(.+?)` \|", read("docs/lesson.md"), re.MULTILINE)
+def test_the_four_steps_are_the_core_s():
+    steps = re.findall(r"^\| (\d\. \w+) \| `(.+?)` \|", read("docs/exercises.md"), re.M)
     source = inspect.getsource(core.speculate)
     places = [source.index(part) for step, line in steps for part in (f"# {step.title()}", line)]
     assert len(steps) == 4 and places == sorted(places)
 
 
 def test_every_command_is_one_that_is_run_here_or_in_an_environment_of_its_own():
-    kinds = (MAKE, f".venv/bin/python {SCRIPT} ", "curl -s", "sed -n")
+    kinds = (MAKE, f".venv/bin/python {SCRIPT} ", "curl -s", COURSE)
     assert [line for line in commands() if not line.startswith(kinds)] == []
     demo, test = (line for line in commands() if line.startswith(MAKE))
     assert demo == f"{MAKE}requirements.txt && .venv/bin/python {SCRIPT} --demo"
     assert test == f"{MAKE}requirements-dev.txt && .venv/bin/python -m pytest"
     assert test in read(".ci/run"), "CI must run README's own test command"
-    (command,) = blocks(read("docs/lesson.md"), "bash")  # which extracts the lesson's blocks
-    extract = command.split(" > ")[0]
-    found = subprocess.check_output(["bash", "-c", extract], cwd=ROOT, text=True)
-    assert found == "".join(blocks(read("docs/lesson.md"), "python"))
 
 
 def test_curl_commands_are_answered(server):

@@ -1,4 +1,4 @@
-"""The lesson's exercises, solved: each shows what a change of the method does, and what it cannot.
+"""The exercises of docs/, solved: each shows what a change of the method does, and what it cannot.
 
 A better drafter has more of its tokens accepted, and a broken one fewer: neither changes the text.
 Only a broken `verify` does. Exercise 4, about distributions, is in test_sampling.py.
@@ -71,7 +71,7 @@ def test_1_a_longer_context_helps(demo_engine, prompts):
 def test_2_a_draft_model_that_never_truncates_changes_no_text(demo_engine, prompts, monkeypatch):
     """It is given up. The exercise names the lines that truncate, and quotes what is said."""
     drafter = demo_engine.pool.drafters["draft_model"]
-    (asked,) = re.findall(r"^2\. (.+?)^3\. ", read("docs/lesson.md"), re.MULTILINE | re.DOTALL)
+    (asked,) = re.findall(r"^2\. (.+?)^3\. ", read("docs/exercises.md"), re.MULTILINE | re.DOTALL)
     assert "both `cache.truncate`" in asked
     assert read("drafters/draft_model.py").count("  cache.truncate(") == 2
     outputs, sound = totals(demo_engine, prompts, {"draft_model": drafter})["draft_model"]

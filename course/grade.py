@@ -1,0 +1,122 @@
+"""Grade a solution in a process of its own, so that whatever it does ends in a sentence.
+
+    grade(3, Path("mine.py"))
+    python -m course.grade 3 mine.py RESULT     what the process runs: it writes RESULT, as JSON
+
+The process has limits of memory, output and time. It is no prison: a solution can cheat.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from tempfile import TemporaryDirectory
+from threading import Event, Timer
+from typing import Any, NamedTuple
+
+from . import checks
+from .lab import FOLDER, Mistake, load
+
+LIMIT_S, MOST_BYTES, MOST_PRINTED = 60.0, 4 << 30, 100_000
+ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+class Grade(NamedTuple):
+    """Whether it is solved, what is said of it, the picture, and what the file has printed."""
+
+    is_solved: bool
+    sentence: str
+    picture: str = ""
+    printed: str = ""
+
+
+def grade(number: int, path: Path, limit_s: float = LIMIT_S) -> Grade:
+    """Run the checks of a task on a file."""
+    with TemporaryDirectory() as folder:
+        result, is_late = Path(folder) / "result", Event()
+        command = [sys.executable, "-m", "course.grade", str(number), path.absolute(), result]
+        process = Popen(
+            command, cwd=FOLDER.parent, env=os.environ | ALONE, start_new_session=True,
+            stdin=DEVNULL, stdout=PIPE, stderr=STDOUT,
+        )  # fmt: skip
+
+        def stop() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+
+        timer = Timer(limit_s, lambda: (is_late.set(), stop()))
+        timer.start()
+        try:
+            printed = process.stdout.read(MOST_PRINTED + 1)
+            if len(printed) <= MOST_PRINTED:
+                process.wait()
+        finally:
+            timer.cancel()
+            stop()
+            process.communicate()
+        text = printed[:2000].decode("utf-8", "replace")
+        with suppress(OSError, ValueError):
+            return Grade(*json.loads(result.read_text("utf-8")), text)
+    name = "prints" if len(printed) > MOST_PRINTED else "endless" if is_late.is_set() else "ends"
+    return Grade(
+        False, Mistake(name, seconds=limit_s, status=process.returncode).sentence, "", text
+    )
+
+
+def settings() -> dict[str, Any]:
+    """What a solution shares with all other code of its process."""
+    import torch
+
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradient mode": torch.is_grad_enabled(),
+        "number of threads": torch.get_num_threads(),
+        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def check(number: int, path: Path) -> str:
+    """The picture of success. Raises Mistake, whatever the solution raises."""
+    try:
+        before = settings() if "torch" in path.read_text("utf-8") else {}
+        shown = checks.check(number, load(path))
+    except Mistake:
+        raise
+    except NotImplementedError:
+        raise Mistake("nothing yet", path=path.name) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Mistake("no file", error=error) from None
+    except SyntaxError as error:
+        raise Mistake("syntax", line=error.lineno, error=error.msg) from None
+    except MemoryError:
+        raise Mistake("memory", gigabytes=MOST_BYTES >> 30) from None
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" in line {frame.lineno}" for frame in frames if frame.filename == str(path)]
+        told = {
+            "kind": type(error).__name__,
+            "error": f"{error!s:.200}",
+            "line": "".join(lines[-1:]),
+        }
+        raise Mistake("import" if isinstance(error, ImportError) else "raises", **told) from None
+    if changed := [name for name in before if settings()[name] != before[name]]:
+        raise Mistake("settings", names=" and ".join(changed))
+    return shown
+
+
+if __name__ == "__main__":
+    number, path, result = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    try:
+        outcome = True, "", check(int(number), Path(path))
+    except Mistake as mistake:
+        outcome = False, mistake.sentence, mistake.picture
+    Path(result).write_text(json.dumps(outcome), "utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # and so do threads that it has left running

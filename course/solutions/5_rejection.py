@@ -1,0 +1,19 @@
+"""Task 5, solved."""
+
+
+def propose(weights, top_k, draw):
+    least = sorted(weights)[-top_k]
+    cut = [w if w >= least else 0 for w in weights]
+    q = [w / sum(cut) for w in cut]
+    return draw(q), q
+
+
+def judge(draft, p, q, chance, draw):
+    kept = []
+    for i, token in enumerate(draft):
+        if not chance(min(1, p[i][token] / q[i][token])):
+            kept.append(draw([max(0, a - b) for a, b in zip(p[i], q[i])]))
+            return kept
+        kept.append(token)
+    kept.append(draw(p[len(draft)]))
+    return kept

@@ -1,0 +1,199 @@
+"""The course grades: skeletons fail, solutions pass, and each known mistake gets its own sentence.
+
+What it takes for right is compared with transformers' generate() and with the core's plain_decode.
+Bad solutions of any kind get one sentence, and never a traceback.
+
+    python -m pytest -n0 tests/test_course.py
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TARGET
+
+from course import grade, lab
+from course.__main__ import main as command_line
+from runtime.values import Sampling
+from server import core
+
+SENTENCES, WRONG = lab.read_mistakes()
+NUMBERS = range(1, 9)
+PROMPTS = "1, 2, 3, 4, 5,", "red, green, blue, red, green,", "class Stack:\n    def"
+# numpy computes in a process of its own, with one thread: more would wait for each other.
+ALL = """
+import json, sys
+from types import ModuleType
+import numpy as np
+from course import checks, grade, lab
+from runtime.sampling import Noise
+
+def said(function, *given):
+    try:
+        return function(*given) and ""
+    except lab.Mistake as mistake:
+        return mistake.sentence
+
+def graded(number, source):
+    exec(source, vars(solution := ModuleType("solution")))
+    return said(checks.check, number, solution)
+
+def raced(solution, prompt):
+    solution.noise = lambda seed, at, size: Noise(seed).exponentials(at, np.arange(size))
+    text, row = list(prompt), lab.Model("target").open()
+    while len(text) < len(prompt) + 24:
+        solution.cycle(row, text, [text[-1], 5], 0.8, 1)
+    return text[len(prompt):][:24]
+
+solutions = {n: lab.path_of(n, "solutions").read_text("utf-8") for n in range(1, 9)}
+given = json.loads(sys.stdin.read())
+prompts = [*map(lab.encode, given["prompts"])]
+print(json.dumps({
+    "solutions": [graded(n, source) for n, source in solutions.items()],
+    "skeletons": [said(grade.check, n, lab.path_of(n)) for n in solutions],
+    "wrong": [graded(n, solutions[n].replace(a, b)) for _, n, a, b in lab.read_mistakes()[1]],
+    "others": [graded(*each) for each in given["others"]],
+    "texts": [lab.plain(p, 24, name) for name in ("target", "draft") for p in prompts],
+    "raced": [raced(lab.load(lab.path_of(6, "solutions")), p) for p in prompts],
+}))
+"""
+# The same mistakes in other words: a task, the mistake, and a solution by another author.
+OTHERS = [
+    (3, "state", """
+class Ngram:
+    def open(self, prompt):
+        self.text = list(prompt)
+    def observe(self, state, tokens):
+        self.text += tokens
+    def propose(self, state, count):
+        text = self.text
+        for i in range(len(text) - 1, 1, -1):
+            if text[i - 2:i] == text[-2:]:
+                return text[i:i + count]
+        return []
+"""),
+    (7, "stand alone", "def tokens(alpha, k): return 1 + k * alpha"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What a process makes of all solutions, and what it writes."""
+    others = [(number, source) for number, _, source in OTHERS]
+    given = json.dumps({"others": others, "prompts": PROMPTS})
+    environ = os.environ | grade.ALONE
+    command = [sys.executable, "-c", ALL]
+    return json.loads(
+        subprocess.check_output(command, input=given, text=True, cwd=ROOT, env=environ)
+    )
+
+
+def test_each_solution_passes_and_each_skeleton_fails_with_its_first_sentence(told):
+    names = [lab.path_of(number).name for number in NUMBERS]
+    assert told["solutions"] == [""] * len(names)
+    assert told["skeletons"] == [SENTENCES["nothing yet"].format(path=name) for name in names]
+
+
+def test_each_wrong_solution_gets_the_sentence_that_was_written_for_it(told):
+    got = dict(zip(WRONG, told["wrong"], strict=True))
+    assert len(got) >= 60 and {number for _, number, *_ in got} == {*NUMBERS}
+    assert [each for each, sentence in got.items() if sentence != SENTENCES[each[0]]] == []
+    assert len({*SENTENCES.values()}) == len(SENTENCES)
+
+
+def test_who_makes_a_mistake_in_other_words_gets_its_sentence_too(told):
+    assert told["others"] == [SENTENCES[name] for _, name, _ in OTHERS]
+
+
+def test_texts_are_those_of_transformers_generate_and_no_tie_is_near(told, reference):
+    expected = []
+    for folder in (TARGET, str(ROOT / "demo_models" / "draft")):
+        for prompt in PROMPTS:
+            ids = torch.tensor([lab.encode(prompt)])
+            answer = reference(folder).generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            expected.append(answer.sequences[0, ids.shape[1] :].tolist())
+            best = torch.stack(answer.logits).topk(2).values
+            assert (best[..., 0] - best[..., 1]).min() > 1e-3
+    assert told["texts"] == expected
+
+
+def test_the_solution_of_task_6_writes_the_engine_s_own_sampled_text(told, demo_engine):
+    """With the engine's noise, and drafts that are mostly wrong."""
+    for prompt, text in zip(PROMPTS, told["raced"], strict=True):
+        ids, sampling = lab.encode(prompt), Sampling(temperature=0.8)
+        assert text == core.plain_decode(demo_engine.target, ids, 24, set(), sampling, seed=1)
+
+
+SOLUTION = lab.path_of(1, "solutions").read_text("utf-8")
+BAD = {
+    "endless": "def verify(draft, choices):\n    while True:\n        pass",
+    "prints": "def verify(draft, choices):\n    while True:\n        print('x' * 1000)",
+    "raises": "def verify(draft, choices):\n    return {}[7]",
+    "settings": f"import torch\ntorch.set_default_dtype(torch.float64)\n{SOLUTION}",
+    "import": "import nothing_that_is_there",
+    "syntax": "def verify(draft, choices:\n    return draft",
+    "no part": "verify = 7",
+    "returns nothing": "def verify(draft, choices):\n    draft + choices",
+    "no tokens": "def verify(draft, choices):\n    return 'text'",
+    "memory": "letters = bytearray(10 ** 11)",
+    "ends": "import os\nos._exit(3)",
+    "no file": None,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_solution_gets_one_sentence(name, tmp_path, monkeypatch, capsys):
+    """Through the command line: the exit status is 1, and nothing else is said."""
+    path = tmp_path / "mine.py"
+    if BAD[name]:
+        path.write_text(BAD[name], "utf-8")
+    limit_s = 3 if name == "endless" else 60  # it never ends, so any limit will do
+    monkeypatch.setattr("course.__main__.grade", lambda *given: grade.grade(*given, limit_s))
+    monkeypatch.setattr(sys, "argv", ["course", "1", "--file", str(path)])
+    assert command_line() == 1
+    said = capsys.readouterr()
+    begin, *_ = re.split(r"\{\w+", SENTENCES[name])
+    sentence = said.out.partition("Not yet. ")[2].strip()
+    assert sentence.startswith(begin) and "\n" not in sentence
+    assert "Traceback" not in said.out and said.err == ""
+
+
+def test_the_way_so_far_and_a_picture(monkeypatch, capsys, tmp_path):
+    """The list asks for the first task that is not done; a wrong answer is shown in its cycle."""
+    solved = [grade.Grade(number == 1, "") for number in NUMBERS]
+    monkeypatch.setattr("course.__main__.grade", lambda number, path: solved[number - 1])
+    monkeypatch.setattr(sys, "argv", ["course"])
+    assert command_line() == 0
+    said = capsys.readouterr().out
+    assert said.count("not yet") == 7 and "Next: read course/tasks/2_truncate.py" in said
+    monkeypatch.undo()
+    path = tmp_path / "mine.py"
+    path.write_text(SOLUTION.replace("choices[: i + 1]", "choices[:i]"), "utf-8")
+    told = grade.grade(1, path)
+    assert told.sentence == SENTENCES["recovered"] and not told.is_solved
+    assert (
+        "5 ✓      6 ✗" in told.picture
+        and "expected: keeps 5 9\n  yours:    keeps 5" in told.picture
+    )
+    path.write_text(f"print('my own words')\n{SOLUTION}", "utf-8")
+    assert grade.grade(1, path)[::3] == (True, "my own words\n")
+
+
+def test_each_chapter_of_the_page_names_its_task_and_the_task_its_chapters():
+    page = (ROOT / "server" / "page" / "index.html").read_text("utf-8")
+    there = re.findall(r"<h2>(\d+\. .+?)</h2><p><small>Write it: <code>(.+?)</code>", page)
+    texts = {str(p.relative_to(ROOT)): p.read_text("utf-8") for p in map(lab.path_of, NUMBERS)}
+    assert len(there) == 11 and {path for _, path in there} == {*texts}
+    assert [each for each in there if each[0] not in texts[each[1]]] == []
+
+
+def test_the_course_has_at_most_1500_lines():
+    files = [p for p in (ROOT / "course").rglob("*") if p.suffix in (".py", ".txt", ".md")]
+    assert sum(path.read_text("utf-8").count("\n") for path in files) <= 1500
