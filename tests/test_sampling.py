@@ -2,8 +2,8 @@
 
 The first test counts that exactly for all small p and q. Chi-squared tests fail when their p-value
 is below 1e-6. Seeds are fixed, so a run that passed passes again; the odds that a correct change of
-the code which draws other numbers makes one of the 50 or so tests fail are 1 in 20 000. mutants.py
-shows that they notice faults.
+the code which draws other numbers makes one of the 50 or so tests fail are 1 in 20 000. mutants.txt
+has faults that they notice.
 """
 
 import itertools
