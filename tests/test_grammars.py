@@ -17,7 +17,7 @@ import conftest
 import llguidance.hf
 import pytest
 import torch
-from conftest import WAYS, finish, load, run, scripted_engine, together
+from conftest import WAYS, decoded_by, finish, load, run, scripted_engine, together
 from llguidance import LLMatcher
 
 from runtime import grammars
@@ -58,24 +58,17 @@ def words_of(target):
 def decode(target, prompt, max_tokens, constraint, sampling=conftest.GREEDY, seed=0):
     """Constrained plain decoding: the tokens, up to an end of text or where nothing may follow."""
     kind, value = constraint
-    matcher, noise = LLMatcher(words_of(target), SOURCES[kind](value)), Noise(seed)
-    row, fed, tokens = target.cache.open_row(), prompt, []
-    try:
-        while len(tokens) < max_tokens:
-            logits = target.forward([row], [fed], [1]).logits[0][0]
-            allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
-            scores = torch.where(allowed > 0, logits, -torch.inf)
-            position = len(prompt) + len(tokens)
-            greedy = int(scores.argmax())
-            token = greedy if sampling.is_greedy else core.choose(scores, sampling, noise, position)
-            assert matcher.consume_token(token)
-            tokens.append(token)
-            if token in target.eos_ids or matcher.is_stopped():
-                break
-            fed = [token]
-        return tokens
-    finally:
-        target.cache.close_row(row)
+    matcher = LLMatcher(words_of(target), SOURCES[kind](value))
+
+    def rule(logits, _):
+        allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        return torch.where(allowed > 0, logits, -torch.inf)
+
+    def is_end(token):
+        assert matcher.consume_token(token)
+        return token in target.eos_ids or matcher.is_stopped()
+
+    return decoded_by(rule, is_end, target, prompt, max_tokens, sampling, seed)
 
 
 def grammar_of(engine, kind, value):
