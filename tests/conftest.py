@@ -27,6 +27,7 @@ from server.events import event
 from server.options import Options
 from server.service import Service
 from server.worker import Run
+from tools.lossless import BATCH
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 TARGET = str(ROOT / "demo_models" / "target")
@@ -115,6 +116,14 @@ def _nothing_noted(notes: Path) -> None:
 def demo_engine() -> Any:
     """The embedded target with every drafter. None may remember a text: all tests share it."""
     return core.load_engine(Options(model="embedded", fixed_k=True, suffix_cache=0))
+
+
+@pytest.fixture(scope="session")
+def many() -> Any:
+    """The embedded models with a short cache of many rows: samples come in batches."""
+    drafter = None if library.why_not() else "self_int8"
+    sizes = {"max_running": BATCH, "max_model_len": 32}
+    return load("embedded", drafter=drafter, suffix_cache=0, **sizes)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import conftest
 import llguidance.hf
 import pytest
 import torch
-from conftest import WAYS, decoded_by, finish, load, run, scripted_engine, together
+from conftest import WAYS, decoded_by, finish, run, scripted_engine, together
 from llguidance import LLMatcher
 
 from runtime import grammars
@@ -27,7 +27,7 @@ from runtime.grammars.measure import USUAL
 from runtime.sampling import Noise
 from runtime.values import Draft, Request
 from server import core
-from tools.lossless import BATCH, compare, first_tokens
+from tools.lossless import compare, first_tokens
 
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
 DRAFTERS = ("ngram", "suffix", "grammar", "draft_model", "mtp", "auto", "tree")
@@ -304,13 +304,6 @@ class Text(list):
     def __init__(self, tokens, noise):
         super().__init__(tokens)
         self.noise = noise
-
-
-@pytest.fixture(scope="module")
-def many():
-    """The embedded models with a short cache of many rows: samples come in batches."""
-    sizes = {"max_running": BATCH, "max_model_len": 32}
-    return load("embedded", drafter=None, suffix_cache=0, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,10 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ScriptedDrafter, in_turn, judge, load, logits_of, needs_compiler
+from conftest import ScriptedDrafter, in_turn, judge, logits_of, needs_compiler
 from transformers.generation import logits_process
 
 from drafters.prediction import PredictionDrafter
-from runtime.kernels import library
 from runtime.sampling import Noise, penalise, truncated_softmax
 from runtime.values import Request
 from server import core
@@ -208,13 +207,6 @@ def test_a_low_temperature_is_no_greedy_choice_and_a_tiny_one_does_not_overflow(
 
 NUM_SAMPLES = 256
 COUNTED = WARM, ALL = "temperature 0.7", "all of them"  # samplings whose tokens are counted
-
-
-@pytest.fixture(scope="module")
-def many():
-    """The embedded models with a short cache of many rows: samples come in batches."""
-    drafter = None if library.why_not() else "self_int8"
-    return load("embedded", drafter=drafter, max_running=BATCH, max_model_len=32)
 
 
 @pytest.fixture(scope="module")
