@@ -27,6 +27,7 @@ from server.events import event
 from server.options import Options
 from server.service import Service
 from server.worker import Run
+from tools.lossless import BATCH
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 TARGET = str(ROOT / "demo_models" / "target")
@@ -115,6 +116,14 @@ def _nothing_noted(notes: Path) -> None:
 def demo_engine() -> Any:
     """The embedded target with every drafter. None may remember a text: all tests share it."""
     return core.load_engine(Options(model="embedded", fixed_k=True, suffix_cache=0))
+
+
+@pytest.fixture(scope="session")
+def many() -> Any:
+    """The embedded models with a short cache of many rows: samples come in batches."""
+    drafter = None if library.why_not() else "self_int8"
+    sizes = {"max_running": BATCH, "max_model_len": 32}
+    return load("embedded", drafter=drafter, suffix_cache=0, **sizes)
 
 
 @pytest.fixture
@@ -442,33 +451,24 @@ def assert_lossless(
 
 
 def decoded_by(
-    rule: Callable[..., torch.Tensor], target: Any, prompt: list[int], sampling: Any, ends: set[int]
+    rule: Callable[[torch.Tensor, list[int]], torch.Tensor],
+    is_end: Callable[[int], bool],
+    target: Any,
+    prompt: list[int],
+    max_tokens: int,
+    sampling: Any,
+    seed: int = 3,
 ) -> list[int]:
-    """Plain decoding of 20 tokens, by the scores [V] that a test's own rule makes of logits [V]."""
-    row, noise, fed, output = target.cache.open_row(), Noise(3), prompt, list[int]()
-    while len(output) < 20 and not ends & {*output}:
-        logits = target.forward([row], [fed], [1]).logits[0][0]
-        scores = rule(logits, sampling, prompt, output)
-        fed = [core.choose(scores, sampling, noise, len(prompt) + len(output))]
-        output += fed
-    target.cache.close_row(row)
+    """Plain decoding by the scores [V] that a test's own rule makes of logits [V] and an output."""
+    noise, fed, output = Noise(seed), prompt, list[int]()
+    with open_rows(target, []) as rows:
+        while len(output) < max_tokens:
+            scores = rule(target.forward(rows, [fed], [1]).logits[0][0], output)
+            fed = [core.choose(scores, sampling, noise, len(prompt) + len(output))]
+            output += fed
+            if is_end(*fed):
+                break
     return output
-
-
-def assert_decided_by(
-    rule: Callable[..., torch.Tensor], engine: Any, prompt: list[int], sampling: Any, ends: set[int]
-) -> list[int]:
-    """The text of seed 3 is the one that the rule gives; returns it."""
-    target = engine.target
-    expected = decoded_by(rule, target, prompt, sampling, ends)
-    assert core.plain_decode(target, prompt, 20, ends, sampling, 3) == expected
-    fields = {"max_tokens": 20, "drafter": "auto", "sampling": sampling, "seed": 3}
-    s, _ = run(engine, prompt, **fields, stop_token_ids=frozenset(ends))
-    assert s.output == expected
-    if expected[-1] in ends:  # the id stands in the output, and not in the text
-        assert s.finish_reason == "stop"
-        assert s.text.text == target.tokenizer.decode(expected[:-1])
-    return expected
 
 
 GREEDY = core.Sampling()

@@ -17,7 +17,7 @@ import conftest
 import llguidance.hf
 import pytest
 import torch
-from conftest import WAYS, finish, load, run, scripted_engine, together
+from conftest import WAYS, decoded_by, finish, run, scripted_engine, together
 from llguidance import LLMatcher
 
 from runtime import grammars
@@ -27,7 +27,7 @@ from runtime.grammars.measure import CHOICE, JSON, LARK, REGEX, USUAL
 from runtime.sampling import Noise
 from runtime.values import Draft, Request
 from server import core
-from tools.lossless import BATCH, compare, first_tokens
+from tools.lossless import compare, first_tokens
 
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
 DRAFTERS = ("ngram", "suffix", "grammar", "draft_model", "mtp", "auto", "tree")
@@ -58,24 +58,17 @@ def words_of(target):
 def decode(target, prompt, max_tokens, constraint, sampling=conftest.GREEDY, seed=0):
     """Constrained plain decoding: the tokens, up to an end of text or where nothing may follow."""
     kind, value = constraint
-    matcher, noise = LLMatcher(words_of(target), SOURCES[kind](value)), Noise(seed)
-    row, fed, tokens = target.cache.open_row(), prompt, []
-    try:
-        while len(tokens) < max_tokens:
-            logits = target.forward([row], [fed], [1]).logits[0][0]
-            allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
-            scores = torch.where(allowed > 0, logits, -torch.inf)
-            position = len(prompt) + len(tokens)
-            greedy = int(scores.argmax())
-            token = greedy if sampling.is_greedy else core.choose(scores, sampling, noise, position)
-            assert matcher.consume_token(token)
-            tokens.append(token)
-            if token in target.eos_ids or matcher.is_stopped():
-                break
-            fed = [token]
-        return tokens
-    finally:
-        target.cache.close_row(row)
+    matcher = LLMatcher(words_of(target), SOURCES[kind](value))
+
+    def rule(logits, _):
+        allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        return torch.where(allowed > 0, logits, -torch.inf)
+
+    def is_end(token):
+        assert matcher.consume_token(token)
+        return token in target.eos_ids or matcher.is_stopped()
+
+    return decoded_by(rule, is_end, target, prompt, max_tokens, sampling, seed)
 
 
 def grammar_of(engine, kind, value):
@@ -311,13 +304,6 @@ class Text(list):
     def __init__(self, tokens, noise):
         super().__init__(tokens)
         self.noise = noise
-
-
-@pytest.fixture(scope="module")
-def many():
-    """The embedded models with a short cache of many rows: samples come in batches."""
-    sizes = {"max_running": BATCH, "max_model_len": 32}
-    return load("embedded", drafter=None, suffix_cache=0, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ nothing can be compiled.
 import hashlib
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -505,9 +506,39 @@ def test_nothing_is_read_or_written_that_is_not_there(tmp_path):
     check_sanitized(tmp_path, "x86-64-v3")
 
 
+CALLERS = [f"tests/test_{name}.py" for name in "kernels gguf choosing scoring recurrent".split()]
+CALLS = {  # tests of these files that call C with odd sizes, and the entry points that they call
+    "a_row_has_the_same_bits": "apply_linear gather read_rows",
+    "four_bits_cannot_hold_stays": "round_matrix",
+    "panels_hold_the_numbers": "bytes_of repack",
+    "attention_of_any_shape or where_nothing_is": "run_decoder tabulate",
+    "exact_in_modules and (gpt_oss or deepseek)": "run_attention",
+    "exact_in_modules and qwen3_5 or on_a_stack": "apply_rule",
+    "a_convolution_gives": "apply_convolution",
+    "in_one_call and (eagle3 or draft_model-0.8)": "run_chain",
+    "another_family_is_served and gpt2": "describe",  # packed weights, and so are the next two
+    "filled_up_to_different or no_kernel_multiplies": "choose",
+    "c_chooses_what and 0.02": "survivors",
+    "the_leaders_that_python": "leaders",
+    "c_is_as_sure": "confidence",
+    "scores_in_c": "score_rows",
+}  # fmt: skip
+
+
+def test_each_entry_point_is_called_under_sanitizers():
+    """By a test of the list above. The run itself is a slow one."""
+    texts = (path.read_text("utf-8") for path in Path(kernels.__file__).parent.glob("*.py"))
+    found = r'(?:compute|_function)\("(\w+)"|(?:load\(\)|call)\.(\w+)\('
+    called = {a or b for text in texts for a, b in re.findall(found, text)}
+    assert called == {*" ".join(CALLS.values()).split()} and len(called) > 15
+    tests = "".join((ROOT / file).read_text("utf-8") for file in CALLERS)
+    for part in re.findall(r"\w+_\w+_\w+", " ".join(CALLS)):
+        assert re.search(rf"^def test_\w*{part}", tests, re.MULTILINE), part
+
+
 @pytest.mark.slow
 def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
-    """These tests and those of GGUF files that call kernels, under both sanitizers."""
+    """One or a few tests of each entry point, under both sanitizers."""
     names = ["libasan.so", "libstdc++.so"]
     if not (gcc := shutil.which("gcc")):
         pytest.skip("needs gcc")
@@ -521,9 +552,7 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
     check_sanitized(tmp_path, "native", kernels=file)
     # As Python's own allocator would, so that sanitizers see the ends of what ctypes makes.
     environment = os.environ | NO_LEAKS | {"LD_PRELOAD": preloaded, "PYTHONMALLOC": "malloc"}
-    tests = [__file__, *(f"tests/test_gguf{part}.py" for part in ("", "_config", "_hub"))]
-    chosen = "not compile and not in_c and not each_key and not each_case and not each_of_many"
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-k", chosen, *tests]
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-k", " or ".join(CALLS), *CALLERS]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
 
 

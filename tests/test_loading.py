@@ -443,20 +443,6 @@ def test_a_model_that_needs_a_deleted_file_is_refused(folder, monkeypatch, name,
         load(path)
 
 
-def test_without_checks_and_comparison_the_same_is_served(folder, monkeypatch):
-    path, text = folder("llama"), tokens(20)
-    expected = served_logits(load(path), text)
-    for name in ("reference", "folder_checks", "chat", "mimo", "rope", "gpt_neo", "pair"):
-        monkeypatch.setitem(sys.modules, f"runtime.models.{name}", None)
-    engine = load(path)
-    assert torch.equal(served_logits(engine, text), expected) and not engine.target.contents
-    with pytest.raises(StartError, match="lacks 1 of the weights"):
-        weights = load_file(path / "model.safetensors")
-        del weights["model.norm.weight"]
-        save_file(weights, path / "model.safetensors", {"format": "pt"})
-        load(path)
-
-
 # -------------------------------------------------------------------------------- comparison
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, name, monkeypatch):

@@ -1,25 +1,44 @@
-"""Masks are those of transformers, written there for its own loop, on each branch of a draft.
+"""Penalties are OpenAI's formula and masks transformers', on each branch of a draft.
 
-Typical sampling is transformers' as well. Stop strings end a text wherever a token ends.
+    logit[j] += logit_bias[j]
+    logit[j] -= count[j] * frequency_penalty + (count[j] > 0) * presence_penalty
+
+count[j] says how often token j was generated before; the prompt's tokens do not count. The formula
+is written here a second time, token by token. Typical sampling is transformers' as well. Stop
+strings end a text wherever a token ends.
 """
 
+from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_decided_by, run, scripted_engine, together
+from conftest import asked, decoded_by, module_client, run, scripted_engine, together
+from started import CHAT, COLOURS, COMPLETIONS, GENERATE, text_of
 from transformers import TypicalLogitsWarper
 from transformers.generation import logits_process
 
+from drafters.pool import AUTO, TREE
+from drafters.tree import ranked
 from runtime.grammars import REGEX, source_of, vocabulary_of
+from runtime.kernels import can_chain
 from runtime.sampling import Noise, penalise
 from runtime.text import TextStream
 from runtime.values import Draft, Request
 from server import core
 
-COMMA, GREEN, RED = 12, 1381, 1117
-SETTINGS = {
+COMMA, GREEN, RED = 12, 1381, 1117  # tokens of COLOURS
+PENALTIES = {
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": 0.8},
+    "rewarded": {"presence_penalty": -2.0, "frequency_penalty": -0.5},
+    "bias": {"logit_bias": ((COMMA, -100.0), (GREEN, 2.0), (700, 3.5))},
+    "all penalties": {
+        "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2,
+        "logit_bias": ((COMMA, -3.0), (GREEN, 1.5)),
+    },
+}  # fmt: skip
+SETTINGS = PENALTIES | {
     "allowed": {"allowed_token_ids": (COMMA, GREEN, 9, 7)},
     "bad": {"bad_words": ((GREEN,), (RED, COMMA), (COMMA, RED))},
     "least": {"min_tokens": 9, "end_ids": (GREEN, 0)},
@@ -36,11 +55,17 @@ WAYS = {
 }
 
 
-def processed(logits, sampling, prompt, generated):
-    """The scores [V] by transformers' processors; what they lack is penalise's own."""
-    simple = replace(sampling, allowed_token_ids=(), bad_words=(), min_tokens=0, typical_p=1.0)
-    scores = penalise(logits[None], simple.for_prompt(prompt), prompt + generated, Draft())
-    ids, text = torch.tensor([prompt + generated]), torch.tensor([generated], dtype=torch.long)
+def scored(logits, sampling, prompt, generated):
+    """The scores [V]: the formula, repetition_penalty after the bias, as we say, and then masks."""
+    scores = logits.clone()
+    for token, bias in sampling.logit_bias:
+        scores[token] += bias
+    for token in {*prompt, *generated}:
+        factor = sampling.repetition_penalty
+        scores[token] *= factor if scores[token] < 0 else 1 / factor
+    for token, count in Counter(generated).items():
+        scores[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
+    scores, ids = scores[None], torch.tensor([prompt + generated])
     if allowed := sampling.allowed_token_ids:
         others = sorted({*range(logits.shape[-1])} - {*allowed})
         scores = logits_process.SuppressTokensLogitsProcessor(others)(ids, scores)
@@ -48,6 +73,7 @@ def processed(logits, sampling, prompt, generated):
         counts = len(prompt), sampling.min_tokens, list(sampling.end_ids)
         scores = logits_process.MinNewTokensLengthLogitsProcessor(*counts)(ids, scores)
     if words := [list(word) for word in sampling.bad_words]:
+        text = torch.tensor([generated], dtype=torch.long)
         scores = logits_process.NoBadWordsLogitsProcessor(words)(text, scores)
     if sampling.typical_p < 1 and not sampling.is_greedy:
         cut = TypicalLogitsWarper(sampling.typical_p)(ids, scores.double() / sampling.temperature)
@@ -57,53 +83,70 @@ def processed(logits, sampling, prompt, generated):
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_that_of_transformers(demo_engine, prompts, name, way):
-    sampling, without = core.Sampling(**SETTINGS[name], **WAYS[way]), core.Sampling(**WAYS[way])
-    has_changed, ends = False, {GREEN}
+def test_the_text_is_that_of_the_formula_and_of_transformers(demo_engine, prompts, name, way):
+    """An end's id stands in the output, and not in the text."""
+    target, sampling = demo_engine.target, core.Sampling(**SETTINGS[name], **WAYS[way])
+    without, has_changed = core.Sampling(**WAYS[way]), False
+    ends = set() if name in PENALTIES else {GREEN}
     for prompt in map(prompts.get, ("repetitive_colours", "hard_docs")):
-        text = assert_decided_by(processed, demo_engine, prompt, sampling, ends)
-        has_changed |= text != core.plain_decode(demo_engine.target, prompt, 20, ends, without, 3)
+        decoded = target, prompt, 20, ends
+        expected = decoded_by(
+            lambda logits, output, prompt=prompt: scored(logits, sampling, prompt, output),
+            ends.__contains__, *decoded[:3], sampling,
+        )  # fmt: skip
+        assert core.plain_decode(*decoded, sampling, 3) == expected
+        fields = {"max_tokens": 20, "drafter": "auto", "sampling": sampling, "seed": 3}
+        s, _ = run(demo_engine, prompt, **fields, stop_token_ids=frozenset(ends))
+        assert s.output == expected
+        if expected[-1] in ends:
+            assert s.finish_reason == "stop"
+            assert s.text.text == target.tokenizer.decode(expected[:-1])
+        has_changed |= expected != core.plain_decode(*decoded, without, 3)
     assert has_changed or (way, name) == ("greedy", "typical")
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_masks_go_with_a_grammar_which_comes_first(demo_engine, prompts, way):
     """Typical tokens are those of what the grammar allows."""
-    target, prompt, written = demo_engine.target, prompts["repetitive_colours"], []
+    target, prompt = demo_engine.target, prompts["repetitive_colours"]
     words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
     grammar = vocabulary_of(*words).compiled(source_of(REGEX, "( (green|red|pink),){9}"))
     sampling = core.Sampling(bad_words=((GREEN,),), typical_p=0.5, **WAYS[way])
-    row, noise, matcher, fed = target.cache.open_row(), Noise(3), grammar.matcher(), prompt
-    while len(written) < 30:
-        logits = matcher.mask(target.forward([row], [fed], [1]).logits[0], Draft())
-        scores = processed(logits[0], sampling, prompt, written)
-        fed = [core.choose(scores, sampling, noise, len(prompt) + len(written))]
-        written += fed
-        if matcher.consume(*fed):
-            break
-    target.cache.close_row(row)
+    matcher = grammar.matcher()
+
+    def rule(logits, output):
+        return scored(matcher.mask(logits[None], Draft())[0], sampling, prompt, output)
+
+    expected = decoded_by(rule, matcher.consume, target, prompt, 30, sampling)
     for drafter in (None, "auto"):
         fields = {"max_tokens": 30, "drafter": drafter, "sampling": sampling, "seed": 3}
         s, _ = run(demo_engine, prompt, grammar=grammar, **fields)
-        assert s.output == written and s.finish_reason == "stop", drafter
+        assert s.output == expected and s.finish_reason == "stop", drafter
+
+
+TREES = [  # a prompt, what was generated, and a draft: a token stands on two branches, twice on one
+    ([5, GREEN, 5], [7, COMMA, 7], [7, 9, 7, GREEN, 9]),
+    ([5, RED, 5], [7, RED, 7, COMMA], [RED, 9, COMMA, GREEN, RED]),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_each_row_of_a_tree_is_masked_by_its_own_branch(name, way):
-    torch.manual_seed(0)
-    prompt, generated = [5, RED, 5], [7, RED, 7, COMMA]
+def test_each_row_of_a_tree_is_scored_by_its_own_branch(name, way):
     sampling = core.Sampling(**SETTINGS[name], **WAYS[way])
-    draft = core.Draft([RED, 9, COMMA, GREEN, RED], parents=[-1, -1, 0, 1, 3])
-    logits = torch.randn(6, 2000) * 3
-    rows = penalise(logits, sampling.for_prompt(prompt), prompt + generated, draft)
-    paths = [[], [RED], [9], [RED, COMMA], [9, GREEN], [9, GREEN, RED]]
-    for i, path in enumerate(paths):
-        expected = processed(logits[i], sampling, prompt, generated + path)
-        torch.testing.assert_close(rows[i], expected)
-    if name == "bad":  # a small model may lack the last tokens
-        few = penalise(logits[:, :1300], sampling.for_prompt(prompt), prompt + generated, draft)
-        torch.testing.assert_close(few, rows[:, :1300])
+    for prompt, generated, drafted in TREES:
+        torch.manual_seed(0)
+        draft, known = core.Draft(drafted, parents=[-1, -1, 0, 1, 3]), prompt + generated
+        a, b, c, d, e = drafted
+        logits = torch.randn(6, 2000) * 3
+        rows = penalise(logits, sampling.for_prompt(prompt), known, draft)
+        for i, path in enumerate([[], [a], [b], [a, c], [b, d], [b, d, e]]):
+            expected = scored(logits[i], sampling, prompt, generated + path)
+            torch.testing.assert_close(rows[i], expected, rtol=1e-6, atol=1e-6)
+        if name == "bad":  # a small model may lack the last tokens
+            few = penalise(logits[:, :1300], sampling.for_prompt(prompt), known, draft)
+            torch.testing.assert_close(few, rows[:, :1300])
+        assert penalise(logits, core.Sampling(**WAYS[way]), [5], draft) is logits
 
 
 @pytest.mark.parametrize("temperature", [0.4, 3.0])
@@ -199,3 +242,46 @@ def test_a_text_may_keep_what_ended_it_and_is_not_ended_too_soon():
     assert text_of(tokens, stop_ids={44}) == (3, "112233")
     assert text_of(tokens, stop_ids={44}, include_stop=True) == (3, "11223344")
     assert text_of(tokens, stop=["555"]) == (None, "112233442233")  # "55" may still become one
+
+
+def test_model_drafters_draw_by_the_same_penalties(demo_engine, prompts):
+    """A bias of 100 leaves one token, so all that a model drafts is that token, and right."""
+    prompt, sampling = prompts["hard_prose"], core.Sampling(logit_bias=((GREEN, 100.0),))
+    for drafter in demo_engine.pool.choices.keys() - {"ngram", "suffix", "grammar", "prediction"}:
+        fields = {"max_tokens": 12, "drafter": drafter, "sampling": sampling}
+        sequence, _ = run(demo_engine, prompt, **fields)
+        assert sequence.output == [GREEN] * 12
+        figures = sequence.statistics
+        assert figures.num_accepted_draft_tokens > 0, drafter
+        if drafter not in (AUTO, TREE):  # which also ask others, and whose branches differ
+            assert figures.draft_acceptance_rate == 1, drafter
+    leaders = ranked(torch.zeros(4096), prompt, sampling, Noise(0), 2)
+    assert leaders[0][0] == GREEN and leaders[0][1] > 0.99
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_chain_in_c_is_refused_where_logits_are_changed(demo_engine, name):
+    drafter = demo_engine.pool.drafters["draft_model"]
+    cache = demo_engine.draft_model.cache
+    for fields, expected in (({}, True), (SETTINGS[name], False)):
+        state = drafter.open([5, 6], core.Sampling(**fields), Noise(0))
+        assert can_chain(cache, [state], [[5, 6]], [3]) is expected
+        drafter.close(state)
+
+
+client = module_client(max_tokens=12)
+FIELDS = {"presence_penalty": 1, "frequency_penalty": 0.5, "logit_bias": {"12": -100, "7": 15}}
+
+
+def test_all_routes_take_them_and_name_an_id_outside_of_the_vocabulary(client):
+    texts, chat = [], [{"role": "user", "content": COLOURS}]
+    said = "logit_bias has token id 4096: the largest one is 4095"
+    ways = (GENERATE, {}), (COMPLETIONS, {}), (GENERATE, {"prompt": chat, "chat": True}), (CHAT, {})
+    for route, more in ways:
+        given = {"prompt": COLOURS, "seed": 1} | more
+        ours, plain = (text_of(asked(client, route, **given, **more)[1]) for more in (FIELDS, {}))
+        assert ours != plain
+        texts.append(ours)
+        status, body = asked(client, route, **given, logit_bias={"3": 1, "4096": 1})
+        assert status == 400 and body["error"]["message"] == said
+    assert texts[0] == texts[1] and texts[2] == texts[3]

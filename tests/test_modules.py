@@ -8,15 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load, needs_compiler, together
+from conftest import load, needs_compiler
 from families import save_small
 from torch import nn
 
 from runtime.kernels import reading
 from runtime.kernels.modules import attention_forward
 from runtime.kernels.patches import pack
-from runtime.values import Request
-from server import core
 
 KNOWN = {
     "llama", "qwen3", "mistral", "qwen2", "granite",
@@ -75,21 +73,3 @@ def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
     torch.testing.assert_close(actual, expected.transpose(1, 2))
     with pytest.raises(TypeError, match="not known here"):
         attention_forward(module, query, key, value, mask, softcap=5.0)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
-def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_folder, way):
-    """In a batch of unequal texts, all of them longer than the family's windows."""
-    draft = str(tiny_folder("llama:1"))
-    engine = load(tiny_folder(family), drafter="draft_model", draft_model=draft, kernels=False)
-    report = engine.target.report
-    assert not report.is_exact and "transformers' modules" in report.doubt
-    requests = [
-        Request([5, 6, 7] * 6, 20, "ngram", **way),
-        Request([*range(20, 60)], 16, "draft_model", **way),
-        Request([9, 8] * 10, 20, None, **way),
-    ]
-    for request, s in zip(requests, together(engine, requests), strict=True):
-        given = engine.target, request.prompt, request.max_tokens, engine.eos_ids
-        assert s.output == core.plain_decode(*given, **way)
-    assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 10

@@ -12,9 +12,8 @@ from unittest.mock import Mock
 import conftest
 import pytest
 import torch
-from conftest import assert_lossless, load, needs_compiler, open_rows, read, run
+from conftest import load, needs_compiler, open_rows, read, run
 from exactness import assert_same_bits
-from test_heads import new_eagle3
 
 from runtime import kernels
 from runtime.cache.states import GatedDelta, RecurrentLayer
@@ -192,16 +191,6 @@ def test_a_trace_tells_how_far_the_states_go_back(prompts, monkeypatch):
             fed, begin = fed + verified - begin + again, kept
         assert sum(steps) == 6 * (fed - again)  # what the last cycle refused is not needed
         assert any(event["recurrent"]["stepped"] for event in events)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
-def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_path, family):
-    """The head's blocks attend; it reads states of recurrent layers and of others."""
-    new_eagle3(tmp_path, layer_ids=(1, 2, 3))
-    engine = load(tiny_folder(family), drafter="eagle3", eagle3=str(tmp_path))
-    engine.eos_ids = set()
-    s = assert_lossless(engine, TEXT[3:150], 24, "eagle3")
-    assert s.statistics.num_draft_tokens > 20 and not s.warnings
 
 
 @pytest.mark.parametrize(("family", "options", "message"), [

@@ -1,7 +1,7 @@
 """A room imports only the rooms below it: runtime ← drafters ← core ← server ← tools.
 
 Nothing grows beyond what a reader can hold: functions, the core and the page have their limits.
-What must be installed is what is imported.
+What must be installed is what is imported. The list of faults to try by hand fits the code.
 """
 
 import ast
@@ -105,3 +105,25 @@ def test_requirements_name_what_is_imported_each_with_a_reason():
     theirs = names - sys.stdlib_module_names - OURS
     assert {name.replace("-", "_") for name in required} == theirs
     assert (ROOT / "requirements-dev.txt").read_text("utf-8").startswith("-r requirements.txt\n")
+
+
+def test_each_fault_of_mutants_txt_has_its_place_and_its_tests():
+    """The list cannot go stale in silence."""
+    tests = {path.stem: path.read_text("utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+    sources = {module: path.read_text("utf-8") for module, path in zip(TREES, FILES, strict=True)}
+    lines = (ROOT / "tests" / "mutants.txt").read_text("utf-8").splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    assert len({*lines[::2]}) == len(lines) / 2
+    for fault, change in zip(lines[::2], lines[1::2], strict=True):
+        place, code = change.strip().replace("\\n", "\n").split(" | ", 1)
+        module, function = place.replace("core:", f"{CORE}:").split(":")
+        node: ast.AST = TREES[module]
+        for name in function.split("."):
+            (node,) = (inner for inner in node.body if getattr(inner, "name", None) == name)
+        old, new = code.split(" →", 1)
+        source = ast.get_source_segment(sources[module], node)
+        assert source.count(old) == 1 and old != new[1:], f"{fault}: {place}"
+        for test in fault.split(" | ")[1:]:
+            file, begin = re.match(r"(\w+)::(\w+)", test).groups()
+            found = re.findall(rf"^def test_{begin}\w*\(", tests[f"test_{file}"], re.MULTILINE)
+            assert len(found) == 1, f"{test} is not one test, but {found}"
