@@ -17,6 +17,7 @@ import torch
 from conftest import ScriptedDrafter, in_turn, judge, logits_of, needs_compiler
 from transformers.generation import logits_process
 
+from drafters.draft_model import DraftModelDrafter
 from drafters.prediction import PredictionDrafter
 from runtime.sampling import Noise, penalise, truncated_softmax
 from runtime.values import Request
@@ -276,3 +277,21 @@ def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt,
     )  # fmt: skip
     theirs = [tuple(row) for row in output[:, len(prompt) :].tolist()]
     assert min(test.p_value for test in compare(plain_samples[ALL], theirs).values()) > ODDS
+
+
+def test_exercise_4_a_greedy_draft_is_lossless_and_costs_acceptance(many, prompt, plain_samples):
+    """q is one-hot: d is accepted with p(d), not Σ min(p, q). Odds of a false alarm: 6e-6."""
+
+    class GreedyDraft(DraftModelDrafter):
+        def open(self, prompt, sampling, noise):
+            return super().open(prompt, Sampling(), noise)
+
+    drawing, greedy = many.pool.drafters["draft_model"], GreedyDraft.__new__(GreedyDraft)
+    vars(greedy).update(vars(drawing))
+    rates = []
+    for drafter, num_samples in ((drawing, NUM_SAMPLES // 4), (greedy, NUM_SAMPLES)):
+        engine = core.Engine(many.target, {"draft_model": drafter})
+        given = engine, prompt, "draft_model", WARM, plain_samples[WARM], num_samples
+        assert smallest_p_value(*given) > ODDS
+        rates.append(engine.totals.by_drafter["draft_model"].draft_acceptance_rate)
+    assert rates[1] < rates[0] - 0.02
