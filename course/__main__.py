@@ -19,7 +19,7 @@ def show_way() -> int:
         path = path_of(number).relative_to(FOLDER.parent)
         is_solved = grade(number, path_of(number)).is_solved
         ahead += [] if is_solved else [f"Next: read {path}, and write what it asks for."]
-        print("done   " if is_solved else "not yet", path)
+        print("done   " if is_solved else "not yet", path, flush=True)
     print(*(ahead or ["All is done. docs/exercises.md leads on to the engine."])[:1])
     return 0
 

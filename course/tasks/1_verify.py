@@ -3,8 +3,8 @@
 (The page's chapters 3. Guess, then check, and 4. A wrong guess, show it.)
 
 A language model reads a text as tokens, words or pieces of words, written as numbers. It gives each
-token that it knows a score for coming next (the logits). Greedy decoding appends the token with the
-largest score and asks again. One run of the model is a pass.
+token that it knows a score for coming next; all scores together are the logits. Greedy decoding
+appends the token with the largest score and asks again. One run of the model is a pass.
 
 In a pass all weights of the model come from memory, which takes nearly all of its time. So a pass
 over five tokens takes little longer than a pass over one, and after each token that it reads the

@@ -2,10 +2,10 @@
 
 (The page's chapters 1. One token at a time, and 6. The cut, show it.)
 
-As described so far each pass would read the whole text again. But what a transformer computes for
-a token, its keys and values, depends on that token and those before it alone. So they are kept, in
-the KV cache, and a pass reads only what the cache lacks. In plain decoding, without drafts, that is
-one token, the pending one: it was chosen by the last pass, and no pass has read it.
+As described so far each pass would read the whole text again. But what the model computes for a
+token (vectors called keys and values) depends on that token and those before it alone. So they are
+kept, in the KV cache, and a pass reads only what the cache lacks. In plain decoding that is one
+token, the pending one: it was chosen by the last pass, and no pass has read it.
 
 With drafts a pass also writes keys and values of guesses that are then rejected. To truncate is to
 forget them; else later tokens would look at a text that was never written. One cycle:
@@ -15,11 +15,11 @@ forget them; else later tokens would look at a text that was never written. One 
     keep [on the]       The cat sat on the
     truncate to 4                               cached: The cat sat on   the is pending
 
-The last token of the text is always pending, so the cache ends just before it. Truncating costs
-nothing: the cache is one array for the longest text, with a length beside it. Lowering the length
-hides what stands behind it, and the next pass overwrites that.
+After each cycle the last token of the text is pending, and the cache ends before it. Truncating
+costs nothing: the cache is one array for the longest text, with a length beside it. Lowering the
+length hides what stands behind it, and the next pass overwrites that.
 
-`target` is one row of the cache of a small model (`Row` in course/lab.py). You need of it:
+`target` is one row of the cache of a small model (a `Row`). You need of it:
 
     target.length             how many tokens of the text the cache holds; 0 before the first cycle
     target.read([12, 7])      one pass over tokens that follow those in the cache, which then holds
@@ -27,8 +27,8 @@ hides what stands behind it, and the next pass overwrites that.
                               follow token 12, row 1 what may follow 7; V is the vocabulary's size
     target.truncate(4)        the cache forgets all but its first 4 tokens
 
-In the first cycle the cache is empty, and the pass reads the whole prompt and the draft. A row of
-logits comes for each token that was read; those from the pending token on are what `verify` needs.
+In the first cycle the cache is empty, and the pass reads the whole prompt and the draft. The
+largest of a row of logits is a choice, and `verify` needs the choices from the pending token's on.
 
 Write `cycle`. Then: python -m course 2
 """

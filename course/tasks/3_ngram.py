@@ -10,8 +10,8 @@ quotes its prompt. So look how the text went on when it last ended like this:
     draft:               brown fox …               what followed there
 
 This is prompt lookup (Saxena, 2023). Searching the whole text in each cycle gets slow as it grows.
-A dictionary is quick: for each pair of tokens, where did the text go on behind it? The text's own
-last two tokens enter it only when the next token comes, else they would find themselves.
+A dictionary is quick: for each pair of tokens, where did the text go on behind it? Enter a pair
+only when the token behind it is known: else the text's last pair would find itself.
 
 One drafter serves many texts at once. So it is an object with three methods, and all that belongs
 to one text is in a state, which `open` returns and the others are given. `propose` only guesses,
@@ -27,7 +27,7 @@ class Ngram:
     state = drafter.open([5, 6, 7, 8])        any kind of object that you like
     drafter.observe(state, [5, 6])            the text is now 5 6 7 8 5 6
     drafter.propose(state, 3) -> [7, 8, 5]    what followed 5 6 before
-    drafter.propose(state, 9) -> [7, 8, 5, 6] up to the end of the text
+    drafter.propose(state, 9) -> [7, 8, 5, 6] fewer, as the text ends there
     """
 
     def open(self, prompt: list[int]) -> object:

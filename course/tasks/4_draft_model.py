@@ -9,12 +9,12 @@ stay in step with a text of which the draft model guessed only a part:
     text    The cat sat │ cached: The cat
     pass 1  reads sat, says on        pass 2  reads on, says a        the draft: on a
             cached: The cat sat on    ("a" was chosen, but never read)
-    verdict 1 accepted, tokens [on, the]
+    observe 1 accepted, tokens [on, the]       what became of the draft: the verdict
             cached: The cat sat on    text: The cat sat on the
 
-Two rules keep it so. After a verdict, truncate to what is both cached and part of the text. Before
-a draft, read every token of the text that is not cached. Think of a draft that was accepted as a
-whole: [on, a] and a bonus. "a" is text now, but was never read, so two tokens are unread.
+Two rules keep it so. After a verdict, truncate to the text before the draft and what was accepted
+of it, or less if less is cached. Before a draft, read every token of the text that is not cached.
+Behind an accepted [on, a] and a bonus two are unread: "a" is text now, but no pass has read it.
 
 `model` is a `Model` of course/lab.py; row = model.open() gives a text its own row of the cache,
 with row.length, row.read(tokens) and row.truncate(length) as in task 2.
@@ -37,7 +37,7 @@ class DraftModel:
         raise NotImplementedError
 
     def propose(self, state: object, max_tokens: int) -> list[int]:
-        """max_tokens guesses (0: none). It makes one pass for each, and reads no token twice."""
+        """max_tokens guesses (0: none), one pass for each, which reads no token that is cached."""
         raise NotImplementedError
 
     def observe(self, state: object, accepted: int, tokens: list[int]) -> None:

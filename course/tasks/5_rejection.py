@@ -3,13 +3,13 @@
 (The page's chapter 10. Or by rejection, shows it.)
 
 So far the likeliest token was taken. To sample is to draw the token by chance: x with probability
-p(x), which is the softmax of the target's logits. The drafter draws its guesses, too, from
-probabilities q of its own. Which guesses may stay, if each text is to be exactly as likely as
-without drafts? The classical rule (Leviathan et al., Chen et al., 2023), for a guess x:
+p(x), the exponential of its logit, divided by the sum of all (the softmax). The drafter draws its
+guesses, too, from probabilities q of its own. Which may stay, if each text is to be exactly as
+likely as without drafts? The classical rule (Leviathan et al., Chen et al., 2023), for a guess x:
 
   - It is accepted with chance min(1, p(x) / q(x)): always, where the target likes it better.
   - If it is rejected, another token is drawn from the residual, max(0, p - q), divided by its sum.
-    This is what the drafter offers too rarely. The guesses behind it are dropped.
+    That is the part of p that q lacks. The guesses behind it are dropped.
   - If all are accepted, a bonus is drawn from p behind the last one.
 
     token    0           1         2

@@ -7,10 +7,10 @@ default rule keeps the text itself. All chance comes from noise that depends on 
 position in the text, on nothing else. Then the target's choice at a position is fixed, whoever
 guessed whatever, and `verify` of task 1 stays as it is.
 
-The draw is a race. noise(seed, position, V) gives each token x a number e[x], exponentially
-distributed. Its time is e[x] / weight[x], and the shortest time wins. The weight is the exponential
-function of logit / temperature. So x wins with probability weight[x] / (sum of weights), which is
-just the softmax: a known property of exponentially distributed numbers.
+The draw is a race. noise(seed, position, V) gives each token x a number e[x] > 0, drawn from the
+exponential distribution. Token x takes the time e[x] / weight[x], and the shortest time wins. The
+weight is exp(logit / temperature). So x wins with probability weight[x] / (sum of weights), which
+is the softmax: a known property of this distribution. A weight of 0 never wins.
 
 A temperature below 1 sharpens the differences, one above 1 flattens them. Take the largest logit
 off all of them first, which changes no winner, else exp overflows.
@@ -37,6 +37,6 @@ def choose(logits: np.ndarray, temperature: float, seed: int, position: int) -> 
 def cycle(target: Row, text: list[int], draft: list[int], temperature: float, seed: int) -> None:
     """The cycle of task 2, where the target's choices are sampled.
 
-    A position is the number of tokens before it, counted from the beginning of the text.
+    A position is the number of tokens before it: the first choice of a cycle has len(text).
     """
     raise NotImplementedError

@@ -4,7 +4,7 @@
 
 Each token that a pass reads is a position. A pass loads each weight once, and multiplies it at each
 position. Loading takes longer, so a few more positions are nearly free, and many are not. On a busy
-Intel Xeon the products with 53 million weights took:
+Intel Xeon the products of a pass with 53 million weights took:
 
     positions    1      5      17     65
     ms          16.9   20.3   27.3   48.7
@@ -40,7 +40,7 @@ def speedup(alpha: float, k: int, draft_ms: float, pass_ms: dict[int, float]) ->
 
 
 def best_k(alpha: float, draft_ms: float, pass_ms: dict[int, float]) -> int:
-    """The fastest k of all that the curve, which knows 1, 2, … n positions, has a time for."""
+    """The fastest k from 0 to n - 1, where the curve knows 1, 2, … n positions."""
     raise NotImplementedError
 
 

@@ -3,7 +3,7 @@
 (The page's chapter 8. When it loses, has many users.)
 
 A server has many users. One pass reads several texts, a batch, and loads the weights once for all.
-But drafts differ in length, and so does what is accepted of them, while a tensor is a rectangle. So
+But drafts differ in length, and so does what is accepted of them, while an array is a rectangle. So
 shorter rows are padded, here on the right (·), and each row of the cache has a length of its own:
 
                         the pass reads         kept       the row then holds
@@ -11,8 +11,8 @@ shorter rows are padded, here on the right (·), and each row of the cache has a
     text 2 (2 cached)   7   8✓   ·    ·        8 9        4 tokens, the last are 7 8
 
 A token sees only tokens before it in its own row. So padding on the right changes nothing for the
-tokens before it. The pass writes it into the row, and it goes the way of all rejected guesses: with
-the truncation, which is each row's own (the rollback). A row of logits comes for padding, too: the
+tokens before it. The pass writes it into the row, and truncation removes it with the rejected
+guesses, in each row by itself (the rollback). A row of logits comes for padding, too: the
 choices of text b are those behind its own pending token and its own draft.
 
     target.read([0, 2], [[5, 6], [7, 0]])      one pass over rows 0 and 2: logits [2, 2, V]
