@@ -41,9 +41,10 @@ def answer_of(body: Any) -> Answer:
     try:
         text, told = body["choices"][0]["text"], body["choices"][0].get("logprobs") or {}
         if content := told.get("content"):  # llama.cpp's form, which is that of chats
-            tokens, chosen = [x["token"] for x in content], [x["logprob"] for x in content]
-            tops = [x.get("top_logprobs") or () for x in content]
-            likely = [{x["token"]: x["logprob"] for x in top} for top in tops]
+            chosen, tops = [x["logprob"] for x in content], [x["top_logprobs"] for x in content]
+            name = "id" if "id" in content[0] else "token"  # several tokens may have one text
+            tokens = [x[name] for x in content]
+            likely = [{str(x[name]): x["logprob"] for x in top} for top in tops]
         else:
             tokens, chosen = told.get("tokens") or [], told.get("token_logprobs") or []
             likely = [each or {} for each in told.get("top_logprobs") or ()]
@@ -63,7 +64,7 @@ def answer_of(body: Any) -> Answer:
 
 # It follows no redirects: the key goes to the endpoint alone.
 _OPENER = urllib.request.OpenerDirector()
-for _name in ("HTTPHandler", "HTTPSHandler", "UnknownHandler"):
+for _name in ("HTTPHandler", "HTTPSHandler"):
     _OPENER.add_handler(getattr(urllib.request, _name)())
 
 
@@ -77,6 +78,8 @@ class Endpoint:
         self.url, self.fields = url.rstrip("/").removesuffix("/v1"), fields
         self.key, self.timeout_s = os.environ.get("OPENAI_API_KEY"), timeout_s
         self.model = model or ""
+        if not url.startswith(("http://", "https://")):
+            raise NoAnswer(f"{url} begins with neither http:// nor https://")
         if not self.model:
             try:
                 self.model = str(self._send("/v1/models")["data"][0]["id"])
@@ -112,7 +115,11 @@ class Endpoint:
                 reason = f"it did not answer in {self.timeout_s} s"
         except (ValueError, RecursionError):
             reason = f"its answer is no JSON: {text[:80]!r}"
-        raise NoAnswer(f"{self.url}{path}: {' '.join(reason[:300].split())}")
+        reason = self._without_key(reason)[:300]
+        raise NoAnswer(f"{self.url}{path}: {' '.join(reason.split())}")
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self.key, "…") if self.key else text
 
     def _fetch(self, request: urllib.request.Request) -> tuple[int, str]:
         """Status and text of an answer, without the key. TimeoutError: it does not end in time."""
@@ -122,5 +129,4 @@ class Endpoint:
                 whole += piece
                 if time.monotonic() > until:
                     raise TimeoutError
-        text = whole.decode(errors="replace")
-        return response.status, text.replace(self.key, "…") if self.key else text
+        return response.status, self._without_key(whole.decode(errors="replace"))
