@@ -188,6 +188,13 @@ def test_an_interrupted_audit_asks_for_what_is_missing_alone(capsys, tmp_path):
         assert not endpoint.asked
 
 
+def test_a_state_that_cannot_be_written_is_one_line(capsys, tmp_path):
+    state = str(tmp_path / "no" / "state")
+    with fake(fair) as endpoint:
+        status, said, _ = audited(capsys, endpoint.url, *OFF, "--state", state)
+    assert status == 2 and f"'{state}'" in said
+
+
 @pytest.mark.parametrize("plain", [OFF, ()], ids=["plain decoding", "log-probabilities"])
 def test_samples_of_another_distribution_are_found(plain, capsys):
     def always_a(asked):

@@ -347,18 +347,21 @@ def main(arguments: list[str] | None = None) -> int:
             url, fields = flags.baseline or flags.url, flags.fields | flags.off
             plain = Endpoint(url, fields, flags.model, flags.timeout)
         audit = Audit(endpoint, plain, flags)
-    except (NoAnswer, OSError) as error:
+        for check in (audit.greedy, audit.sampled, audit.bounded, audit.figures):
+            begin = len(findings)
+            try:
+                findings += check()
+            except NoAnswer as error:
+                findings.append(Finding(check.__name__, error.verdict, str(error)))
+            for finding in findings[begin:]:
+                if not flags.json:
+                    tqdm.write(f"{finding.verdict:12}{finding.check}: {finding.evidence}")
+    except (NoAnswer, OSError) as error:  # the file of --state cannot be written, for one
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for check in (audit.greedy, audit.sampled, audit.bounded, audit.figures):
-        begin = len(findings)
-        try:
-            findings += check()
-        except NoAnswer as error:
-            findings.append(Finding(check.__name__, error.verdict, str(error)))
-        for finding in findings[begin:]:
-            if not flags.json:
-                tqdm.write(f"{finding.verdict:12}{finding.check}: {finding.evidence}")
+    except KeyboardInterrupt:
+        print("interrupted (with --state a second run goes on)", file=sys.stderr)
+        return 130
     said, status = verdict_of(findings)
     document = {"verdict": said, "findings": [finding._asdict() for finding in findings]}
     print(json.dumps(document) if flags.json else f"\n{said}")
