@@ -35,7 +35,6 @@ FOUND = {  # mutants of mutants.txt by name, and the fields of requests that mee
     "the bonus is drawn from the row before": REJECTION,
     "all drafts are judged by one number": REJECTION,
     "all tokens of a draft have one mask": DRAWN,
-    "a token is dropped because it was drawn": REJECTION,
     "noise is the same at each place of a draft": DRAWN,
 }
 SPARED = {  # as they stand in the list, they break plain decoding, too
