@@ -402,12 +402,8 @@ def task_7(solution: ModuleType) -> Iterator[Case]:
             yield f"  {name}{case}", exact, exact if is_near else got, "other number"
     here = lab.measure()
     told = [f"{solution.best_k(a, 0.1 * here[1], here)} for α = {a}" for a in (0.2, 0.5, 0.8)]
-    yield (
-        f"  Here, with a drafter of a tenth of a pass, the best K is {', '.join(told)}.",
-        "",
-        "",
-        "",
-    )
+    shown = f"  Here, with a drafter of a tenth of a pass, the best K is {', '.join(told)}."
+    yield shown, "", "", ""
 
 
 TASKS = (task_1, task_2, task_3, task_4, task_5, task_6, task_7, task_8)

@@ -323,6 +323,8 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
             return f"--{name} goes with --{other}"
     if flags.demo and flags.drafter == PLAIN:
         return "--demo compares drafters: --drafter none does not go with it"
+    if flags.quantize and not flags.kernels:
+        return "--quantize computes in C: leave out --no-kernels"
     if (key := flags.api_key) == "":
         return "cannot use the API key: it is empty: leave it out for none"
     if key and (key != key.strip() or not key.isprintable()):  # bytes that are not UTF-8 are not

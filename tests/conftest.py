@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -546,3 +546,28 @@ class ScriptedDrafter(Drafter):
 def scripted_engine(engine: Any, script: Script, probs: Callable[..., Any] | None = None) -> Any:
     """The engine's target with a scripted drafter of its own, which may claim probs."""
     return core.Engine(engine.target, {"scripted": ScriptedDrafter(script, probs)}, "scripted")
+
+
+# --------------------------------------------------------------------------- faults on purpose
+class Mutant(NamedTuple):
+    """A fault of mutants.txt: `old` becomes `new` in a function `path` of a module."""
+
+    name: str
+    tests: list[str]  # that notice it
+    module: str
+    path: str
+    old: str
+    new: str
+
+
+def mutants() -> list[Mutant]:
+    """The faults of mutants.txt, in its order."""
+    lines = (ROOT / "tests" / "mutants.txt").read_text("utf-8").splitlines()
+    lines, found = [line for line in lines if line and not line.startswith("#")], list[Mutant]()
+    for fault, change in zip(lines[::2], lines[1::2], strict=True):
+        name, *tests = fault.split(" | ")
+        place, code = change.strip().replace("\\n", "\n").split(" | ", 1)
+        old, new = code.split(" →", 1)
+        where = place.replace("core:", "08_speculative_decoding:").split(":")
+        found.append(Mutant(name, tests, *where, old, new.removeprefix(" ")))
+    return found

@@ -13,7 +13,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import mutants
 from fake_endpoint import fair, fake
 from started import CORE, module_server, serving
 
@@ -46,18 +46,15 @@ QUICK = [*FOUND][:2]
 
 def apply_mutant(name):
     """Break the function that a line of mutants.txt names, for all who hold it."""
-    lines = (ROOT / "tests" / "mutants.txt").read_text("utf-8").splitlines()
-    (change,) = [b for a, b in itertools.pairwise(lines) if a.startswith(f"{name} |")]
-    place, code = change.strip().replace("\\n", "\n").split(" | ", 1)
-    old, new = code.split(" → ", 1)
+    (mutant,) = [each for each in mutants() if each.name == name]
+    new = mutant.new
     for usual, spared in SPARED.items():
         new = new.replace(usual, spared)
-    module, path = place.replace("core:", f"{CORE}:").split(":")
-    scope = vars(importlib.import_module(module))
-    function = inspect.unwrap(operator.attrgetter(path)(SimpleNamespace(**scope)))
+    scope = vars(importlib.import_module(mutant.module))
+    function = inspect.unwrap(operator.attrgetter(mutant.path)(SimpleNamespace(**scope)))
     source, names = textwrap.dedent(inspect.getsource(function)), dict(scope)
-    assert source.count(old) == 1
-    exec(source.replace(old, new), names)  # noqa: S102
+    assert source.count(mutant.old) == 1
+    exec(source.replace(mutant.old, new), names)  # noqa: S102
     function.__code__ = inspect.unwrap(names[function.__name__]).__code__
 
 
@@ -185,6 +182,18 @@ def test_an_interrupted_audit_asks_for_what_is_missing_alone(capsys, tmp_path):
         endpoint.asked.clear()
         assert audited(capsys, endpoint.url, *OFF, "--state", str(state))[2] == document
         assert not endpoint.asked
+
+
+def test_texts_that_differ_where_nothing_tells_why_are_no_proof(capsys):
+    def answer(asked):
+        body = fair(asked)
+        if not asked["temperature"]:
+            body["choices"][0] = {"text": "a" if "speculative" in asked else "b"}
+        return body
+
+    with fake(answer) as endpoint:
+        status, said, document = audited(capsys, endpoint.url, *OFF)
+    assert status == 2 and document["verdict"].startswith("not told: 3 of 3 texts differ")
 
 
 def test_a_state_that_cannot_be_written_is_one_line(capsys, tmp_path):

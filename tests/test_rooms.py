@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 
-from conftest import ROOT
+from conftest import ROOT, mutants
 
 from runtime import kernels
 
@@ -111,19 +111,14 @@ def test_each_fault_of_mutants_txt_has_its_place_and_its_tests():
     """The list cannot go stale in silence."""
     tests = {path.stem: path.read_text("utf-8") for path in (ROOT / "tests").glob("test_*.py")}
     sources = {module: path.read_text("utf-8") for module, path in zip(TREES, FILES, strict=True)}
-    lines = (ROOT / "tests" / "mutants.txt").read_text("utf-8").splitlines()
-    lines = [line for line in lines if line and not line.startswith("#")]
-    assert len({*lines[::2]}) == len(lines) / 2
-    for fault, change in zip(lines[::2], lines[1::2], strict=True):
-        place, code = change.strip().replace("\\n", "\n").split(" | ", 1)
-        module, function = place.replace("core:", f"{CORE}:").split(":")
-        node: ast.AST = TREES[module]
-        for name in function.split("."):
+    assert len({mutant.name for mutant in mutants()}) == len(mutants())
+    for mutant in mutants():
+        node: ast.AST = TREES[mutant.module]
+        for name in mutant.path.split("."):
             (node,) = (inner for inner in node.body if getattr(inner, "name", None) == name)
-        old, new = code.split(" →", 1)
-        source = ast.get_source_segment(sources[module], node)
-        assert source.count(old) == 1 and old != new[1:], f"{fault}: {place}"
-        for test in fault.split(" | ")[1:]:
+        source = ast.get_source_segment(sources[mutant.module], node)
+        assert source.count(mutant.old) == 1 and mutant.old != mutant.new, mutant
+        for test in mutant.tests:
             file, begin = re.match(r"(\w+)::(\w+)", test).groups()
             found = re.findall(rf"^def test_{begin}\w*\(", tests[f"test_{file}"], re.MULTILINE)
             assert len(found) == 1, f"{test} is not one test, but {found}"

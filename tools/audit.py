@@ -313,13 +313,15 @@ def _why_impossible(answer: Answer) -> str | None:
 def verdict_of(findings: list[Finding]) -> tuple[str, int]:
     """A sentence in plain words, and the exit status."""
     first = {finding.verdict: finding for finding in reversed(findings)}
-    compared = [f for f in findings if "plain decoding" in f.check and f.verdict != NOT_CHECKED]
+    compared = [f for f in findings if "plain decoding" in f.check]
     if found := first.get(FAILED):
         return f"not lossless, or not to be trusted: {found.check}: {found.evidence}", 1
     if found := first.get("no answer"):
         return f"not told: {found.evidence}", 2
     if not compared:
         return "not told: there is nothing to compare with: give --baseline or --off", 2
+    if compared[0].verdict == NOT_CHECKED:  # greedy texts differ
+        return f"not told: {compared[0].evidence}", 2
     sure = "a correct server fails in fewer than 1 of 100,000 audits"
     if compared[0].verdict == NEAR_TIES:
         return f"lossless but for rounding: {compared[0].evidence} ({sure})", 0

@@ -20,7 +20,7 @@ import tools as bench
 from server.options import ROOT
 
 HOST = "127.0.0.1"
-START_S, CURVE_S, STOP_S = 300.0, 30.0, 60.0
+START_S, CURVE_S, STOP_S, ANSWER_S = 300.0, 30.0, 60.0, 600.0
 PAUSE_S = 0.1  # after which the idle threads of another server are asleep
 OURS = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
 
@@ -36,7 +36,7 @@ def our_command(**options: Any) -> list[str]:
 
 @contextmanager
 def answering(
-    port: int, method: str, path: str, body: str | None = None, timeout_s: float = 600.0
+    port: int, method: str, path: str, body: str | None = None, timeout_s: float = ANSWER_S
 ) -> Iterator[http.client.HTTPResponse]:
     """The answer to a request as it begins, on a connection of its own.
 
@@ -59,6 +59,8 @@ def events_of(port: int, path: str, fields: dict[str, Any]) -> Iterator[tuple[fl
     with answering(port, "POST", path, json.dumps(fields)) as response:
         for line in response:
             ms, last = (time.perf_counter() - began) * 1e3, line.strip() or last
+            if ms > ANSWER_S * 1e3:
+                raise TimeoutError("the answer did not end in time")
             if line.startswith((b"{", b"data: {")):
                 event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
