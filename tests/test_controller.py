@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product, takewhile
 from math import inf
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import conftest
@@ -865,11 +866,22 @@ def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
 
 # --------------------------------------------------- what must read a prompt before it drafts
 def test_of_texts_that_end_soon_little_is_left_and_what_was_cut_might_have_gone_on():
-    short, cut = Lengths(), Lengths()
+    def text(num_read, length, finish_reason=None):
+        tokens = [0] * (num_read + length)
+        output = tokens[num_read:]
+        return SimpleNamespace(
+            tokens=tokens, output=output, remaining=1000 - length, finish_reason=finish_reason
+        )
+
+    lengths = Lengths()
     for _ in range(40):
-        short.observe(10, is_whole=True)
-        cut.observe(7, is_whole=False)
-    assert short.left(9, 1000) == 1 and short.left(20, 1000) == cut.left(0, 1000) == 1000
+        lengths.observe(text(600, 10, "stop"))
+        lengths.observe(text(90, 7, "length"))
+    assert lengths.left(text(700, 9)) == 1 and lengths.left(text(700, 20)) == 980
+    assert lengths.left(text(100, 0)) == lengths.left(text(300, 0)) == 1000  # of other prompts
+    lengths.observe(text(300, 30, "stop"))
+    lengths.observe(text(300, 20, "stop"))
+    assert lengths.left(text(300, 5)) == 15 and lengths.left(text(300, 20)) == 10
 
 
 def test_while_prompts_are_read_no_model_reads_another_text(steady, prompts):

@@ -19,7 +19,7 @@ from math import inf, prod
 from statistics import fmean, median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
-from runtime.values import MAX_SPECULATIVE_TOKENS, Json
+from runtime.values import MAX_SPECULATIVE_TOKENS, Json, TextSequence
 
 PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 CERTAIN = 0.83  # how certain the target is of its tokens, before anything was seen
@@ -30,7 +30,7 @@ LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
 # beside what was seen and so many. What is typical moves it, too.
 _RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
-_TEXTS, _USUAL, SHORTEST = 64, 4, 10  # whose lengths are known; but for one in so many
+_TEXTS = 64  # whose lengths are known
 _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many are believed
 _TRIED = 2  # passes over so many rows, until a request may draft twice as many
 _DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
@@ -46,22 +46,30 @@ Call = tuple[str, list[int], int, float]  # of a drafter: see Costs.observe_pass
 
 
 class Lengths:
-    """How long the latest texts became: of what is left a drafter must win what reading takes."""
+    """How long the latest texts became: of what is left a drafter must win what reading takes.
+
+    Whoever has a prompt of about the same length often asks for the same: a number of a long page,
+    say. So texts are told apart by the powers of two that their prompts have reached.
+    """
 
     def __init__(self) -> None:
-        self._latest = deque[float](maxlen=_TEXTS)
+        self._latest: dict[int, deque[float]] = {}
 
-    def observe(self, num_tokens: int, is_whole: bool) -> None:
-        """A text of so many tokens; without `is_whole` it was cut, so it might have gone on."""
-        self._latest.append(num_tokens if is_whole else inf)
+    def observe(self, s: TextSequence) -> None:
+        """Learn from a text that ended. What did not stop by itself might have gone on."""
+        length = len(s.output) if s.finish_reason == "stop" else inf
+        latest = self._latest.setdefault(self._kind(s), deque(maxlen=_TEXTS))
+        latest.append(length)
 
-    def left(self, num_tokens: int, limit: int, part: int = _USUAL) -> float:
-        """How many more tokens a text of so many gets but in one of `part` cases; at most `limit`.
+    def left(self, s: TextSequence) -> float:
+        """How many more tokens this text gets in half of the cases; at most what it may have."""
+        known = self._latest.get(self._kind(s), ())
+        longer = [length - len(s.output) for length in known if length > len(s.output)]
+        return min(s.remaining, median_low(longer)) if longer else s.remaining
 
-        The mean would have it read where a third of the texts, all short ones, lose by it.
-        """
-        longer = sorted(length - num_tokens for length in self._latest if length > num_tokens)
-        return min(limit, longer[len(longer) // part]) if longer else limit
+    @staticmethod
+    def _kind(s: TextSequence) -> int:
+        return (len(s.tokens) - len(s.output)).bit_length()
 
 
 class Certainty:

@@ -38,12 +38,10 @@ from runtime.sampling import confidence
 from runtime.values import Cycle, Draft, Model, TextSequence
 
 from .decision import Decision
-from .estimates import READ_ALONG, SHORTEST, Acceptance, Agreement, Certainty, Costs, Lengths
+from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Lengths
 
 PROBE_BUDGET, CHOICE_BUDGET = 0.005, 0.01  # of the time, at most
-# Plain cycles: no more texts are read for a model where one takes so long; and of what a text takes
-# that is one of the shortest, a share that reading it may take.
-_READING, _RISKED = 1.0, 0.3
+_READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
 _WARMER, _LATELY = 0.5, 0.1  # temperatures told apart; how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
 _EACH, _NOW_AND_THEN = 32, 4  # tokens whose certainty is noted; later in one of so many cycles
@@ -89,7 +87,6 @@ class Candidate:
     able: dict[str, Acceptance]  # the records of the drafters that may propose now
     limit: int = 0  # drafted tokens, at most, now
     remaining: float = 0.0  # tokens until it ends, as is to be expected
-    shortest: float = inf  # tokens that it has in the end, if it is one of the shortest
     records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
     guesses: dict[str, Guess | None] = field(default_factory=dict)  # in this cycle, by drafter
     certainty: Certainty = field(default_factory=Certainty)  # the target's, in this text
@@ -149,8 +146,7 @@ class Choice:
             record = candidate.able.get(name)
             must_read = runs and record and record.unread > READ_ALONG
             reading_ms = record.unread * price.read_ms if record else 0.0
-            most_ms = _RISKED * candidate.shortest * self.prices.plain_ms
-            if not record or (must_read and (left_ms <= 0 or reading_ms > most_ms)):
+            if not record or (must_read and left_ms <= 0):
                 continue
             limit = min(candidate.limit, self.prices.most, self._costs.at_once.get(name, inf))
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
@@ -306,7 +302,7 @@ class Planner(FixedK):
 
     def close(self, s: TextSequence) -> None:
         controller = self.controller
-        controller.lengths.observe(len(s.output), s.finish_reason == "stop")
+        controller.lengths.observe(s)
         if (candidate := self.candidates.pop(s, None)) and candidate.certainty.count:
             usual = controller.certainty
             usual.mean += _TEXTWISE * (candidate.certainty.mean - usual.mean)
@@ -355,9 +351,7 @@ class Planner(FixedK):
             candidate, candidate.guesses = self.candidates[s], {}
             self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
             candidate.limit = limit_of(s)
-            length, lengths = len(s.output), self.controller.lengths
-            candidate.remaining = lengths.left(length, s.remaining)
-            candidate.shortest = length + lengths.left(length, s.remaining, SHORTEST)
+            candidate.remaining = self.controller.lengths.left(s)
             if candidate.limit and not s.request.fixed_k:
                 candidate.able = self._able(s, candidate)
                 asking += [s] if candidate.able else []
