@@ -23,7 +23,7 @@ from conftest import ScriptedDrafter, before, finish, run
 from drafters import base
 from drafters.auto import Controller, Planner, estimates
 from drafters.auto.estimates import Acceptance, Agreement, Calibration, Certainty, Costs, Lengths
-from drafters.auto.planner import CHOICE_BUDGET, CHOSEN, PROBE_BUDGET, REUSED, Candidate
+from drafters.auto.planner import CHOICE_BUDGET, CHOSEN, REUSED, Candidate
 from drafters.plan import DraftedText, FixedK, Guess, Task
 from drafters.pool import DrafterPool
 from runtime.statistics import Statistics
@@ -37,13 +37,10 @@ K = 8
 WEIGHTS = 100, {"model": 20, "other": 20, "free": 0}
 
 
-def settled(alpha, since=0):
-    """A long record of a drafter whose tokens are accepted in this share of cases.
-
-    The last draft came `since` cycles ago.
-    """
+def settled(alpha):
+    """A long record of a drafter whose tokens are accepted in this share of cases."""
     record = Acceptance()
-    record.cycles, record.since = 1000, since
+    record.cycles = 1000
     record.chances = [alpha**i for i in range(1, len(record.chances) + 1)]
     return record
 
@@ -68,12 +65,6 @@ def decide(controller, *asks, limit=K):
     """The decisions on requests with such records by drafter, in a new batch."""
     controller.worth.clear()  # time is worth what plain decoding makes of it
     return controller.decide([Candidate(able, limit, 1000) for able in asks], len(asks), True)
-
-
-def settle(controller, *asks, limit=K):
-    """The decisions on these, without a probe."""
-    made = [decide(controller, *asks, limit=limit) for _ in range(100)]
-    return [each for each in made if not any(decision.is_probe for decision in each)][-1]
 
 
 def script_of(token):
@@ -203,7 +194,7 @@ def test_what_a_step_must_bring_is_what_it_costs(batch):
     drafters = {"model": {"call_ms": 3.0, "step_ms": 1.0, "read_ms": 0.1}}
     controller.costs.start_from(Curve({1: 10.2, 2: 10.4, 50: 20.0}, drafters))
     measure(controller.costs, batch, call_ms=3.0, model=1.0)
-    decision = settle(controller, *[{"model": settled(0.9)}] * batch)[0]
+    decision = decide(controller, *[{"model": settled(0.9)}] * batch)[0]
     rate = batch / controller.costs.a_pass(batch, batch)
     assert decision.break_even == pytest.approx(rate * ((3 + 1) / batch + 0.2), rel=0.1)
     assert decision.least_chance == pytest.approx(rate * (1 / batch + 0.2), rel=0.1)
@@ -248,30 +239,33 @@ def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c, at_once):
     steps = [min(k, 1) if at_once else k for k in every]
     times = [(steps[k] * c * 10 + a_pass(1, k + 1)) / a_pass(1, 1) for k in every]
     speedups = [tokens[k] / times[k] for k in every]
-    (decision,) = settle(controller, {"model": settled(alpha)})
+    (decision,) = decide(controller, {"model": settled(alpha)})
     chosen = decision.num_tokens
     assert tokens[chosen] - times[chosen] > max(tokens[k] - times[k] for k in every) - 0.01
     assert speedups[chosen] >= 0.96 * max(speedups)
     assert decision.expected_speedup == pytest.approx(speedups[chosen], rel=0.01)
 
 
-def test_without_drafts_it_probes_now_and_then_and_comes_back():
+@pytest.mark.parametrize("name", ["model", "free"])
+def test_what_a_drafter_did_is_forgotten_in_time_so_it_is_tried_again(name):
+    """One that is never right costs hardly anything; one that has become right comes back."""
     controller = measured()
-    record, asked = controller.record("model", "greedy"), []
+    typical = controller.record(name, "greedy")
+    record, spent = controller.record(name, "greedy"), []
     for _ in range(200):
-        record.observe(K, 0)
-    for _ in range(1000):
-        (decision,) = decide(controller, {"model": record})
-        asked.append(decision.num_tokens)
-        record.observe(decision.num_tokens, 0)
-    assert max(asked) == 1
-    # A probe costs so much of a pass, less what it may win; together half a percent of the time.
-    spent = sum(asked) * (decision.break_even - decision.alpha)
-    assert 0.5 < spent / (PROBE_BUDGET * 1000) <= 1.01
-    for _ in range(400):  # now the text has become easy
-        (decision,) = decide(controller, {"model": record})
-        record.observe(decision.num_tokens, decision.num_tokens)
-    assert decision.num_tokens >= 5 and not decision.is_probe
+        record.observe(K, 0, K, certain=[0.9])
+    for _ in range(4000):
+        (decision,) = decide(controller, {name: record})
+        spent.append(decision.num_tokens * decision.break_even)
+        record.observe(decision.num_tokens, 0, certain=[0.9])
+    assert 0 < sum(spent) < 0.01 * len(spent)
+    while not decide(controller, {name: record})[0].num_tokens:
+        record.observe(0, 0)
+    for _ in range(40):
+        (decision,) = decide(controller, {name: record})
+        record.observe(decision.num_tokens, decision.num_tokens, certain=[0.9] * K)
+    assert decision.num_tokens >= 5
+    assert controller.record(name, "greedy").reach(1)[0] < typical.reach(1)[0]  # others know of it
 
 
 def test_batches_of_other_sizes_have_costs_of_their_own():
@@ -281,21 +275,12 @@ def test_batches_of_other_sizes_have_costs_of_their_own():
     assert one.plain_ms == pytest.approx(10.2, rel=0.1)
     assert eight.plain_ms == pytest.approx(100 + 9 * 0.2, rel=0.1)
     assert controller.costs.a_pass(1, 8) < 20
-    first, *_ = settle(controller, *[records] * 9)
-    assert settle(controller, records)[0].num_tokens > first.num_tokens == 0
-
-
-def test_a_probe_pays_for_what_is_not_done_anyway():
-    """A step that neighbours take costs it nothing."""
-    controller, good, idle = measured(c=0.5, batch=4), settled(0.9), settled(0.0, since=1)
-    controller._saved["model"] = 0.1  # tokens, of which a row takes .07 and a step nearly two
-    made = decide(controller, *({"model": record} for record in (good, good, good, idle)))
-    probes = [decision.is_probe for decision in made]
-    assert probes == [False] * 3 + [True]
+    first, *_ = decide(controller, *[records] * 9)
+    assert decide(controller, records)[0].num_tokens > first.num_tokens == 0
 
 
 def test_it_says_why():
-    ((good,), (poor,)) = (settle(measured(), {"model": settled(each)}) for each in (0.95, 0.05))
+    ((good,), (poor,)) = (decide(measured(), {"model": settled(each)}) for each in (0.95, 0.05))
     assert re.fullmatch(r"model, K=\d: α .9\d, c .20, expected \d\.\d\d×", str(good))
     assert str(poor) == "K=0 is faster here: model has α .05 < break-even .22 (c .20)"
     dear = "K=0 is faster now: starting model would not pay yet (α .85)"
@@ -400,7 +385,7 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(controller, seed):
         return tokens - 3 / prices.plain_ms * ms
 
     every = [[("", 0), *((n, k) for n in record for k in (1, 2, 3))] for record in records]
-    found = [decision[:2] for decision in settle(controller, *records, limit=3)]
+    found = [decision[:2] for decision in decide(controller, *records, limit=3)]
     for choices in product(*every):
         if len({name for name, count in choices if count and name in models}) < 2:
             assert gain(found) >= gain(choices) - 0.03
@@ -410,9 +395,9 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(controller):
     """Each would do better with another one; who can have one alone gets it."""
     measure(controller.costs, 2, model=1.0, other=1.0)
     good, poor = settled(0.9), settled(0.2)
-    both = settle(controller, {"model": good, "other": poor}, {"model": poor, "other": good})
+    both = decide(controller, {"model": good, "other": poor}, {"model": poor, "other": good})
     assert len({d.drafter for d in both if d.num_tokens}) == 1
-    only = settle(controller, {"model": good}, {"other": good})
+    only = decide(controller, {"model": good}, {"other": good})
     assert [d.drafter for d in only] == ["model", "other"]
 
 

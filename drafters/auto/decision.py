@@ -15,7 +15,6 @@ class Decision(NamedTuple):
     break_even: float = 1.0  # the chance of being accepted at which a draft of a token pays
     least_chance: float = 0.0  # the least acceptance at which one more drafted token pays
     expected_speedup: float = 1.0  # of the whole batch
-    is_probe: bool = False
     is_timing: bool = False  # nothing was chosen: the clock measures plain cycles
 
     def as_dict(self) -> Json:
@@ -27,8 +26,6 @@ class Decision(NamedTuple):
         if self.is_timing:
             return "K=0 for now: a few plain cycles are timed, to compare with"
         alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
-        if self.is_probe:
-            return f"a probe, one token of {self.drafter}: α {alpha}, break-even {even} (c {c})"
         if self.num_tokens:
             expected = f"expected {self.expected_speedup:.2f}×"
             return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"

@@ -27,9 +27,11 @@ CERTAIN = 0.83  # how certain the target is of its tokens, before anything was s
 # Of its own at most so many count: texts change.
 _OF_OTHERS, _MOST, _JUDGED_OF_OTHERS, _MOST_JUDGED = 12, 64, 24, 32
 LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
+_PRIORS = [PRIOR**i for i in range(1, LONGEST + 1)]
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
 # beside what was seen and so many. What is typical moves it, too.
 _RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
+_FORGOTTEN = 1 / 2048  # of what is believed, by a cycle without a draft
 _TEXTS = 64  # whose lengths are known
 _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many are believed
 _TRIED = 2  # passes over so many rows, until a request may draft twice as many
@@ -143,9 +145,8 @@ class Acceptance:
         """`typical` is the record of all requests, which itself begins with what is likely."""
         self.typical = typical
         # Of each position: that it is drafted and accepted.
-        self.chances = typical.chances if typical else [PRIOR**i for i in range(1, LONGEST + 1)]
+        self.chances = typical.chances if typical else _PRIORS
         self.cycles = 0  # in which it was asked
-        self.since = 0  # cycles in which it was not
         self.num_read, self.unread = 0, 0  # tokens of the text that it knows, or has to read first
         self.calibration = typical.calibration if typical else Calibration(is_copy)
         # Records of proposals by their evidence (see DrafterPool.guess).
@@ -174,8 +175,9 @@ class Acceptance:
         own tokens were there.
         """
         asked, hits = max(asked, drafted), range(accepted) if places is None else places
-        self.since = 0 if asked else self.since + 1
-        if asked:
+        if not asked:
+            self._forget()
+        else:
             came = [float(i in hits) for i in range(min(asked, LONGEST))]
             while len(came) < LONGEST:  # a longer draft is thought to go on as this one ended
                 came.append(PRIOR * came[-1])
@@ -191,6 +193,17 @@ class Acceptance:
             chance + rate * (each - chance) + _PULL * (other - chance)
             for chance, each, other in zip(self.chances, came, usual.chances, strict=True)
         ]
+
+    def _forget(self) -> None:
+        """Believe a little less of what was seen, in a cycle that says nothing of the drafter.
+
+        So one that is thought not to pay is tried again, if rarely.
+        """
+        for record in filter(None, (self, self.typical)):
+            record.chances = [
+                chance + _FORGOTTEN * (prior - chance)
+                for chance, prior in zip(record.chances, _PRIORS, strict=True)
+            ]
 
     def reach(self, count: int) -> list[float]:
         """The chance that 1, 2, … count tokens are all drafted and accepted."""
@@ -212,14 +225,16 @@ class Agreement(Acceptance):
     ) -> None:
         super().__init__(typical, is_copy)
         self._certainty = certainty
-        self.more = typical.more if typical else (PRIOR_OF_COPY if is_copy else PRIOR) - CERTAIN
+        self._prior = typical._prior if typical else (PRIOR_OF_COPY if is_copy else PRIOR) - CERTAIN
+        self.more = typical.more if typical else self._prior
 
     def observe(
         self, drafted: int, accepted: int, asked: int = 0,
         places: Collection[int] | None = None, certain: Sequence[float] = (),
     ) -> None:  # fmt: skip
         """The same; what was asked for and is not there was not judged, unless nothing came."""
-        self.since = 0 if asked or drafted else self.since + 1
+        if not asked and not drafted:
+            self._forget()
         is_missed = drafted > accepted or (asked and not drafted)
         for i in range(accepted + bool(is_missed)):
             chance = certain[i] if i < len(certain) else self._certainty.mean
@@ -228,6 +243,10 @@ class Agreement(Acceptance):
                     record.cycles += 1
                     rate = max(least, 1 / (record.cycles + _JUDGED_OF_OTHERS))
                     record.more += rate * ((i < accepted) - chance - record.more)
+
+    def _forget(self) -> None:
+        for record in filter(None, (self, self.typical)):
+            record.more += _FORGOTTEN * (self._prior - record.more)
 
     def reach(self, count: int) -> list[float]:
         alpha = min(0.98, max(0.02, self._certainty.mean + self.more))

@@ -12,7 +12,7 @@ Nothing is decided for a text by what became of others: those count as a few of 
 
 *Who pays for a step that several share?* All of them: `Choice` counts the steps of a model that
 bring most to all together. Two models would run one after the other, so requests have the same one.
-*What if a drafter is thought not to pay?* It is tried now and then: `Choice.probe`.
+*What if a drafter is thought not to pay?* That is forgotten in time, so it is tried again.
 """
 
 import time
@@ -40,7 +40,7 @@ from runtime.values import Cycle, Draft, Model, TextSequence
 from .decision import Decision
 from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Lengths
 
-PROBE_BUDGET, CHOICE_BUDGET = 0.005, 0.01  # of the time, at most
+CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
 _WARMER, _LATELY = 0.5, 0.1  # temperatures told apart; how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
@@ -111,7 +111,6 @@ class Choice:
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
         self.options = [Option()] * len(candidates)
         self.model_ms: dict[str, float] = {}  # of each model that drafts
-        self.probing: int | None = None  # which request
         for name, drafts in self._drafts.items():
             if not costs.runs_model(name):
                 self._join({i: options[-1] for i, options in drafts.items()})
@@ -171,21 +170,6 @@ class Choice:
                 best = gain, ms, options
         return best
 
-    def probe(self, name: str, saved: float) -> bool:
-        """Let the request that loses least, at most `saved`, draft a token with an idle drafter."""
-        price, losses = self.prices.drafts[name], []
-        ms = self.prices.rows_ms[0] + (0.0 if name in self.model_ms else price.first_ms)
-        for i in self._drafts[name]:
-            record, option = self.candidates[i].able[name], self.options[i]
-            if record.since and option.drafter != name:
-                more_ms = ms + record.unread * price.read_ms
-                losses.append((option.gain + self.rate * more_ms - record.reach(1)[0], i))
-        lost, i = min(losses, default=(inf, 0))
-        if lost > saved:
-            return False
-        self.options[i], self.probing = Option(name, 1), i
-        return True
-
     def decision(self, i: int) -> Decision:
         """A request's decision, with its reasons: without a draft, those of the nearest drafter."""
         option, records, nearest = self.options[i], self.candidates[i].able, -inf
@@ -197,7 +181,7 @@ class Choice:
             more = self.rate * (row_ms + price.step_ms / sharers)
             if alpha - even > nearest:
                 nearest, fields = alpha - even, (name, option.num_tokens, alpha, c, even, more)
-        return Decision(*fields, self.speedup, i == self.probing)
+        return Decision(*fields, self.speedup)
 
 
 class Controller:
@@ -215,7 +199,6 @@ class Controller:
         self.lengths, self.certainty = Lengths(), Certainty()  # of texts; the usual one
         # Of all requests so far, by drafter and rule, and by class of temperatures.
         self._typical: dict[tuple[str, str], dict[int, Acceptance]] = {}
-        self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         # Tokens of each request, by class of batches, for a plain cycle's time: half of what drafts
         # gain is counted on.
         self.worth: dict[int, float] = {}
@@ -264,15 +247,6 @@ class Controller:
         choice = Choice(self.costs, candidates, batch, worth, read)
         worth += _LATELY * (max(1.0, (1 + choice.speedup) / 2) - worth)
         self.worth[batch.bit_length()] = worth
-        # All requests save for a try of an idle drafter, as one of them may be too short for it.
-        able = [pair for candidate in candidates for pair in candidate.able.items()]
-        idle, saved = sorted({name for name, record in able if record.since}), self._saved
-        for name in idle:
-            saved[name] = saved.get(name, 0.0) + PROBE_BUDGET * choice.tokens / len(idle)
-        for name in sorted(idle, key=lambda name: -saved[name]):
-            if choice.probe(name, saved[name]):
-                saved[name] = 0.0
-                break
         return [choice.decision(i) for i in range(len(candidates))]
 
 
@@ -332,16 +306,14 @@ class Planner(FixedK):
             return fixed(s)
         task = self._chosen.get(s, Task())
         can = task.limit and self._pool.members(s.drafting, task.drafter)
-        if not can or (task.decision and task.decision.is_probe):
-            return nothing(s)
-        return task._replace(limit=min(task.limit, limit_of(s)))
+        return task._replace(limit=min(task.limit, limit_of(s))) if can else nothing(s)
 
     def _timed(self, s: TextSequence) -> Task:
         """No draft where plain cycles are timed, but for a request with a fixed K."""
         if s.request.fixed_k or not (s.drafting.states and s.num_steps):
             return fixed(s)
         before = s.drafting.task.decision or Decision("", 0)
-        timing = before._replace(num_tokens=0, expected_speedup=1.0, is_probe=False, is_timing=True)
+        timing = before._replace(num_tokens=0, expected_speedup=1.0, is_timing=True)
         return Task(decision=timing)
 
     def _choose(self, plan: Plan, batch: list[TextSequence]) -> list[Decision]:
