@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", help="the target, as the server takes it; embedded is quick")
     parser.add_argument("--draft-model", help="the small model that it is compared with")
     types = "auto", "packed", "float32", "bfloat16"
-    parser.add_argument("--dtype", default="auto", choices=types, help="packed is faster")
+    parser.add_argument("--dtype", default="auto", choices=types, help="packed is quicker")
     parser.add_argument("--tokens", type=int, default=24, help="of each text (default: 24)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     flags = parser.parse_args(arguments)

@@ -111,7 +111,7 @@ def blamed(limit_s: float = 0.0) -> Iterator[None]:
     def end(*_: Any) -> None:
         raise TimeoutError(f"this took longer than {limit_s:g} s")
 
-    signal.signal(signal.SIGALRM, end)
+    before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
@@ -119,6 +119,7 @@ def blamed(limit_s: float = 0.0) -> Iterator[None]:
         raise Finding("fault", {"what": str(error)}) from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def cells_of(tokens: Sequence[int], qs: Sequence[Tensor]) -> list[tuple[float, float]]:
@@ -279,7 +280,8 @@ class Exam:
 
     def compare_fresh(self, walks: list[Walk]) -> None:
         """Does a state that saw drafts rejected propose what a fresh one does?"""
-        steps = [(step, each.sequence.tokens) for each in walks for step in each.steps[1:]]
+        asked = ((step, s.tokens) for s, own in walks for step in own[1:] if step.limit)
+        steps = [*asked]
         differing, drafted = 0, 0
         counts = {"kept": Counter[str](), "fresh": Counter[str]()}
         for step, whole in self.bar(steps[:: 1 + len(steps) // _MOST_COMPARED], "fresh states"):

@@ -10,7 +10,7 @@ class Mine(Drafter):
 
     def open(self, prompt, sampling, noise):
         state = {"last": (), "after": defaultdict(Counter)}
-        self.extend(state, prompt)
+        self.read(state, prompt)
         return state
 
     def propose(self, state, max_tokens):
@@ -20,9 +20,9 @@ class Mine(Drafter):
         return Draft(draft[2:])
 
     def observe(self, state, verdict):
-        self.extend(state, verdict.tokens)
+        self.read(state, verdict.tokens)
 
-    def extend(self, state, tokens):
+    def read(self, state, tokens):
         for token in tokens:
             state["after"][state["last"]][token] += 1
             state["last"] = (*state["last"], token)[-2:]

@@ -3,10 +3,9 @@
 (The page's chapter 11. Who guesses?, has a race.)
 
 You have built all parts on a small model. Here the engine does the rest, for SmolLM2, and you write
-what guesses. What is cheap, and often right? That is yours to find. Some ideas:
+what guesses. What is cheap, and often right? Some ideas:
 
   - what mostly followed the last two tokens, and not what followed last;
-  - brackets, quotes and indentation that are still open;
   - a table of frequent words that you make once from other texts, when the drafter is built;
   - none where you are not sure: a draft that is rejected costs time.
 
