@@ -193,6 +193,6 @@ def test_each_chapter_of_the_page_names_its_task_and_the_task_its_chapters():
     assert [each for each in there if each[0] not in texts[each[1]]] == []
 
 
-def test_the_course_has_at_most_1605_lines():
+def test_the_course_has_at_most_1606_lines():
     files = [p for p in (ROOT / "course").rglob("*") if p.suffix in (".py", ".txt", ".md")]
-    assert sum(path.read_text("utf-8").count("\n") for path in files) <= 1605
+    assert sum(path.read_text("utf-8").count("\n") for path in files) <= 1606

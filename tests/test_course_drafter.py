@@ -146,6 +146,14 @@ def test_texts_that_differ_are_told_with_the_first_token_that_does(graded, monke
     assert document["equal"][0]["equal"] < 5
 
 
+def test_who_draws_by_a_chance_of_its_own_is_right_and_its_drafts_are_not_compared(graded):
+    """Greedy texts and coupled ones keep their tokens whatever is drafted."""
+    chance = "import random\n        return Draft(random.choices(range(9), k=max_tokens))"
+    status, document = graded(SOLUTION.replace("return Draft(draft[2:])", chance))
+    assert (status, document["says"]) == (0, []) and document["by_chance"]
+    assert "two_at_once" not in document and "fresh_states" not in document
+
+
 def test_a_tree_is_graded_by_the_same_command(graded):
     """One guess more at its beginning; where trees are verified, it is a branch."""
     tree = "return Draft([*draft[2:], 5], parents=[*range(-1, len(draft) - 3), -1])"

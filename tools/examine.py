@@ -79,9 +79,9 @@ class Walk(NamedTuple):
     steps: list[Step]
 
     @property
-    def drafts(self) -> list[tuple[list[int], list[int]]]:
-        """The text before each cycle, and what was drafted behind it."""
-        return [(step.text, step.draft.tokens) for step in self.steps]
+    def drafts(self) -> dict[int, list[int]]:
+        """What was drafted, by the length of the text before it."""
+        return {len(step.text): step.draft.tokens for step in self.steps}
 
 
 def walk(engine: Engine, requests: list[Request]) -> list[Walk]:
@@ -206,18 +206,24 @@ class Exam:
         """Does what it drafts for a text depend on another one?"""
         prompts = [[*self.of_kind(kind).values()][-1] for kind in ("copying", "code")]
         pair = [self.request(prompt, self.name, i) for i, prompt in enumerate(prompts, 1)]
-        each = self.bar([pair[0], *pair], "alone")
-        again, *alone = (walk(self.new(), [request])[0].drafts for request in each)
-        if again != alone[0]:  # it draws by chance of its own, and drafts cannot be compared
+        each = self.bar([*pair, *pair], "alone")
+        alone = [walk(self.new(), [request])[0].drafts for request in each]
+        if self.note_chance(alone[:2] != alone[2:]):
             return
         engine = self.new()
         beside = [*walk(engine, pair), *walk(engine, pair)]  # the second time it may know the texts
-        texts = zip(alone * 2, (each.drafts for each in beside), strict=True)
-        drafts = [both for text in texts for both in zip(*text, strict=False)]
-        told = {"cycles": len(drafts), "differing": sum(a != b for a, b in drafts)}
+        texts = [(known, each.drafts) for known, each in zip(alone, beside, strict=True)]
+        both = [(a[length], b[length]) for a, b in texts for length in a.keys() & b]
+        told = {"cycles": len(both), "differing": sum(a != b for a, b in both)}
         self.tables["two_at_once"] = [told]
         if told["differing"]:
             self.found.append(("shared", told))
+
+    def note_chance(self, is_unlike: bool) -> bool:
+        """Whether the same request gets other drafts. Such a drafter's drafts are not compared."""
+        if is_unlike:
+            self.tables["by_chance"] = [{"draws": "by a chance of its own: `noise` gives the same"}]
+        return is_unlike
 
     def race(self) -> list[Walk]:
         """Decode all prompts plainly, with each drafter, and with `auto`. Returns plain texts."""
@@ -256,7 +262,9 @@ class Exam:
         self.compare("greedy", mine, plain)
         if not any(step.draft.tokens for each in mine for step in each.steps):
             raise Finding("no drafts", {})
-        if not self.found:  # else a fresh state drafts by what another text has left
+        if not (
+            self.found or "by_chance" in self.tables
+        ):  # else a fresh state drafts by what another text has left
             self.compare_fresh(mine)
         return plain
 
@@ -280,17 +288,20 @@ class Exam:
 
     def compare_fresh(self, walks: list[Walk]) -> None:
         """Does a state that saw drafts rejected propose what a fresh one does?"""
-        asked = ((step, s.tokens) for s, own in walks for step in own[1:] if step.limit)
-        steps = [*asked]
+        steps = [(step, s.tokens) for s, own in walks for step in own[1:] if step.limit]
         differing, drafted = 0, 0
         counts = {"kept": Counter[str](), "fresh": Counter[str]()}
         for step, whole in self.bar(steps[:: 1 + len(steps) // _MOST_COMPARED], "fresh states"):
-            draft = self.fresh(step.text, self.request(step.text, self.name), step.limit)
+            given = step.text, self.request(step.text, self.name), step.limit
+            draft = self.fresh(*given)
             both = draft.tokens, step.draft.tokens
             drafted += any(both)
             # One that only stops earlier than the other may have learnt from verdicts.
             is_begun = all(both) and all(a == b for a, b in zip(*both, strict=False))
-            differing += any(both) and not is_begun
+            if any(both) and not is_begun:
+                if self.note_chance(self.fresh(*given).tokens != draft.tokens):
+                    return
+                differing += 1
             came = whole[len(step.text) :]
             for name, each in ("kept", step.draft), ("fresh", draft):
                 paths = ([each.tokens[i] for i in path] for path in each.paths())
