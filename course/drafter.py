@@ -49,5 +49,5 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(document | {"says": says}))
     else:
         print(printed and f"Your file has printed:\n{printed}\n", end="")
-        print(tables, "\n".join(["Not passed.", *says] if status else ["Passed: it is right."]))
+        print(tables, *(["Not passed.", *says] if status else ["Passed: it is right."]), sep="\n")
     return status

@@ -394,6 +394,7 @@ def examine(given: dict[str, Any], bar: Any = bench.tqdm) -> tuple[int, str, dic
 if __name__ == "__main__":
     progress = os.fdopen(os.dup(2), "w")
     os.dup2(1, 2)  # what the file prints is counted, wherever it prints
+    logging.getLogger().addHandler(logging.NullHandler())  # the pool logs tracebacks
     logging.getLogger("progress.once").setLevel(logging.INFO)
     logging.getLogger("progress.once").addHandler(logging.StreamHandler(progress))
     transformers.logging.set_verbosity_error()
