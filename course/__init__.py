@@ -1,1 +1,1 @@
-"""A course that grades: eight tasks from one accepted token to a batch (see README.md)."""
+"""A course that grades: nine tasks from one accepted token to a drafter (see README.md)."""

@@ -37,12 +37,23 @@ class Grade(NamedTuple):
 
 def grade(number: int, path: Path, limit_s: float = LIMIT_S) -> Grade:
     """Run the checks of a task on a file."""
+    command = ["course.grade", str(number), str(path.absolute())]
+    outcome, sentence, printed = alone(command, limit_s, STDOUT, ALONE)
+    return Grade(*(outcome or (False, sentence, "")), printed)
+
+
+def alone(
+    command: list[str], limit_s: float, errors: int | None, environ: dict[str, str]
+) -> tuple[Any, str, str]:
+    """Run a module in a process, and tell it as its last argument where to write its result.
+
+    Returns the result, or None; then a sentence says why there is none. Last is what was printed.
+    """
     with TemporaryDirectory() as folder:
         result, is_late = Path(folder) / "result", Event()
-        command = [sys.executable, "-m", "course.grade", str(number), path.absolute(), result]
         process = Popen(
-            command, cwd=FOLDER.parent, env=os.environ | ALONE, start_new_session=True,
-            stdin=DEVNULL, stdout=PIPE, stderr=STDOUT,
+            [sys.executable, "-m", *command, result], cwd=FOLDER.parent, env=os.environ | environ,
+            start_new_session=True, stdin=DEVNULL, stdout=PIPE, stderr=errors,
         )  # fmt: skip
 
         def stop() -> None:
@@ -61,31 +72,15 @@ def grade(number: int, path: Path, limit_s: float = LIMIT_S) -> Grade:
             process.communicate()
         text = printed[:2000].decode("utf-8", "replace")
         with suppress(OSError, ValueError):
-            return Grade(*json.loads(result.read_text("utf-8")), text)
+            return json.loads(result.read_text("utf-8")), "", text
     name = "prints" if len(printed) > MOST_PRINTED else "endless" if is_late.is_set() else "ends"
-    return Grade(
-        False, Mistake(name, seconds=limit_s, status=process.returncode).sentence, "", text
-    )
-
-
-def settings() -> dict[str, Any]:
-    """What a solution shares with all other code of its process."""
-    import torch
-
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "gradient mode": torch.is_grad_enabled(),
-        "number of threads": torch.get_num_threads(),
-        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
-    }
+    return None, Mistake(name, seconds=limit_s, status=process.returncode).sentence, text
 
 
 def check(number: int, path: Path) -> str:
     """The picture of success. Raises Mistake, whatever the solution raises."""
     try:
-        before = settings() if "torch" in path.read_text("utf-8") else {}
-        shown = checks.check(number, load(path))
+        return checks.check(number, load(path))
     except Mistake:
         raise
     except NotImplementedError:
@@ -105,9 +100,6 @@ def check(number: int, path: Path) -> str:
             "line": "".join(lines[-1:]),
         }
         raise Mistake("import" if isinstance(error, ImportError) else "raises", **told) from None
-    if changed := [name for name in before if settings()[name] != before[name]]:
-        raise Mistake("settings", names=" and ".join(changed))
-    return shown
 
 
 if __name__ == "__main__":

@@ -11,6 +11,54 @@ observes before it is asked next: one verdict, with drafted = 0, has all tokens 
 last cycle is observed only by a drafter that `keeps_outputs`.
 
 A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
+
+A drafter may *draw* its tokens. It then needs the vocabulary's size, which `build` finds in the
+context, and what `open` is given: the request's sampling, and its noise. `sample` of
+runtime/sampling.py turns logits [V] into a token as the target does, by penalties, temperature and
+cuts. How it draws depends on the request's rule:
+
+    coupled     by noise.choose: the race that the target runs at this position, with the drafter's
+                weights. The nearer they are to the target's, the more often both draw one token.
+    rejection   by q, which Draft.probs [n, V] has to report: exactly what each token was drawn
+                from, after all cuts. Another q changes the output's distribution.
+    greedy      the largest logit: nothing is drawn
+
+`sample` returns q where it is needed (sampling.needs_q), else None. Where nothing was drawn, as in
+ngram, probs stay None by either rule. The position is the number of tokens before the token: so
+`sample` gets the text with the draft so far. By rejection no token may be dropped for what it is.
+A whole drafter that draws what followed the last token before, and rarely anything else:
+
+    import torch
+
+    from drafters import Draft, Drafter
+    from runtime.sampling import sample
+
+
+    class Dice(Drafter):
+        name = "dice"
+
+        @classmethod
+        def build(cls, context):
+            drafter = cls()
+            drafter.vocab_size = context.target.vocab_size
+            return drafter
+
+        def open(self, prompt, sampling, noise):
+            return {"text": list(prompt), "given": (sampling, noise)}
+
+        def propose(self, state, max_tokens):
+            text, probs = list(state["text"]), []
+            for _ in range(max_tokens):
+                seen = torch.tensor(text)
+                after = seen[1:][seen[:-1] == text[-1]]
+                weights = torch.bincount(after, minlength=self.vocab_size) + 1e-6
+                token, q = sample(weights.log(), text, *state["given"])
+                text.append(token)
+                probs += [] if q is None else [q]
+            return Draft(text[len(state["text"]) :], torch.stack(probs) if probs else None)
+
+        def observe(self, state, verdict):
+            state["text"] += verdict.tokens
 """
 
 from abc import ABC, abstractmethod
@@ -162,9 +210,8 @@ class Drafter(ABC):
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> Any:
         """A new request's state. By default the list of its tokens so far.
 
-        The target draws the token at each position with `noise`. A drafter that draws with the same
-        noise, from weights close to the target's, mostly draws the same token: by
-        `noise.choose(weights, None, position)`, where `position` is the number of tokens before it.
+        The target draws the token at each position with `noise`. A drafter may draw with it, too:
+        by `noise.choose(weights, None, position)`, or as this file's beginning shows.
         """
         return list(prompt)
 

@@ -12,13 +12,20 @@ from .base import Context, Drafter
 from .timed import Fault, TimedDrafter, line_of, restoring_settings
 
 
-@restoring_settings()
 def load(name: str, context: Context) -> Drafter:
     """Build the class after the colon of `file.py:Class`.
 
     Raises ValueError with one line that says what to do: a file or class that is not there, a class
     that is no drafter, or one that does not fit the target.
     """
+    changed = set[str]()
+    with restoring_settings(changed):
+        drafter = _load(name, context)
+    drafter.changed_settings |= changed
+    return drafter
+
+
+def _load(name: str, context: Context) -> TimedDrafter:
     drafter_class = class_from_file(name)
     try:
         drafter = drafter_class.build(context)

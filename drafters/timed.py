@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partialmethod
 from inspect import getfile, unwrap
 from types import FrameType
 from typing import Any
@@ -45,10 +45,11 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 
 @contextmanager
-def restoring_settings() -> Iterator[None]:
+def restoring_settings(changed: set[str]) -> Iterator[None]:
     """Restore torch's settings behind a drafter that changes them, as loaders of models do.
 
-    The target and the other drafters compute by them, too. It costs some ten microseconds.
+    The target and the other drafters compute by them, too. It costs some ten microseconds. What was
+    restored is added to `changed` by name, such as "default dtype".
     """
     before = [read() for read, _ in _SETTINGS]
     try:
@@ -57,6 +58,7 @@ def restoring_settings() -> Iterator[None]:
         for known, (read, put) in zip(before, _SETTINGS, strict=True):
             if read() != known:
                 put(known)
+                changed.add(read.__name__.partition("_")[2].replace("_", " "))
 
 
 class _Interrupt(BaseException):
@@ -111,14 +113,15 @@ class TimedDrafter(Drafter):
             methods = [getattr(kind, each, None) for each in names]
             self._begins[name] = line_of(Fault(""), self._file, *methods)
         self._unclosed: list[Any] = []  # states, until the drafter can be spoken to again
+        self.changed_settings = set[str]()  # of torch, which were restored
         self._start()
 
     def _start(self) -> None:
         self._is_hanging = False
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        serve, name = partial(_serve, self._inner, self._calls), f"drafter {self.name}"
+        given, name = (self._inner, self._calls, self.changed_settings), f"drafter {self.name}"
         # A daemon: a drafter that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=given, name=name, daemon=True)
         self._thread.start()
 
     def line_of(self, error: Exception, method: str) -> str:
@@ -174,14 +177,14 @@ class TimedDrafter(Drafter):
         return fault
 
 
-def _serve(inner: Drafter, calls: "queue.SimpleQueue[Any]") -> None:
+def _serve(inner: Drafter, calls: "queue.SimpleQueue[Any]", changed: set[str]) -> None:
     """Make the calls, until there is None: then one of them took too long."""
     torch.set_num_threads(1)  # of this thread: a second pool would take the target's cores
     with suppress(_Interrupt):  # what ends a loop may come when it has just ended
         while (call := calls.get()) is not None:
             future, method, arguments, then = call
             try:
-                act = restoring_settings()(getattr(inner, method))
+                act = restoring_settings(changed)(getattr(inner, method))
                 future.set_result(then(act(*arguments)) if then else act(*arguments))
             except BaseException as error:  # sys.exit() in a drafter ends nothing else
                 future.set_exception(Fault.of(error))

@@ -238,33 +238,51 @@ def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
     return bench.prompts_of(flags.prompts) if flags.prompts else {}
 
 
-def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
-    """The engine, as a server has it after its first idle seconds, and the ways to race."""
-    engine = bench.core.load_engine(with_model(options))
-    target, draft = engine.target, engine.draft_model
+def with_own(
+    engine: Engine, options: Options, names: list[str]
+) -> tuple[Engine, dict[str, drafters.Drafter]]:
+    """An engine that has these drafters from files, too; and they, by what was given for each.
+
+    `auto` does not choose them. Raises ValueError, as `drafters.load` does.
+    """
+    target, draft, auto = engine.target, engine.draft_model, engine.pool.choices[bench.AUTO]
     context = drafters.Context(target, draft, **options.for_drafters)
-    own = {name: drafters.load(name, context) for name in flags.drafters if ":" in name}
-    flags.own = {drafter.name: name for name, drafter in own.items()}
-    loaded, auto = dict(engine.pool.drafters), engine.pool.choices[bench.AUTO]
-    if taken := flags.own.keys() & {*loaded, bench.AUTO, TREE, PLAIN}:
+    own = {name: drafters.load(name, context) for name in names}
+    loaded = dict(engine.pool.drafters)
+    if taken := {each.name for each in own.values()} & {*loaded, bench.AUTO, TREE, PLAIN}:
         raise ValueError(f"the name {min(taken)!r} is taken: give your drafter another")
     if own:
         loaded |= {drafter.name: drafter for drafter in own.values()}
         control = Controller.of(target, loaded)
         engine = bench.core.Engine(target, loaded, controller=control, draft_model=draft)
         engine.pool.choices[bench.AUTO] = auto  # which has its own in a server, too
-    measurement = Measurement(engine, system_fingerprint(target, options.quantize))
-    while not measurement.is_done:
-        measurement.measure()
+    return engine, own
+
+
+def measurement(engine: Engine, options: Options) -> Measurement:
+    """What a server measures of its engine in its first idle seconds."""
+    measured = Measurement(engine, system_fingerprint(engine.target, options.quantize))
+    while not measured.is_done:
+        measured.measure()
+    return measured
+
+
+def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
+    """The engine, as a server has it after its first idle seconds, and the ways to race."""
+    engine = bench.core.load_engine(with_model(options))
+    engine, own = with_own(engine, options, [name for name in flags.drafters if ":" in name])
+    flags.own = {drafter.name: name for name, drafter in own.items()}
+    measured = measurement(engine, options)
     ways: Ways = {PLAIN: {}, AGAIN: {}}
     for name in flags.drafters or [*bench.names_of(engine), bench.AUTO]:
         name = own[name].name if name in own else name
         if name not in (*engine.pool.choices, PLAIN):
-            raise ValueError(f"{name} does not fit {options.title}: {', '.join(loaded)} do")
+            others = ", ".join(engine.pool.drafters)
+            raise ValueError(f"{name} does not fit {options.title}: {others} do")
         if name == bench.AUTO:
             ways[name] = {"drafter": name, "num_speculative_tokens": flags.k or MOST_K}
         elif name != PLAIN:  # a tree costs what its model does, the first of its drafters
-            k = flags.k or best_k(measurement.curve, engine.pool.choices[name][0])
+            k = flags.k or best_k(measured.curve, engine.pool.choices[name][0])
             how = {"drafter": name, "num_speculative_tokens": k, "fixed_k": True}
             ways[f"{name}, K={k}"] = how
     return engine, ways
