@@ -42,6 +42,7 @@ from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, in_short, one_li
 from server import demo
 from server.comparison import costs_of
 from server.curve import Curve
+from server.options import Options
 from tools import audition
 
 ALL, MEASUREMENTS = "all", "measurements.json"
@@ -51,11 +52,12 @@ _COLOURS = _FAST, _SLOW, "#009e73", "#cc79a7", "#b07800", "#3a9bd0", "#000000"
 _LOOKS = list(zip(_COLOURS, "osD^vPX", ["-", "--", "-.", ":"] * 2, strict=False))
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "figures", "text.parse_math": False, "font.size": 22,
-    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 22,
     "axes.axisbelow": True, "lines.linewidth": 4, "lines.markersize": 15, "hatch.linewidth": 2,
 }  # fmt: skip
 _KS = 1, 2, 3, 5, 8  # of the formula's lines
 _GAP = 0.075  # between names, in the height of a picture
+_LONGEST = 14  # letters of a drafter's name
 _BESIDE = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
 Words = tuple[str, str] | None  # a picture's title and small print; None: there is nothing to draw
 
@@ -70,7 +72,7 @@ def rows_of(raced: audition.Raced) -> Iterator[Json]:
                 continue
             own, plain = (bench.total([t[one].finished for t in turns]) for one in (way, PLAIN))
             yield audition.row_of(turns, way) | {
-                "prompts": kind, "drafter": one_line(fields["drafter"], 24),
+                "prompts": kind, "drafter": one_line(fields["drafter"])[:_LONGEST],
                 "k": fields["num_speculative_tokens"] if "fixed_k" in fields else None,
                 "draft_length": ratio(own.num_draft_tokens, own.num_spec_steps),
                 "alpha": costs_of(own, plain)["alpha"],
@@ -78,9 +80,10 @@ def rows_of(raced: audition.Raced) -> Iterator[Json]:
             }  # fmt: skip
 
 
-def measure(flags: argparse.Namespace, arguments: list[str] | None) -> Json:
-    """Race, and return what measurements.json has. Raises what tools.audition does."""
-    options, texts = audition.check(flags)
+def measure(
+    flags: argparse.Namespace, options: Options, texts: dict[str, str], arguments: list[str] | None
+) -> Json:
+    """Race, and return what measurements.json has."""
     tell = partial(print, file=sys.stderr, flush=True)
     tell(f"{options.title} is loaded, and its passes are measured. Then drafters race for")
     tell(f"{flags.minutes:g} minutes, {flags.tokens} tokens a text. Ctrl-C ends the race early.")
@@ -160,13 +163,14 @@ def time_of_a_pass(figure: Any, told: Json, curve: Curve) -> Words:
     rows, ms = [*curve.pass_ms], [*curve.pass_ms.values()]
     if rows[:1] != [1] or len(rows) < 2:
         return None
-    axes, most, top = figure.subplots(), rows[-1], 1.15 * max(ms)
+    axes, most, top = figure.subplots(), rows[-1], max(1.15 * max(ms), 3 * ms[0])
     end = min(most, top / ms[0])  # of what goes one by one
     lines = (rows, ms, "o-", _FAST), ([1, most], ms[:1] * 2, "--", _SLOW)
     for xs, ys, look, colour in (*lines, ([1, end], [ms[0], end * ms[0]], ":", _GREY)):
         axes.plot(xs, ys, look, color=colour, ms=11)
-    axes.annotate("measured", (most, ms[-1]), (14, 0), color=_FAST, **_BESIDE)
-    axes.annotate("if they\nwere free", (most, ms[0]), (14, 0), color=_SLOW, **_BESIDE)
+    above, below = _BESIDE | {"va": "bottom"}, _BESIDE | {"va": "top"}
+    axes.annotate("measured", (most, ms[-1]), (14, -5), color=_FAST, **above)
+    axes.annotate("if they\nwere free", (most, ms[0]), (14, 9), color=_SLOW, **below)
     axes.annotate("one by one", (end, end * ms[0]), (14, -16), color=_GREY, **_BESIDE)
     axes.set(xlabel="positions in a pass", ylabel="ms", xlim=(0, most + 0.5), ylim=(0, top))
     near = min(rows[1:], key=lambda each: abs(each - 6))
@@ -199,7 +203,7 @@ def speed_up(figure: Any, told: Json, _: Curve) -> Words:
     best = max((r for r in told["rows"] if r["prompts"] == ALL), key=lambda row: row["of_plain"])
     title = f"{best['drafter']} writes {best['of_plain']:.1f} times as fast as plain decoding"
     if best["of_plain"] <= 1 + told["noise"]:
-        title = "No drafter is faster than plain decoding here, as far as one can tell"
+        title = "No drafter gains more than the noise here"
     return (
         title,
         "Bars: all texts' time, with their prompts'. Black: quartiles of turns. Grey: noise, what "
@@ -262,7 +266,7 @@ def by_position(figure: Any, told: Json, _: Curve) -> Words:
 
 def panels_of(figure: Any, number: int, most: int, label: str) -> list[Any]:
     """So many axes alike, at most `most` in a row, with this label below each column."""
-    columns = min(number, most) if number <= most else ceil(number / ceil(number / most))
+    columns = ceil(number / ceil(number / most))
     grid = figure.subplots(ceil(number / columns), columns, sharex=True, sharey=True, squeeze=False)
     for i, axes in enumerate(grid.flat):
         axes.set_visible(i < number)
@@ -337,7 +341,7 @@ def act(arguments: list[str] | None) -> int:
     flags = options.parse_args(arguments)
     if not find_spec("matplotlib"):
         raise ValueError("matplotlib draws: .venv/bin/pip install -r requirements-dev.txt")
-    folder = flags.folder
+    checked, folder = () if flags.stored else audition.check(flags), flags.folder
     try:
         folder.mkdir(exist_ok=True)
         TemporaryFile(dir=folder).close()
@@ -346,7 +350,7 @@ def act(arguments: list[str] | None) -> int:
     if flags.stored:
         text = flags.stored.read_text("utf-8")
     else:
-        text = json.dumps(measure(flags, arguments), indent=1, default=str)
+        text = json.dumps(measure(flags, *checked, arguments), indent=1, default=str)
         write(folder / MEASUREMENTS, text)  # whatever comes of the pictures
     try:
         drawn = draw(json.loads(text))
@@ -355,12 +359,12 @@ def act(arguments: list[str] | None) -> int:
         raise ValueError(f"{flags.stored or MEASUREMENTS} cannot be drawn: {why}") from error
     for name, content in ({MEASUREMENTS: text} | drawn).items():
         write(folder / name, content)
-    missing = [name for name in PICTURES if f"{name}.svg" not in drawn]
-    for name in missing:  # no other measurements' picture stays
+    left_out = [name for name in PICTURES if f"{name}.svg" not in drawn]
+    for name in left_out:  # no other measurements' picture stays
         (folder / f"{name}.svg").unlink(missing_ok=True)
     print(f"{', '.join(drawn)} in {folder}")
-    if missing:
-        print(f"not drawn, as nothing was measured for it: {', '.join(missing)}")
+    if left_out:
+        print(f"not drawn, as nothing was measured for it: {', '.join(left_out)}")
     return 0
 
 
