@@ -185,12 +185,18 @@ def test_the_way_so_far_and_a_picture(monkeypatch, capsys, tmp_path):
     assert grade.grade(1, path)[::3] == (True, "my own words\n")
 
 
-def test_each_chapter_of_the_page_names_its_task_and_the_task_its_chapters():
+def test_each_chapter_of_the_page_names_its_task_and_the_task_has_its_chapters_addresses():
     page = (ROOT / "server" / "page" / "index.html").read_text("utf-8")
-    there = re.findall(r"<h2>(\d+\. .+?)</h2><p><small>Write it: <code>(.+?)</code>", page)
+    begin, code = (
+        r'id="(chapter-\d+)" data-chapter="\w+">\s+',
+        "<p><small>Write it: <code>(.+?)</code>",
+    )
+    there = re.findall(rf"{begin}<h2>(\d+\. .+?)</h2>{code}", page)
     texts = {str(p.relative_to(ROOT)): p.read_text("utf-8") for p in map(lab.path_of, NUMBERS)}
-    assert len(there) == 11 and {path for _, path in there} == {*texts}
-    assert [each for each in there if each[0] not in texts[each[1]]] == []
+    assert [name for name, *_ in there] == [f"chapter-{i}" for i in range(1, 12)]
+    assert {path for *_, path in there} == {*texts}
+    assert [(n, t) for n, t, path in there if f"#{n}, {t}" not in texts[path]] == []
+    assert all("(Page: http://127.0.0.1:5000/#chapter-" in text for text in texts.values())
 
 
 def test_the_course_has_at_most_1606_lines():

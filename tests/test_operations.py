@@ -40,7 +40,8 @@ from started import (
 )  # fmt: skip
 
 from runtime.kernels import library
-from server import core
+from server import core, page
+from server.http import base_app
 from server.options import MAX_QUEUED, Options
 from server.page import INDEX, files
 from server.serving import room_for
@@ -459,3 +460,35 @@ def test_the_page_stands_below_its_own_path_also_behind_a_proxy_that_adds_one(se
         status, headers, data = server.call("GET", f"/page/{name}")
         assert status == 200 and "frame-ancestors 'none'" in headers["Content-Security-Policy"]
         assert name == INDEX or data == (ROOT / "server" / "page" / name).read_bytes()
+
+
+def test_each_chapter_links_to_its_task_which_is_sent_as_text(server):
+    text = server.call("GET", "/page/")[2].decode()
+    links = re.findall('Write it: <a href="(.+?)"><code>(.+?)</code></a></small>', text)
+    assert len(links) == 11 == text.count("Write it: ")
+    assert {url: ROOT / path for url, path in links} == {
+        f"course/{path.name[0]}": path for path in (ROOT / "course" / "tasks").glob("*.py")
+    }
+    for url, path in links:
+        status, headers, data = server.call("GET", f"/page/{url}")
+        assert (status, data) == (200, (ROOT / path).read_bytes())
+        assert headers["Content-Type"] == "text/plain; charset=utf-8"
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+
+
+def test_nothing_else_of_the_course_is_sent_and_without_it_nothing_is_linked(
+    server, tmp_path, monkeypatch
+):
+    names = "0", "9", "99", "", "2_truncate.py", "../1", "..%2f__main__.py", "%2e%2e/1"
+    for name in names:
+        status, _, body = server.call("GET", f"/page/course/{name}")
+        assert status == 404 and body.count(b"\n") <= 1 and b"error" in body
+    monkeypatch.setattr(page, "TASKS", tmp_path)
+    (tmp_path / "1_gone.py").write_text("")
+    page.register_page(app := base_app(Options()), {})
+    (tmp_path / "1_gone.py").unlink()
+    client = app.test_client()
+    assert (
+        client.get("/page/course/1").status_code == client.get("/page/course/2").status_code == 404
+    )
+    assert 'href="course' not in client.get("/page/").text

@@ -99,12 +99,16 @@ def test_the_page_has_at_most_3400_lines_none_wider_than_110_columns():
 
 
 def test_requirements_name_what_is_imported_each_with_a_reason():
-    names = {n.split(".")[0] for m, t in TREES.items() for n in imported(m, ast.walk(t))}
+    """What is for development alone only the pictures for lectures import."""
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
-    required = {re.fullmatch(r"([a-z0-9_-]+)[<>=.,0-9]+ +# .+", line)[1] for line in lines}
-    theirs = names - sys.stdlib_module_names - OURS
+    first, *more = (ROOT / "requirements-dev.txt").read_text("utf-8").splitlines()
+    both = [re.fullmatch(r"([a-z0-9_-]+)[<>=.,0-9]+ +# .+", line)[1] for line in lines + more]
+    required, of_development = {*both[: len(lines)]}, {*both[len(lines) :]}
+    used = {m: {n.split(".")[0] for n in imported(m, ast.walk(t))} for m, t in TREES.items()}
+    own = {m: names & of_development for m, names in used.items() if names & of_development}
+    theirs = set().union(*used.values()) - sys.stdlib_module_names - OURS - of_development
     assert {name.replace("-", "_") for name in required} == theirs
-    assert (ROOT / "requirements-dev.txt").read_text("utf-8").startswith("-r requirements.txt\n")
+    assert first == "-r requirements.txt" and own == {"tools.figures": {"matplotlib"}}
 
 
 def test_each_fault_of_mutants_txt_has_its_place_and_its_tests():

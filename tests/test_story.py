@@ -478,6 +478,17 @@ def test_fonts_come_along_with_their_licence_and_are_what_it_names(open_story):
     assert open_story().evaluate(loaded) == ["loaded"] * 3
 
 
+@SIZES
+@pytest.mark.parametrize("number", [1, 3, 7, 11])
+def test_the_address_of_a_chapter_leads_to_it(number, size, site, open_page):
+    for folder in ("page/", "export/"):
+        chapter, is_shown = f"#chapter-{number}", {f"#chapter-{number}[data-shown]": 1}
+        page = open_page(f"{site}{folder}", DONE | is_shown, chapter, viewport=size)
+        heading = page.locator(f"{chapter} h2").bounding_box()
+        assert 0 <= heading["y"] and heading["y"] + heading["height"] <= size["height"]
+        page.see({"article a": 0, f"{chapter} code": re.compile(r"^course/tasks/\d_\w+\.py$")})
+
+
 # ---------------------------------------------------------------------------- exports
 COMING_ALONG = sorted(path.stem for path in (FOLDER / "recordings").glob("*.json"))
 

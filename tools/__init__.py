@@ -1,8 +1,8 @@
 """Measurements, run as `python -m tools.NAME`. This file holds what they share.
 
-Every benchmark prints tables and then one line of JSON (audition only with --json). That line
-begins with the command, the commit, the machine and the versions. Methods are run in turn, figures
-are medians, and the spread is given as quartiles.
+Every benchmark prints tables and then one line of JSON (audition only with --json, and figures
+writes files). That line begins with the command, the commit, the machine and the versions. Methods
+are run in turn, figures are medians, and the spread is given as quartiles.
 """
 
 import runtime.models.startup  # isort: skip  # noqa: F401  (Ctrl-C while torch is imported)
@@ -234,18 +234,18 @@ def report(
 ) -> None:
     """Print all tables among the results, then as one line of JSON the document.
 
-    The document says where and how it was measured, then all options, then the results. `readable`
-    makes a table's row of a result's.
+    `readable` makes a table's row of a result's.
     """
-    options = {name: value for name, value in vars(flags).items() if name != "json"}
     for rows in results.values():
         if not flags.json and rows and isinstance(rows[0], dict):
             print_table(list(map(readable, rows)))
             print()
-    print(json.dumps(_environment(module, arguments) | options | results, default=str))
+    print(json.dumps(document(module, arguments, flags) | results, default=str))
 
 
-def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
+def document(module: str, arguments: list[str] | None, flags: Any) -> dict[str, Any]:
+    """Where and how something was measured, then all options."""
+    options = {name: value for name, value in vars(flags).items() if name != "json"}
     words = sys.argv[1:] if arguments is None else arguments
     return {
         "command": " ".join(["python -m", module, *words]),
@@ -259,7 +259,7 @@ def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers")},
-    }
+    } | options
 
 
 def _commit() -> str | None:

@@ -69,6 +69,15 @@ class Run(NamedTuple):
 Turns = list[dict[str, Run]]  # of one prompt each, by way
 
 
+class Raced(NamedTuple):
+    """What came of a race, and what it was about."""
+
+    ways: Ways
+    kinds: bench.Kinds
+    curve: Curve
+    turns: Turns
+
+
 def best_k(curve: Curve, name: str) -> int:
     """The K with the most tokens per ms by the curve, if each token has the chance _LIKELY."""
     cost, rows_ms = curve.drafters.get(name) or {"call_ms": 0.0, "step_ms": 0.0}, curve.pass_ms
@@ -200,9 +209,8 @@ def seconds(text: str) -> float:
     return value
 
 
-def parser() -> argparse.ArgumentParser:
+def add_options(options: argparse.ArgumentParser) -> None:
     """The models, and what is asked of them."""
-    options = bench.parser(__doc__, runs=None)
     options.add_argument("--prompts", metavar="FILE", help="a prompt per line, or .jsonl")
     bench.add_count(options, "--each", 1, 8, 3, "prompts of each kind, without FILE")
     options.add_argument("--raw", action="store_true", help="without the chat template")
@@ -217,14 +225,15 @@ def parser() -> argparse.ArgumentParser:
         "--k", type=between(1, MAX_SPECULATIVE_TOKENS), help="tokens of each draft"
     )
     options.add_argument("--temperature", type=float, default=0.0)
-    return options
 
 
-def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
-    """Refuse what cannot be, before anything is loaded. Returns the prompts of FILE by name.
+def check(flags: argparse.Namespace) -> tuple[Options, dict[str, str]]:
+    """Refuse what cannot be, before anything is loaded. Returns also the prompts of FILE by name.
 
     Raises ValueError, OSError or RequestError.
     """
+    common = bench.FORGETFUL | {"drafter": bench.AUTO, "max_running": 1}
+    options = Options(**common | {name: getattr(flags, name) for name in LOADED})
     if flags.raw and not flags.prompts:
         raise ValueError("--raw goes with --prompts")
     for name in flags.drafters:
@@ -235,7 +244,7 @@ def check(flags: argparse.Namespace, options: Options) -> dict[str, str]:
             raise ValueError(f"{name} drafts only for requests that bring a {name}")
         elif name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):
             raise ValueError(f"{options.title} has no {name}: add --{name.replace('_', '-')}")
-    return bench.prompts_of(flags.prompts) if flags.prompts else {}
+    return options, bench.prompts_of(flags.prompts) if flags.prompts else {}
 
 
 def with_own(
@@ -267,7 +276,7 @@ def measurement(engine: Engine, options: Options) -> Measurement:
     return measured
 
 
-def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
+def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways, Curve]:
     """The engine, as a server has it after its first idle seconds, and the ways to race."""
     engine = bench.core.load_engine(with_model(options))
     engine, own = with_own(engine, options, [name for name in flags.drafters if ":" in name])
@@ -285,20 +294,18 @@ def load(flags: argparse.Namespace, options: Options) -> tuple[Engine, Ways]:
             k = flags.k or best_k(measured.curve, engine.pool.choices[name][0])
             how = {"drafter": name, "num_speculative_tokens": k, "fixed_k": True}
             ways[f"{name}, K={k}"] = how
-    return engine, ways
+    return engine, ways, measured.curve
 
 
-def act(arguments: list[str] | None) -> int:
-    """Announce, load, race and judge. Returns the exit status."""
-    flags = parser().parse_args(arguments)
-    common = bench.FORGETFUL | {"drafter": bench.AUTO, "max_running": 1}
-    options = Options(**common | {name: getattr(flags, name) for name in LOADED})
-    texts, who = check(flags, options), ", ".join(flags.drafters) or "all drafters that fit"
-    plan = f"A race of plain decoding (twice, to see what is noise) and {who}: {flags.minutes:g} "
-    plan += f"minutes in turns,\n{flags.tokens} tokens a text. Ctrl-C ends it early. First "
-    plan += f"{options.title} is loaded."
-    print(plan, file=sys.stderr if flags.json else None, flush=True)
-    engine, ways = load(flags, options)
+def hold(
+    flags: argparse.Namespace, options: Options, texts: dict[str, str],
+    at_turn: Callable[[Turns], None],
+) -> Raced:  # fmt: skip
+    """Load, and race with `texts`, or with ours if there are none.
+
+    `at_turn` gets the turns so far. Ctrl-C ends the race early, maybe before its first turn.
+    """
+    engine, ways, curve = load(flags, options)
     own = bench.ids_of(texts, engine.target, flags.raw)
     kinds = {"all": own} if own else bench.chats(engine, flags.each)
     prompts, turns = bench.flat(kinds), Turns()
@@ -314,8 +321,25 @@ def act(arguments: list[str] | None) -> int:
         for way in ways:  # first calls are slow
             run(way, order[0], _WARM)
         for turns in race(run, ways, order, 60 * flags.minutes):
-            if not (flags.json or len(turns) & (len(turns) - 1)):  # 1, 2, 4, …
-                show(turns)
+            at_turn(turns)
+    return Raced(ways, kinds, curve, turns)
+
+
+def act(arguments: list[str] | None) -> int:
+    """Announce, load, race and judge. Returns the exit status."""
+    add_options(line := bench.parser(__doc__, runs=None))
+    flags = line.parse_args(arguments)
+    (options, texts), who = check(flags), ", ".join(flags.drafters) or "all drafters that fit"
+    plan = f"A race of plain decoding (twice, to see what is noise) and {who}: {flags.minutes:g} "
+    plan += f"minutes in turns,\n{flags.tokens} tokens a text. Ctrl-C ends it early. First "
+    plan += f"{options.title} is loaded."
+    print(plan, file=sys.stderr if flags.json else None, flush=True)
+
+    def tell(turns: Turns) -> None:
+        if not (flags.json or len(turns) & (len(turns) - 1)):  # 1, 2, 4, …
+            show(turns)
+
+    ways, kinds, _, turns = hold(flags, options, texts, tell)
     if not turns:  # of which a table could be made
         raise KeyboardInterrupt
     best, says = verdict(turns)
@@ -324,7 +348,8 @@ def act(arguments: list[str] | None) -> int:
     command = command_line({name: getattr(flags, name) for name in LOADED} | fields)
     if flags.json:
         found = {"results": table_of(turns), "pays": best is not None, "says": says}
-        found |= {"command_line": command, "accepted": accepted(turns, kinds | {"all": prompts})}
+        kinds = kinds | {"all": bench.flat(kinds)}
+        found |= {"command_line": command, "accepted": accepted(turns, kinds)}
         bench.report(__spec__.name, arguments, flags, found)
         return 0
     if len(turns) & (len(turns) - 1):

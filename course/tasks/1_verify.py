@@ -1,6 +1,6 @@
 """Task 1. Verify: which guesses stay?
 
-(The page's chapters 3. Guess, then check, and 4. A wrong guess, show it.)
+(Page: http://127.0.0.1:5000/#chapter-3, 3. Guess, then check; #chapter-4, 4. A wrong guess)
 
 A language model reads a text as tokens, words or pieces of words, written as numbers. It gives each
 token that it knows a score for coming next; all scores together are the logits. Greedy decoding

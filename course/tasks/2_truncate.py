@@ -1,6 +1,6 @@
 """Task 2. Truncate: one cycle with a KV cache
 
-(The page's chapters 1. One token at a time, and 6. The cut, show it.)
+(Page: http://127.0.0.1:5000/#chapter-1, 1. One token at a time; #chapter-6, 6. The cut)
 
 As described so far each pass would read the whole text again. But what the model computes for a
 token (vectors called keys and values) depends on that token and those before it alone. So they are

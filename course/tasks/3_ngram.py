@@ -1,6 +1,6 @@
 """Task 3. N-gram: guess by looking up
 
-(The page's chapters 5. Be the drafter, and 11. Who guesses?, show it.)
+(Page: http://127.0.0.1:5000/#chapter-5, 5. Be the drafter; #chapter-11, 11. Who guesses?)
 
 The cheapest drafter runs no model. Texts repeat themselves: code, tables, names, an answer that
 quotes its prompt. So look how the text went on when it last ended like this:

@@ -1,6 +1,6 @@
 """Task 4. A draft model, in step
 
-(The page's chapter 11. Who guesses?, has a race.)
+(Page: http://127.0.0.1:5000/#chapter-11, 11. Who guesses?)
 
 New text has no earlier match. There a small model of the same family guesses: token by token, each
 in a pass of its own, which is cheap as the model is small. It has a KV cache, too, and that has to

@@ -1,6 +1,6 @@
 """Task 5. Rejection, with its residual
 
-(The page's chapter 10. Or by rejection, shows it.)
+(Page: http://127.0.0.1:5000/#chapter-10, 10. Or by rejection)
 
 So far the likeliest token was taken. To sample is to draw the token by chance: x with probability
 p(x), the exponential of its logit, divided by the sum of all (the softmax). The drafter draws its

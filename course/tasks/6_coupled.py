@@ -1,6 +1,6 @@
 """Task 6. Coupled sampling: the same seed, the same text
 
-(The page's chapter 9. The same noise, shows it.)
+(Page: http://127.0.0.1:5000/#chapter-9, 9. The same noise)
 
 Rejection keeps the chances of each text, but which text comes depends on the drafts. This project's
 default rule keeps the text itself. All chance comes from noise that depends on the seed and on the

@@ -1,6 +1,6 @@
 """Task 7. When does it pay?
 
-(The page's chapters 2. One stream, six positions, and 7. When it pays, show it.)
+(Page: http://127.0.0.1:5000/#chapter-2, 2. One stream, six positions; #chapter-7, 7. When it pays)
 
 Each token that a pass reads is a position. A pass loads each weight once, and multiplies it at each
 position. Loading takes longer, so a few more positions are nearly free, and many are not. On a busy

@@ -1,6 +1,6 @@
 """Task 8. A batch with rollback
 
-(The page's chapter 8. When it loses, has many users.)
+(Page: http://127.0.0.1:5000/#chapter-8, 8. When it loses)
 
 A server has many users. One pass reads several texts, a batch, and loads the weights once for all.
 But drafts differ in length, and so does what is accepted of them, while an array is a rectangle. So
