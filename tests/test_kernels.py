@@ -418,6 +418,7 @@ def bits(tmp_path, cpu, *options, asked="0 12 2", runner=(), compiler=None, kern
 
 def library_bits(tmp_path, asked="0 12 2"):
     """With the library that is loaded here; what calls it may be slow, and is compiled fast."""
+    library.load()
     kernels = own_folder() / f"{library._key()}.so"
     return bits(tmp_path, "native", "-O0", asked=asked, kernels=kernels)
 
@@ -436,8 +437,9 @@ SLOW, V4 = pytest.mark.slow, V3 | {"avx512bw", "avx512vl"}
 
 @pytest.mark.parametrize(("cpu", "flags", "options"), [
     ("x86-64-v3", V3, ["-O0"]),  # nearly all of the time goes into compiling
-    *(pytest.param(cpu, flags, [], marks=SLOW)
-      for cpu, flags in (("x86-64", {"lm"}), ("x86-64-v3", V3), ("x86-64-v4", V4))),
+    *(pytest.param(cpu, flags, options, marks=SLOW) for cpu, flags, options in (
+        ("x86-64", {"lm"}, ["-O1"]), ("x86-64-v2", {"ssse3"}, ["-O1"]),
+        ("x86-64-v3", V3, []), ("x86-64-v4", V4, []))),
 ])  # fmt: skip
 def test_all_that_is_in_c_has_the_same_bits_on_every_x86(tmp_path, cpu, flags, options):
     if not flags <= set(Path("/proc/cpuinfo").read_text().split()):

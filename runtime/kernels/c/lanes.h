@@ -34,6 +34,8 @@ typedef struct { ivec v[VECTORS]; } ilanes;  // integers, or whether something h
 
 #define EACH _Pragma("GCC unroll 4") for (int i = 0; i < VECTORS; ++i)
 
+INLINE int32_t four(const void *from) { int32_t x; memcpy(&x, from, 4); return x; }
+
 INLINE vec vec_fma(vec a, vec b, vec c) {
 #if VECTOR_BYTES == 64
   return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -124,17 +126,30 @@ INLINE lanes load_some_wide(const uint16_t *from, int count) {
 }
 
 // float16, of scales. A NaN becomes a quiet one, as CPUs' own instructions make it.
+#if VECTOR_BYTES == 16
+typedef uint16_t halves __attribute__((vector_size(8)));
+INLINE vec from_halves(halves h) {
+#if defined(__aarch64__)
+  return (vec)vcvt_f32_f16((float16x4_t)h);
+#else
+  const ivec bits = __builtin_convertvector(h, ivec), size = bits & 0x7fff, is_finite = size < 0x7c00;
+  const ivec normal = (size << 13) + (is_finite & 112 << 23);
+  const ivec unending = ~is_finite & (0x7f800000 | (-(size > 0x7c00) << 22));
+  const vec subnormal = __builtin_convertvector(size, vec) * 0x1p-24f;
+  const ivec is_small = size < 0x400;
+  return (vec)((is_small & (ivec)subnormal) | (~is_small & (normal | unending)) | (bits & 0x8000) << 16);
+#endif
+}
+#endif
 INLINE float half_at(const uint8_t *from) {
+#if VECTOR_BYTES >= 32
   uint16_t half;
   memcpy(&half, from, 2);
-#if VECTOR_BYTES >= 32
   return _cvtsh_ss(half);
 #else
-  const uint32_t size = half & 0x7fff;
-  const uint32_t bits = size < 0x7c00 ? (size << 13) + (112u << 23) : 0x7f800000 | (uint32_t)(size > 0x7c00) << 22 | (size & 0x3ff) << 13;
-  float x = (float)(int32_t)size * 0x1p-24f;  // what it is if it is subnormal
-  if (size >= 0x400) memcpy(&x, &bits, 4);
-  return half & 0x8000 ? -x : x;
+  halves h = {0};
+  memcpy(&h, from, 2);
+  return from_halves(h)[0];
 #endif
 }
 INLINE lanes load_half(const uint8_t *from) {
@@ -144,7 +159,7 @@ INLINE lanes load_half(const uint8_t *from) {
 #elif VECTOR_BYTES == 32
   EACH r.v[i] = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 16 * i)));
 #else
-  EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = half_at(from + 2 * (i * PER_VECTOR + j));
+  EACH { halves h; memcpy(&h, from + 8 * i, 8); r.v[i] = from_halves(h); }
 #endif
   return r;
 }
@@ -160,6 +175,17 @@ INLINE void store_int8(int8_t *to, ilanes x) {
 #if VECTOR_BYTES == 64
 INLINE ilanes load_uint8(const uint8_t *from) { return (ilanes){{(ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from))}}; }
 INLINE ilanes load_int8(const uint8_t *from) { return (ilanes){{(ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from))}}; }
+#elif defined(__aarch64__)
+INLINE ilanes load_uint8(const uint8_t *from) {
+  ilanes r;
+  EACH r.v[i] = (ivec)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8((uint32_t)four(from + 4 * i)))));
+  return r;
+}
+INLINE ilanes load_int8(const uint8_t *from) {
+  ilanes r;
+  EACH r.v[i] = vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)four(from + 4 * i)))));
+  return r;
+}
 #else
 INLINE ilanes load_uint8(const uint8_t *from) { ilanes r; EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = from[i * PER_VECTOR + j]; return r; }
 INLINE ilanes load_int8(const uint8_t *from) { ilanes r; EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = (int8_t)from[i * PER_VECTOR + j]; return r; }
@@ -200,7 +226,6 @@ INLINE float largest16(lanes x) {  // no lane is a NaN
 #define SIGNED_WEIGHTS 0  // from 0 to 255
 #endif
 
-INLINE int32_t four(const void *from) { int32_t x; memcpy(&x, from, 4); return x; }
 INLINE ivec load_bytes(const uint8_t *from) { ivec x; memcpy(&x, from, VECTOR_BYTES); return x; }
 
 // Of weights from 0 to 63 or so: signed or not is the same to all.
@@ -221,10 +246,9 @@ INLINE ivec dot_small(ivec sums, ivec weights, ivec x) {
   int8x16_t w = (int8x16_t)weights, y = (int8x16_t)x;
   int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(y)), high = vmull_s8(vget_high_s8(w), vget_high_s8(y));
   return sums + (ivec)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
-#elif defined(__SSE2__)
-  const __m128i w = (__m128i)weights, y = (__m128i)x, even = _mm_set1_epi16(0xff);
-  const __m128i low = _mm_madd_epi16(_mm_and_si128(w, even), _mm_srai_epi16(_mm_slli_epi16(y, 8), 8));
-  return sums + (ivec)low + (ivec)_mm_madd_epi16(_mm_srli_epi16(w, 8), _mm_srai_epi16(y, 8));
+#elif defined(__SSSE3__)
+  __m128i pairs = _mm_maddubs_epi16((__m128i)weights, (__m128i)x);
+  return sums + (ivec)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
 #else
   const uint8_t *w = (const uint8_t *)&weights;
   const int8_t *y = (const int8_t *)&x;
@@ -245,6 +269,10 @@ INLINE ivec dot_bytes(ivec sums, ivec weights, ivec x) {
   __m512i low = _mm512_and_si512(w, even), high = _mm512_srli_epi16(w, 8);
   __m512i x_low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8), x_high = _mm512_srai_epi16((__m512i)x, 8);
   return sums + (ivec)_mm512_madd_epi16(low, x_low) + (ivec)_mm512_madd_epi16(high, x_high);
+#elif VECTOR_BYTES == 16 && defined(__SSE2__)
+  const __m128i w = (__m128i)weights, y = (__m128i)x, even = _mm_set1_epi16(0xff);
+  const __m128i low = _mm_madd_epi16(_mm_and_si128(w, even), _mm_srai_epi16(_mm_slli_epi16(y, 8), 8));
+  return sums + (ivec)low + (ivec)_mm_madd_epi16(_mm_srli_epi16(w, 8), _mm_srai_epi16(y, 8));
 #else
   return dot_small(sums, weights, x);
 #endif
