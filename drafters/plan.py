@@ -36,13 +36,6 @@ class Task(NamedTuple):
     decision: Any = None  # auto/'s Decision, with its reasons: to be shown
 
 
-class Guess(NamedTuple):
-    """What a drafter would have proposed, if it had been asked."""
-
-    tokens: list[int]
-    evidence: int = 0  # proposals of one number share a record
-
-
 class UnseenCycle(NamedTuple):
     """What came in a cycle. A drafter without a part in it observes it before it is asked next."""
 

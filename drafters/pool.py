@@ -21,14 +21,13 @@ from runtime import plug
 from runtime.values import Draft, Request, RequestError, TextSequence, Verdict, in_short
 
 from .base import Drafter, first_choice
-from .plan import DraftedText, Guess, Task, UnseenCycle, split_verdict
+from .plan import DraftedText, Task, UnseenCycle, split_verdict
 
 tree = plug("drafters.tree")  # without it drafts do not branch
 checks = plug("drafters.checks")  # without it drafts are verified as they come
 
 AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
-_MOST_EVIDENCE = 8
 _AGAIN_S = 0.001  # until it is looked again where all texts wait for their grammars
 LOG = logging.getLogger("drafters")
 
@@ -47,7 +46,7 @@ class DrafterPool:
         `can_branch` says that the target can verify a tree. Raises ValueError if the default needs
         that.
         """
-        self.drafters, self._vocab_size, self.is_strict = drafters, vocab_size, is_strict
+        self.drafters, self.vocab_size, self.is_strict = drafters, vocab_size, is_strict
         self.prefixes, self.can_branch = prefixes, can_branch and tree is not None
         # What a request may ask for, and the drafters that this means: of several, the one to
         # begin with stands first.
@@ -165,7 +164,7 @@ class DrafterPool:
         Where a grammar forces tokens, a drafter that cannot begin with them is not asked alone: a
         head drafts behind the target's states, which it has of no drafted token.
         """
-        if not self._prepare(text, name, text.task.limit):
+        if not self.prepare(text, name, text.task.limit):
             return False
         drafter, state, is_alone = self.drafters[name], text.states[name], len(text.drafts) == 1
         if drafter.stops_early:
@@ -175,7 +174,7 @@ class DrafterPool:
         can = drafter.accepts_forced_prefix or drafter.drafts_forced
         return can or not is_alone or not text.forced_tokens(text.task.limit)
 
-    def _prepare(self, text: DraftedText, name: str, most: int) -> bool:
+    def prepare(self, text: DraftedText, name: str, most: int) -> bool:
         """Let a drafter observe what has come, and begin with what is forced, if it can.
 
         Returns whether the text still has this drafter.
@@ -189,7 +188,7 @@ class DrafterPool:
         """Let a drafter observe what came since it was asked last, as one piece of text."""
         drafter = self.drafters[name]
         if cycles := text.unseen.pop(name, None):
-            with self._containing(text, name, "observe"):
+            with self.containing(text, name, "observe"):
                 tokens = [token for cycle in cycles for token in cycle.tokens]
                 verdict = Verdict(0, len(tokens) - 1, tokens, drafter.hidden_of(cycles))
                 drafter.call("observe", text.states[name], verdict)
@@ -198,7 +197,7 @@ class DrafterPool:
         """Drafts that can be verified; an empty one for a text that loses its drafter."""
         states, limits = [text.states[name] for text in texts], [text.task.limit for text in texts]
         asked = [(text.request, text.task.limit) for text in texts]
-        size = self._vocab_size
+        size = self.vocab_size
         check = checks and partial(checks.checked_drafts, asked=asked, vocab_size=size)
         try:
             drafts = self.drafters[name].call("propose_batch", states, limits, then=check)
@@ -220,25 +219,6 @@ class DrafterPool:
         counts = [n or text.task.limit for n, text in zip(drafted, texts, strict=True)]
         counts, before_ms = self.spent.get(what, (counts, 0.0))
         self.spent[what] = counts, before_ms + ms
-
-    def guess(self, text: DraftedText, name: str, max_tokens: int) -> Guess | None:
-        """What a drafter would propose if it was asked; None from those that cannot tell."""
-        drafter = self.drafters[name]
-        if name not in text.states or not drafter.can_guess:
-            return None
-        size = self._vocab_size
-        check = checks and partial(checks.checked_ids, most=max_tokens, vocab_size=size)
-        with self._containing(text, name, "guess"):
-            if not self._prepare(text, name, max_tokens):
-                return Guess([])
-            state = text.states[name]
-            if (tokens := drafter.call("guess", state, max_tokens, then=check)) is None:
-                return None
-            evidence = drafter.call("evidence", state, then=int) if tokens else 0
-            if drafter.accepts_forced_prefix and text.forced_tokens(max_tokens):
-                evidence = _MOST_EVIDENCE
-            return Guess(tokens, max(0, min(evidence, _MOST_EVIDENCE)))
-        return Guess([])
 
     def settled(self, sequences: list[TextSequence]) -> list[TextSequence]:
         """Those whose drafts can be verified: their grammars have said what may come.
@@ -282,7 +262,7 @@ class DrafterPool:
             drafter.count(text, draft, judged, verdict.tokens)
             if is_last and not drafter.keeps_outputs:
                 continue
-            with self._containing(text, name, "observe"):
+            with self.containing(text, name, "observe"):
                 whole = replace(verdict, hidden=drafter.hidden_of(came))
                 parts = [whole] if draft is judged else split_verdict(whole, draft)
                 for part in parts:
@@ -308,7 +288,7 @@ class DrafterPool:
             self.prefixes.remember(text.row, tokens, text.read())
 
     @contextmanager
-    def _containing(self, text: DraftedText, name: str, method: str) -> Iterator[None]:
+    def containing(self, text: DraftedText, name: str, method: str) -> Iterator[None]:
         """What goes wrong in here costs the text this drafter, and nothing else."""
         try:
             yield

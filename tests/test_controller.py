@@ -23,8 +23,8 @@ from conftest import ScriptedDrafter, before, finish, run
 from drafters import base
 from drafters.auto import Controller, Planner, estimates
 from drafters.auto.estimates import Acceptance, Agreement, Calibration, Certainty, Costs, Lengths
-from drafters.auto.planner import CHOICE_BUDGET, CHOSEN, REUSED, Candidate
-from drafters.plan import DraftedText, FixedK, Guess, Task
+from drafters.auto.planner import CHOICE_BUDGET, CHOSEN, REUSED, Candidate, Guess
+from drafters.plan import DraftedText, FixedK, Task
 from drafters.pool import DrafterPool
 from runtime.statistics import Statistics
 from runtime.values import Cycle, Draft, Request, Verdict
@@ -518,11 +518,11 @@ def served(kinds, clients, fixed=None, machine="pair", step_ms=MODEL["step_ms"],
     A step of the model takes `step_ms`, and the controller is told what MODEL says.
     """
     pool = Mock(merging=(), members=lambda text, name: [name] if name else [])
-    pool.guess = lambda text, name, limit: text.guess(limit) if name == "ngram" else None
     controller, pass_ms = Controller(100, {"model": 33, "ngram": 0}), MACHINES[machine]
     controller.costs.start_from(Curve(pass_ms, {"model": MODEL}))
     planner = FixedK() if fixed else Planner(controller, pool)
     planner.certain = lambda cycle: cycle.logits
+    planner.guess = lambda text, name, limit: text.guess(limit) if name == "ngram" else None
     chance, took, running, waiting = random.Random(0), Counter(), [], [*enumerate(kinds)]
     while waiting or running:
         while waiting and len(running) < clients:
@@ -721,13 +721,13 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
     """Each has long pauses, in which nobody asks it; and what it would propose is asked, too."""
     loaded = {n: each for n, each in demo_engine.pool.drafters.items() if not each.needs}
     engine, names = core.Engine(demo_engine.target, loaded, "auto"), []
-    propose = engine.pool.propose
+    propose, guess = engine.pool.propose, Planner(Controller(1, {}), engine.pool).guess
 
     def guessed(batch):
         (s,) = batch
         for name in ("ngram", "suffix") if s.num_steps else ():
             fresh = loaded[name].open(s.tokens, s.request.sampling, s.noise)
-            assert engine.pool.guess(s.drafting, name, 3).tokens == loaded[name].guess(fresh, 3)
+            assert guess(s.drafting, name, 3).tokens == loaded[name].guess(fresh, 3)
 
     def in_turn(texts, tasks):
         names.append(list(loaded)[len(names) // 3 % 4])
@@ -781,7 +781,7 @@ def test_of_several_drafters_only_the_one_that_fails_is_lost(method, chosen):
     setattr(drafters["bad"], method, Mock(side_effect=RuntimeError("no")))
     pool, text = seated(drafters)
     if method == "guess":
-        assert pool.guess(text, "bad", 3) == ([], 0)
+        assert Planner(Controller(1, {}), pool).guess(text, "bad", 3) == ([], 0)
     pool.propose([text], [Task(chosen, 3)])
     pool.observe(text, Verdict(3, 0, [5]), {})
     if method == "observe":  # the other one hears of it now

@@ -149,7 +149,7 @@ class Acceptance:
         self.cycles = 0  # in which it was asked
         self.num_read, self.unread = 0, 0  # tokens of the text that it knows, or has to read first
         self.calibration = typical.calibration if typical else Calibration(is_copy)
-        # Records of proposals by their evidence (see DrafterPool.guess).
+        # Records of proposals by their evidence (see Planner.guess).
         self._by_evidence: dict[int, Acceptance] = {}
 
     def with_evidence(self, evidence: int) -> "Acceptance":

@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 
 from drafters.plan import (
     IDLE,
+    DraftedText,
     FixedK,
-    Guess,
     Plan,
     Task,
     fixed,
     limit_of,
     nothing,
 )
-from drafters.pool import DrafterPool
+from drafters.pool import DrafterPool, checks
 from runtime.sampling import confidence
 from runtime.values import Cycle, Draft, Model, TextSequence
 
@@ -42,11 +42,19 @@ from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Leng
 
 CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
+_MOST_EVIDENCE = 8  # of a guess
 _WARMER, _LATELY = 0.5, 0.1  # temperatures told apart; how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
 _EACH, _NOW_AND_THEN = 32, 4  # tokens whose certainty is noted; later in one of so many cycles
 # Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, as plain ones are timed.
 CHOSEN, REUSED, TIMED = "chosen", "reused", "timed"
+
+
+class Guess(NamedTuple):
+    """What a drafter would have proposed, if it had been asked."""
+
+    tokens: list[int]
+    evidence: int = 0  # how much it rests on, up to 8; proposals of one number share a record
 
 
 class Option(NamedTuple):
@@ -346,13 +354,32 @@ class Planner(FixedK):
         for record in candidate.records.values():
             record.unread = len(s.tokens) - record.num_read
         for name in list(text.states):  # guessing may cost it a drafter
-            guess = candidate.guesses[name] = self._pool.guess(text, name, candidate.limit)
+            guess = candidate.guesses[name] = self.guess(text, name, candidate.limit)
             if guess is None or guess.tokens:
                 able[name] = candidate.records[name].with_evidence(guess.evidence if guess else 0)
         able = {n: each for n, each in (able or candidate.records).items() if n in text.states}
         if len(self._pool.members(text, text.merge)) > 1:
             able[text.merge] = candidate.records[text.merge]  # beside each drafter for itself
         return able
+
+    def guess(self, text: DraftedText, name: str, max_tokens: int) -> Guess | None:
+        """What a drafter would propose if it was asked; None from those that cannot tell."""
+        pool, drafter = self._pool, self._pool.drafters[name]
+        if name not in text.states or not drafter.can_guess:
+            return None
+        size = pool.vocab_size
+        check = checks and partial(checks.checked_ids, most=max_tokens, vocab_size=size)
+        with pool.containing(text, name, "guess"):
+            if not pool.prepare(text, name, max_tokens):
+                return Guess([])
+            state = text.states[name]
+            if (tokens := drafter.call("guess", state, max_tokens, then=check)) is None:
+                return None
+            evidence = drafter.call("evidence", state, then=int) if tokens else 0
+            if drafter.accepts_forced_prefix and text.forced_tokens(max_tokens):
+                evidence = _MOST_EVIDENCE
+            return Guess(tokens, max(0, min(evidence, _MOST_EVIDENCE)))
+        return Guess([])
 
     def learn(self, plan: Plan, s: TextSequence, cycle: Cycle) -> None:
         """Learn what a cycle says of each drafter that the request may choose from.
