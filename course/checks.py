@@ -106,6 +106,13 @@ def kept_of(draft: list[int], choices: list[int]) -> list[int]:
     return choices[: [*map(int.__eq__, draft, choices), False].index(False) + 1]
 
 
+def unlike(right: Sequence[int], got: Sequence[int]) -> str:
+    """The mistake of keeping `got` in place of the right tokens."""
+    if len(got) == len(right):
+        return "other tokens"
+    return "more tokens" if len(got) > len(right) else "fewer tokens"
+
+
 # Drafts: so many tokens are right, and of the others the first is wrong.
 PLANS = [(3, 0), (0, 2), (0, 0), (2, 2), (4, 0), (1, 1), (0, 1), (2, 0)]
 
@@ -127,7 +134,7 @@ def cycle_cases(
     shown = picture(before[:-1], before[-1], draft, choices)
     text = [*before, *kept_of(draft, choices)]
     kept = [f"keeps “{decode(each[len(before) :])}”" for each in (text, after)]
-    yield shown, *kept, "other tokens"
+    yield shown, *kept, unlike(text, after)
     told = [f"caches {len(each)} tokens: …{decode(each[-6:])}" for each in (text[:-1], held)]
     yield shown, *told, "forgets" if len(held) < len(text) - 1 else "not truncated"
 
@@ -160,8 +167,8 @@ def task_1(solution: ModuleType) -> Iterator[Case]:
     rest = product(product((1, 2), repeat=3), product((1, 2, 3), repeat=4))
     for draft, choices in [*hand, *((list(a), list(b)) for a, b in rest)]:
         got = token_list(verify(list(draft), list(choices)), "verify")
-        shown = picture([1, 2, 3], 4, draft, choices, ids)
-        yield shown, f"keeps {ids(kept_of(draft, choices))}", f"keeps {ids(got)}", "other tokens"
+        right, shown = kept_of(draft, choices), picture([1, 2, 3], 4, draft, choices, ids)
+        yield shown, f"keeps {ids(right)}", f"keeps {ids(got)}", unlike(right, got)
 
 
 def task_2(solution: ModuleType) -> Iterator[Case]:
@@ -358,7 +365,8 @@ def task_5(solution: ModuleType) -> Iterator[Case]:
         rows = [f"  p[{i}] {bars(p[i])}\n  q[{i}] {bars(q[i])}" for i in range(2)]
         shown = "\n".join([*rows, f"  draft: {ids(draft)}, accepted: {chance.said}"])
         count = [*chance.said, False].index(False) + 1
-        yield shown, f"keeps {count} tokens", f"keeps {len(kept)} tokens", "other tokens"
+        told = f"keeps {count} tokens", f"keeps {len(kept)} tokens"
+        yield shown, *told, unlike(range(count), kept)
     for size in range(3):
         for begin in sorted({kept[:size] for *_, kept in ways if len(kept) > size}):
             found = [(c.share, kept[size]) for c, _, kept in ways if kept[:size] == begin < kept]

@@ -64,7 +64,7 @@ def path_of(number: int, folder: str = "tasks") -> Path:
 
 def verify(draft: list[int], choices: list[int]) -> list[int]:
     """Task 1, solved: the tokens that are kept."""
-    return load(path_of(1, "solutions")).verify(draft, choices)
+    return load(path_of(1, "solutions")).verify([*map(int, draft)], [*map(int, choices)])
 
 
 # ---------------------------------------------------------------------------------- the model
@@ -133,6 +133,8 @@ class Model:
 
         The logits at a token say what may follow it. The cache then holds the tokens, too.
         """
+        if len(ids) == 1 and not len(ids[0]):
+            raise Mistake("nothing to read")
         if len({len(each) for each in ids}) != 1 or len(ids) != len(rows) or not len(ids[0]):
             raise Mistake("rectangle", f"  lengths: {[*map(len, ids)]}")
         self.passes.append([[int(token) for token in tokens] for tokens in ids])

@@ -28,7 +28,8 @@ length hides what stands behind it, and the next pass overwrites that.
     target.truncate(4)        the cache forgets all but its first 4 tokens
 
 In the first cycle the cache is empty, and the pass reads the whole prompt and the draft. The
-largest of a row of logits is a choice, and `verify` needs the choices from the pending token's on.
+largest of a row of logits is a choice, and `verify` needs those of the last len(draft) + 1
+rows: what follows the pending token, and what follows each guess.
 
 Write `cycle`. Then: python -m course 2
 """
@@ -39,7 +40,7 @@ from course.lab import Row, verify  # task 1, solved: verify(draft, choices)
 def cycle(target: Row, text: list[int], draft: list[int]) -> None:
     """One greedy cycle: read, verify, accept, truncate.
 
-    Extends `text` in place by what is kept. Makes one pass, which reads no token twice.
+    Extends `text` in place by what is kept. Makes one pass, which reads nothing that is cached.
     Example: text [1, 2, 3] of which [1, 2] are cached, draft [4, 5], and the target's choices are
     4, 9, …: text becomes [1, 2, 3, 4, 9], and the cache holds [1, 2, 3, 4].
     """

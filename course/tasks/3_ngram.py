@@ -6,7 +6,7 @@ The cheapest drafter runs no model. Texts repeat themselves: code, tables, names
 quotes its prompt. So look how the text went on when it last ended like this:
 
     text:    … the quick brown fox … the quick
-    match:     the quick                           the latest place where the last two tokens stood
+    match:     the quick                           the latest place before where these two stood
     draft:               brown fox …               what followed there
 
 This is prompt lookup (Saxena, 2023). Searching the whole text in each cycle gets slow as it grows.

@@ -13,8 +13,9 @@ stay in step with a text of which the draft model guessed only a part:
             cached: The cat sat on    text: The cat sat on the
 
 Two rules keep it so. After a verdict, truncate to the text before the draft and what was accepted
-of it, or less if less is cached. Before a draft, read every token of the text that is not cached.
-Behind an accepted [on, a] and a bonus two are unread: "a" is text now, but no pass has read it.
+of it; a shorter cache stays as it is. Before a draft, read every token of the text that is not
+cached. Behind an accepted [on, a] and a bonus two are unread: "a" is text now, but no pass has read
+it.
 
 `model` is a `Model` of course/lab.py; row = model.open() gives a text its own row of the cache,
 with row.length, row.read(tokens) and row.truncate(length) as in task 2.
@@ -41,7 +42,7 @@ class DraftModel:
         raise NotImplementedError
 
     def observe(self, state: object, accepted: int, tokens: list[int]) -> None:
-        """The first `accepted` guesses of the last draft stay; `tokens` are they and one more.
+        """The first `accepted` guesses of the last draft stay; `tokens` are these and one more.
 
         Append them, and let the cache forget the rejected guesses, and no more.
         """

@@ -23,8 +23,9 @@ It is exact only if q is what the guess was drawn from. Drafters often cut their
 before they draw: top-k keeps the k likeliest tokens. Then the cut q, which sums to 1 again, is the
 one to report.
 
-You get chance as two functions, so that the checks can try every way that it can go. chance(x) is
-True with probability x. draw(weights) gives an index; weights are 0 or more and need not sum to 1.
+You get chance as two functions, so that the checks can try every way that it can go: use no other.
+chance(x) is True with probability x. draw(weights) gives an index into all the weights that it
+gets; these are 0 or more and need not sum to 1.
 Probabilities are lists of fractions, with which you calculate as with floats.
 
 Write `propose` and `judge`. Then: python -m course 5
