@@ -23,6 +23,7 @@ from . import checks
 from .lab import FOLDER, Mistake, load
 
 LIMIT_S, MOST_BYTES, MOST_PRINTED = 60.0, 4 << 30, 100_000
+_MOST_CPU_S = 300  # if nobody is left who would stop it
 ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -105,6 +106,7 @@ def check(number: int, path: Path) -> str:
 if __name__ == "__main__":
     number, path, result = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
     try:
         outcome = True, "", check(int(number), Path(path))
     except Mistake as mistake:
