@@ -78,7 +78,7 @@ def token_list(value: Any, name: str) -> list[int]:
 def number_of(value: Any, name: str) -> str:
     """What `name` returned, to three digits."""
     try:
-        return "None" if value is None else f"{float(value):.3f}"
+        return "None" if value is None else f"{float(value + 0):.3f}"
     except (TypeError, ValueError):
         raise Mistake("no number", name=name, told=f"{value!r:.60}") from None
 
@@ -180,7 +180,7 @@ def task_2(solution: ModuleType) -> Iterator[Case]:
 def task_6(solution: ModuleType) -> Iterator[Case]:
     """The choice by another formula; then the same text with any draft."""
     choose, dice = part(solution, "choose"), np.random.default_rng(6)
-    rows = {place: dice.normal(size=8) * 2 for place in product((1, 2), range(20))}
+    rows = {place: dice.normal(size=8) * 2 + 1000 for place in product((1, 2), range(20))}
     right = [chosen(row, at, seed, 0.7) for (seed, at), row in rows.items()]
     got, again = (
         token_list([choose(row.copy(), 0.7, *at) for at, row in rows.items()], "choose")
@@ -199,14 +199,16 @@ def task_8(solution: ModuleType) -> Iterator[Case]:
     """Each text is the one that it would be alone."""
     cycle, model = part(solution, "cycle"), Model("target", num_rows=3)
     prompts = "1, 2, 3, 4, 5,", "red, green, blue, red,", "class Stack:\n    def"
-    texts, rows = [encode(prompt) for prompt in prompts], [model.open() for _ in prompts]
+    texts, rows = [encode(prompt) for prompt in prompts], [model.open() for _ in prompts][::-1]
+    given = list(texts)  # which are to be extended, and not replaced
     for i in range(len(PLANS)):
-        befores = [list(text) for text in texts]
-        drafts = [draft_of(plain(p), len(texts[b]), *PLANS[i - b]) for b, p in enumerate(prompts)]
+        befores = [list(text) for text in given]
+        drafts = [draft_of(plain(p), len(given[b]), *PLANS[i - b]) for b, p in enumerate(prompts)]
         model.passes.clear()
         cycle(model, rows, texts, [list(draft) for draft in drafts])
         yield "", "passes of [3] texts", f"passes of {[*map(len, model.passes)]} texts", "one pass"
-        for each in zip(befores, drafts, texts, model.held, strict=True):
+        held = [model.held[row.index] for row in rows]
+        for each in zip(befores, drafts, given, held, strict=True):
             yield from cycle_cases(*each)
 
 
@@ -360,6 +362,11 @@ def task_5(solution: ModuleType) -> Iterator[Case]:
         kept = judge(list(draft), p, list(q), chance.chance, chance.draw)
         return (draft, p, q), tuple(token_list(kept, "judge"))
 
+    for chance, kept in each_way(lambda way: judge([], [right], [], way.chance, way.draw)):
+        shown, drawn = f"  no draft; p[0] {bars(right)}", ids([*map(bars, chance.drawn)])
+        yield shown, f"draws by {bars(right)}", f"draws by {drawn}", "other chances"
+        count = len(token_list(kept, "judge"))
+        yield shown, "keeps 1 tokens", f"keeps {count} tokens", "fewer tokens"
     ways = [(chance, *result) for chance, result in each_way(run)]
     for chance, (draft, p, q), kept in ways:
         rows = [f"  p[{i}] {bars(p[i])}\n  q[{i}] {bars(q[i])}" for i in range(2)]
@@ -389,6 +396,7 @@ def pace(alpha: float, k: int, draft_ms: float, pass_ms: dict[int, float]) -> fl
 def task_7(solution: ModuleType) -> Iterator[Case]:
     """Tokens by how many guesses are accepted, then speed-up, K and break-even."""
     flat, steep = ({n: a + n * b for n in range(1, 10)} for a, b in ((16.0, 0.8), (2.0, 10.0)))
+    steps = {n: 16.0 if n == 1 else 32.0 for n in range(1, 10)}
 
     def even(k: int, ms: float, curve: dict[int, float]) -> float | None:
         alphas = np.linspace(0, 1, 2001)
@@ -401,7 +409,7 @@ def task_7(solution: ModuleType) -> Iterator[Case]:
     for name, right, *values in (
         ("tokens", gain, (0.5, 0.8, 1.0, 0.0), (4, 1, 0)),
         ("speedup", pace, (0.3, 0.8), (4, 1, 0), (0.5, 9.0), (flat, steep)),
-        ("best_k", best, (0.05, 0.5, 0.95), (0.5, 9.0), (flat, steep)),
+        ("best_k", best, (0.05, 0.5, 0.95), (0.5, 9.0), (flat, steep, steps)),
         ("break_even", even, (1, 4), (0.5, 9.0), (flat, steep)),
     ):
         for case in product(*values):

@@ -222,7 +222,7 @@ def noise(seed: int, position: int, size: int) -> np.ndarray:
     return np.random.default_rng([seed, position]).exponential(size=size)
 
 
-def measure(most: int = 9, rounds: int = 4) -> dict[int, float]:
+def measure(most: int = 9, rounds: int = 8) -> dict[int, float]:
     """This machine's curve: milliseconds to multiply 27 million weights with 1, 2, … positions.
 
     Other programs only lengthen a pass, so the shortest of several counts.

@@ -17,15 +17,15 @@ likely as without drafts? The classical rule (Leviathan et al., Chen et al., 202
     q        ██          ██        ████░░░░░░░░░░░░   ░ q above p: of token 2 so much is rejected
 
 Why that is exact: x is guessed and accepted with q(x) · min(1, p(x) / q(x)) = min(p(x), q(x)). What
-lacks up to p(x) is max(0, p(x) - q(x)), and the residual fills just this.
+is missing from p(x) is max(0, p(x) - q(x)), and the residual fills just this.
 
 It is exact only if q is what the guess was drawn from. Drafters often cut their probabilities
 before they draw: top-k keeps the k likeliest tokens. Then the cut q, which sums to 1 again, is the
 one to report.
 
-You get chance as two functions, so that the checks can try every way that it can go: use no other.
-chance(x) is True with probability x. draw(weights) gives an index into all the weights that it
-gets; these are 0 or more and need not sum to 1.
+Randomness comes in as two functions, so that the checks can try every way that it can go: use no
+other. chance(x) is True with probability x. draw(weights) gives an index into all the weights that
+it gets; these are 0 or more and need not sum to 1.
 Probabilities are lists of fractions, with which you calculate as with floats.
 
 Write `propose` and `judge`. Then: python -m course 5

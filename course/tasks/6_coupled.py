@@ -12,8 +12,8 @@ exponential distribution. Token x takes the time e[x] / weight[x], and the short
 weight is exp(logit / temperature). So x wins with probability weight[x] / (sum of weights), which
 is the softmax: a known property of this distribution. A weight of 0 never wins.
 
-A temperature below 1 sharpens the differences, one above 1 flattens them. Take the largest logit
-off all of them first, which changes no winner, else exp overflows.
+A temperature below 1 sharpens the differences, one above 1 flattens them. Subtract the largest
+logit from all first, which changes no winner, else exp overflows.
 
     text      The  cat  sat │ on   a                the pending token is sat, at position 2
     position   0    1    2  │ 3    4    5           the first choice will stand at position 3

@@ -45,7 +45,7 @@ def best_k(alpha: float, draft_ms: float, pass_ms: dict[int, float]) -> int:
 
 
 def break_even(k: int, draft_ms: float, pass_ms: dict[int, float]) -> float | None:
-    """The α, to three digits, from which k guesses are as fast as plain decoding; None if no α is.
+    """The α (three decimals) from which k guesses are as fast as plain decoding; None if no α is.
 
     `speedup` grows with α, so halve the interval from 0 to 1 again and again.
     """
