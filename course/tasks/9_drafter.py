@@ -1,6 +1,6 @@
 """Task 9. A drafter of your own, on a real model
 
-(The page's chapter 11. Who guesses?, has a race.)
+(Page: http://127.0.0.1:5000/#chapter-11, 11. Who guesses?, has a race.)
 
 You have built all parts on a small model. Here the engine does the rest, for SmolLM2, and you write
 what guesses. What is cheap, and often right? Some ideas:
