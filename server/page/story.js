@@ -199,6 +199,7 @@ export class Story {
     document.querySelectorAll("[data-chapter]").forEach((article) => this.#ask(article));
     this.#watch();
     this.#enter("start");
+    byId(location.hash.slice(1))?.closest("article")?.scrollIntoView(); // by now it is as high as it will be
     addEventListener("resize", () => { this.#watch(); this.#draw(); });
     for (const type of ["pointerdown", "pointermove"]) byId("scene-plot").addEventListener(type, this.#drag);
   }
