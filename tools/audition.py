@@ -78,12 +78,21 @@ class Raced(NamedTuple):
     turns: Turns
 
 
+def cycle_ms(curve: Curve, name: str, token_ms: float = 0.0) -> dict[int, float]:
+    """What a draft of K tokens and its pass take by the curve, by K, where that pass was measured.
+
+    A token of a drafter that is not in the curve takes `token_ms`.
+    """
+    cost = curve.drafters.get(name) or {"call_ms": 0.0, "step_ms": token_ms}
+    able = [k for k in range(1, MAX_SPECULATIVE_TOKENS + 1) if k + 1 in curve.pass_ms]
+    return {k: cost["call_ms"] + k * cost["step_ms"] + curve.pass_ms[k + 1] for k in able}
+
+
 def best_k(curve: Curve, name: str) -> int:
     """The K with the most tokens per ms by the curve, if each token has the chance _LIKELY."""
-    cost, rows_ms = curve.drafters.get(name) or {"call_ms": 0.0, "step_ms": 0.0}, curve.pass_ms
-    able = [rows - 1 for rows in rows_ms if 1 < rows <= MAX_SPECULATIVE_TOKENS]
-    ms = {k: cost["call_ms"] + k * cost["step_ms"] + rows_ms[k + 1] for k in able}
-    return max(ms, key=lambda k: (1 - _LIKELY ** (k + 1)) / ms[k], default=_DEFAULT_K)
+    ms = cycle_ms(curve, name)
+    able = [k for k in ms if k <= MOST_K]
+    return max(able, key=lambda k: (1 - _LIKELY ** (k + 1)) / ms[k], default=_DEFAULT_K)
 
 
 def race(
@@ -358,10 +367,15 @@ def act(arguments: list[str] | None) -> int:
     return 0
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
+def end_with_status(act: Callable[[list[str] | None], int], arguments: list[str] | None) -> None:
+    """Run a command line as the demo's is run: a mistake is one line."""
     if status := demo.exit_status(partial(act, arguments)):
         raise SystemExit(status)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    end_with_status(act, arguments)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from runtime.values import PLAIN, Draft, Engine, Request, RequestError, Sampling
 from server.options import MOST_K, Options
 
 from . import audition
+from .lossless import p_value_of
 
 K, AT_ONCE = 4, 8
 KINDS = {  # of text, by how its prompts' names begin
@@ -148,8 +149,7 @@ def p_value(cells: list[tuple[float, float]]) -> float:
     for seen, right in cells:
         right = max(right, 1e-9)
         deviance += 2 * ((seen * log(seen / right) if seen else 0.0) - seen + right)
-    halves = torch.tensor([len(cells) / 2, deviance / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(*halves))
+    return p_value_of(deviance, len(cells))
 
 
 class Exam:

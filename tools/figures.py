@@ -38,8 +38,7 @@ import numpy as np
 
 import tools as bench
 from runtime.statistics import ratio
-from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, in_short, one_line
-from server import demo
+from runtime.values import PLAIN, Json, in_short, one_line
 from server.comparison import costs_of
 from server.curve import Curve
 from server.options import Options
@@ -126,11 +125,9 @@ def needed_of(curve: Curve, row: Json) -> dict[int, float]:
     A drafter that is not in the curve runs no model: a token takes what it took in the race.
     Example: passes of 10 ms, and 12 for three rows; a draft of two takes 4 -> {2: (2 + 4) / 20}.
     """
-    plain, parts = curve.pass_ms[1], curve.drafters.get(row["drafter"])
-    parts = parts or {"call_ms": 0.0, "step_ms": row["to_draft"] * plain}
-    able = [k for k in range(1, MAX_SPECULATIVE_TOKENS + 1) if k + 1 in curve.pass_ms]
-    ms = {k: parts["call_ms"] + k * parts["step_ms"] + curve.pass_ms[k + 1] for k in able}
-    return {k: (ms[k] - plain) / (k * plain) for k in able}
+    plain = curve.pass_ms[1]
+    cycles = audition.cycle_ms(curve, row["drafter"], row["to_draft"] * plain)
+    return {k: (ms - plain) / (k * plain) for k, ms in cycles.items()}
 
 
 # ----------------------------------------------------------------------------------- pictures
@@ -370,8 +367,7 @@ def act(arguments: list[str] | None) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    if status := demo.exit_status(partial(act, arguments)):
-        raise SystemExit(status)
+    audition.end_with_status(act, arguments)
 
 
 if __name__ == "__main__":

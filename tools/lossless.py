@@ -56,9 +56,13 @@ def chi_squared(
     """
     degrees = len(expected) - 1 if degrees is None else degrees
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return ChiSquared(statistic, degrees, p_value_of(statistic, degrees) if degrees else 1.0)
+
+
+def p_value_of(statistic: float, degrees: int) -> float:
+    """The odds of a statistic this large or larger under χ² with so many degrees of freedom."""
     halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    p_value = float(torch.special.gammaincc(*halves)) if degrees else 1.0
-    return ChiSquared(statistic, degrees, p_value)
+    return float(torch.special.gammaincc(*halves))
 
 
 def same_distribution(ours: Iterable[Hashable], theirs: Iterable[Hashable]) -> ChiSquared:
