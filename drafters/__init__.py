@@ -8,13 +8,13 @@ from runtime.sampling import Noise
 from runtime.values import PLAIN, Draft, Sampling, Verdict, in_short
 
 from .base import MANY_WEIGHTS, Context, Drafter, first_choice
-from .draft_model import check_words
+from .draft_model import have_same_words
 from .plan import DraftedText, FixedK, Plan, Task
 from .pool import AUTO, LOG, TREE, DrafterPool
 
 __all__ = [
     "LOG", "MANY_WEIGHTS", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool",
-    "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "check_words",
+    "FixedK", "Noise", "Plan", "Sampling", "Task", "Verdict", "check_name", "have_same_words",
     "load", "load_all",
 ]  # fmt: skip
 

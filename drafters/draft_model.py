@@ -14,8 +14,7 @@ Compiled code makes a draft in one call, where Python has no say in it (runtime/
 Where text is copied, it feeds the model guesses and checks them, as the target does with drafts.
 The draft stays the same.
 
-Source: Leviathan et al., arXiv 2211.17192. Not covered: a draft model with another tokenizer; it is
-refused at start.
+Source: Leviathan et al., arXiv 2211.17192. A draft model with another tokenizer: translated.py.
 """
 
 from collections.abc import Sequence
@@ -36,8 +35,8 @@ class DraftModelDrafter(ModelDrafter):
     accepts_forced_prefix = True
 
     @classmethod
-    def build(cls, context: Context) -> "DraftModelDrafter":
-        """Raises ValueError without a draft model, or with one of another vocabulary or context."""
+    def build(cls, context: Context) -> ModelDrafter:
+        """Raises ValueError without a draft model, or with one that does not fit the target."""
         target, draft = context.target, context.draft
         if draft is None:
             raise ValueError(
@@ -52,7 +51,8 @@ class DraftModelDrafter(ModelDrafter):
         backends = [getattr(model.tokenizer, "backend_tokenizer", model) for model in models]
         if backends[0] is not backends[1]:
             words = [model.tokenizer.get_vocab() for model in models]
-            check_words([model.name for model in models], words)
+            if not have_same_words([model.name for model in models], words):
+                return plug("drafters.translated").TranslatedDrafter(context, draft)
         if draft.max_length < target.max_length:
             raise ValueError(
                 f"draft model {draft.name} holds {draft.max_length} tokens and the target "
@@ -144,18 +144,20 @@ def begun(forced: Sequence[int], draft: Draft) -> Draft:
     return replace(draft, tokens=[*forced, *draft.tokens], confidence=sure)
 
 
-def check_words(names: list[str], words: list[dict[str, int]]) -> None:
-    """Raises ValueError if a draft model and its target differ in a token or its id.
+def have_same_words(names: list[str], words: list[dict[str, int]]) -> bool:
+    """Whether a draft model and its target have the same tokens with the same ids.
 
     They are compared by content, because vocabularies of one size may differ. GGUF files fill up
     their vocabularies with tokens such as [PAD151665], which are never written: Qwen2.5's 7B has
-    more of them than its 0.5B.
+    more of them than its 0.5B. Raises ValueError if they differ and nobody translates.
     """
     differing = words[0].items() ^ words[1].items()
-    if written := {(token, i) for token, i in differing if token != f"[PAD{i}]"}:
+    written = {(token, i) for token, i in differing if token != f"[PAD{i}]"}
+    if written and not plug("drafters.translated"):
         token, i = min(written, key=lambda entry: entry[1])
         raise ValueError(
             f"draft model {names[0]} and target {names[1]} have different tokenizers "
             f"(only one of them has {token!r} as id {i}): "
             "give a --draft-model of the same family, or use --drafter ngram"
         )
+    return not written

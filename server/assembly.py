@@ -38,7 +38,7 @@ def assemble_engine(options: Options) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
     drafters.check_name(options.drafter)  # before anything is loaded
     if options.draft_model and (pair := plug("runtime.models.pair")):
-        pair.check_pair(options.model, options.draft_model, options, drafters.check_words)
+        pair.check_pair(options.model, options.draft_model, options, drafters.have_same_words)
     target = core.load_model(options.model, options)
     draft = load_draft(options)
     end_ahead()
@@ -66,6 +66,8 @@ def load_engine(options: Options) -> Engine:
         engine.target.report = kernels.report_of(engine.target)
     for model in filter(None, (engine.target, engine.draft_model)):
         check(model)
+    if trial := plug("server.trial"):
+        trial.judge(engine, options)
     LOG.info(answers.setting(engine, options))
     if warming := plug("server.warming"):  # else the first requests are slow
         warming.warm_up(engine)

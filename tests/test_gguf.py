@@ -322,6 +322,7 @@ def test_bytes_of_a_file_are_escaped_and_few_in_what_is_told(files, tmp_path, ca
 
 def test_a_broken_or_missing_draft_is_refused_before_a_target_is_read(files, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_pretrained", lambda *_: pytest.fail("a target is read"))
+    monkeypatch.setattr("drafters.draft_model.plug", lambda _: None)  # nobody translates
     (tmp_path / "broken.gguf").write_bytes(b"GGUX" + bytes(100))
     content = files["q4_0"].read_bytes().replace(b"<|endoftext|>", b"<|endOFtext|>")
     (tmp_path / "other.gguf").write_bytes(content)

@@ -18,8 +18,8 @@ from started import AT_WORK, BODIES, COLOURS, is_error, module_server, request, 
 from transformers import AutoTokenizer
 
 from runtime.models.reference import contents_of, system_fingerprint
+from runtime.models.token_bytes import bytes_of
 from server import core
-from server.dialects.shapes import bytes_of
 from server.options import Options
 
 *_, CHAT, MESSAGES, COUNT, RESPONSES = BODIES

@@ -17,6 +17,7 @@ from runtime.grammars import OPEN
 from runtime.models.calls import AnswerReader, Part, Thought
 from runtime.models.chat import TEMPLATE_FIELDS, call_form, chat_prompt, template_options
 from runtime.models.prompts import Tokenizer
+from runtime.models.token_bytes import bytes_of
 from runtime.models.tools import read_tools
 from runtime.values import Json, RequestError
 from server.fields import known_fields
@@ -24,7 +25,7 @@ from server.formats import FIELDS, constraint_of, reasoning_of
 from server.parsing import KNOWN
 from server.service import Service, read_body
 
-from .shapes import InParts, Logprobs, OpenAIShape, bytes_of
+from .shapes import InParts, Logprobs, OpenAIShape
 
 _OF_TOOLS = "tools", "tool_choice", "parallel_tool_calls"
 NAMES = KNOWN - {"prompt", "chat"} | {"messages", "top_logprobs", *_OF_TOOLS, *TEMPLATE_FIELDS}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from flask import current_app, g
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from runtime.models.calls import AnswerReader, Part
 from runtime.models.prompts import Tokenizer
@@ -15,7 +14,6 @@ from runtime.values import Json
 from server.answers import Shape, sse
 from server.fields import wrong
 
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
 Logprobs = list[Json] | None
@@ -48,17 +46,6 @@ def by_id(scores: list[Json | None]) -> list[Json | None]:
         | {str(top["id"]): entry(top, i) for i, top in enumerate(one["top_logprobs"], 1)}
         for one in scores
     ]
-
-
-def bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
-    """What a token is in UTF-8, or a part of it; nothing for an id that the tokenizer lacks."""
-    if (word := tokenizer.convert_ids_to_tokens(token)) is None:  # the model has more rows
-        return b""
-    if word.startswith("<0x") and len(word) == len("<0xFF>"):
-        return bytes.fromhex(word[3:5])
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    is_part = "\ufffd" in text and all(character in _BYTES for character in word)
-    return bytes(map(_BYTES.__getitem__, word)) if is_part else text.encode()
 
 
 class Places:

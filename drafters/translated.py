@@ -1,0 +1,235 @@
+"""A draft model with another tokenizer: its tokens and the target's are matched by their bytes.
+
+    text       The c│at sat         as the target has it
+    read       The │c│at│ sat       each of its tokens in the draft model's tokens
+    draft      on│ the│ mat         freely, or among the words that both have
+    proposed   on│ the m│at         as the target's tokenizer writes that text
+
+What is read is each token for itself, so a verdict never changes what was read before. How a draft
+is made depends on the request:
+
+    greedy        The draft model writes freely. Its text is encoded by the target's tokenizer. The
+                  last token is dropped, as more text might make it longer, unless the draft model
+                  itself ended a token of these bytes there.
+    drawn,        Only words that both have are drafted: all others get −inf. Scores stand at the
+    or masked     target's ids, so the noise is the target's (coupled), q covers its vocabulary
+                  (rejection), and penalties and masks hold.
+
+How much that brings depends on the pair: server/trial.py tries it before it is used. Sources: Timor
+et al., arXiv 2502.05202, for rejection among common words. Not covered: draft models with recurrent
+layers, what a grammar forces.
+"""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from runtime import plug
+from runtime.models.token_bytes import all_bytes
+from runtime.sampling import Noise, confidence
+from runtime.values import Draft, Model, Sampling, Verdict
+
+from .base import Chain, Context, ModelDrafter, ModelState
+
+_TAIL = 8  # of the text's tokens, behind which a draft's text is encoded
+
+
+class Translation:
+    """The tokens of a target and of a draft model, matched by their bytes."""
+
+    def __init__(self, target: Model, draft: Model) -> None:
+        self._tokenizer, self._size = target.tokenizer, target.vocab_size
+        self._bytes, self._draft_bytes = all_bytes(target.tokenizer), all_bytes(draft.tokenizer)
+        # The draft model's ids. Of two tokens with the same bytes, the last one is usually written:
+        # vocabularies of pieces begin with all single bytes.
+        known = sorted(self._draft_bytes.items())
+        self._ids = {word: i for i, word in known if word and i < draft.vocab_size}
+        self._longest = max(map(len, self._ids))
+        self.draft_ends = draft.eos_ids
+        # Both have an end of the text, however it is written.
+        self._end, draft_end = min(target.eos_ids, default=-1), min(draft.eos_ids, default=-1)
+        ours = [(i, word) for i, word in sorted(self._bytes.items()) if i < self._size]
+        alike = {i: self._ids[word] for i, word in ours if word in self._ids}
+        self.share = len(alike) / max(1, len(self._bytes))  # of the target's tokens
+        alike |= dict.fromkeys(target.eos_ids - alike.keys(), draft_end) if draft.eos_ids else {}
+        self.alike, self._target_ids = alike, {draft_id: i for i, draft_id in alike.items()}
+        device = target.cache.device
+        self._places = torch.tensor(list(alike), device=device, dtype=torch.int64)
+        self._columns = torch.tensor(list(alike.values()), device=device, dtype=torch.int64)
+        # What the draft model's texts begin with; a target's own beginning is not read.
+        first, theirs = draft.tokenizer.bos_token_id, target.tokenizer.bos_token_id
+        self.begin = [first] if first in draft.tokenizer("").input_ids else []
+        self.draft_ids = cache(lambda token: [] if token == theirs else self._split(token))
+
+    def _split(self, token: int) -> list[int]:
+        """A token of the target in the draft model's: one, or the longest that make its bytes."""
+        if token in self.alike:
+            return [self.alike[token]]
+        word, found = self._bytes.get(token, b""), list[int]()
+        while word:
+            lengths = range(min(len(word), self._longest), 0, -1)
+            length = next((n for n in lengths if word[:n] in self._ids), 1)
+            found += [self._ids[word[:length]]] if word[:length] in self._ids else []
+            word = word[length:]
+        return found
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The draft model's logits [V] at the target's ids; −inf for what only the target has."""
+        scores = logits.new_full((self._size,), -inf)
+        scores[self._places] = logits[self._columns]
+        return scores
+
+    def encoded(self, text: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        """The target's tokens of what the draft model wrote behind a text of the target."""
+        is_end, words = drafted[-1:] and drafted[-1] in self.draft_ends, list[bytes]()
+        written = drafted[:-1] if is_end else drafted
+        words = [self._draft_bytes.get(i, b"") for i in written]
+        before = b"".join(self._bytes.get(i, b"") for i in text[-_TAIL:])
+        # A character that is cut at the end is left out; one at the beginning is no character.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
+        whole = decoder.decode(before + b"".join(words))
+        rest = sum(map(len, words)) - len(decoder.getstate()[0])
+        ids = self._tokenizer(whole, add_special_tokens=False).input_ids if words else []
+        begin = len(ids)
+        while begin and rest > 0:
+            begin -= 1
+            rest -= len(self._bytes.get(ids[begin], b""))
+        if rest:  # a token stands across the border: the target has chosen another spelling
+            known = [self._target_ids.get(i) for i in written]
+            return known[: [*known, None].index(None)]
+        tokens = ids[begin:]
+        if is_end:
+            return [*tokens, self._end]
+        is_whole = tokens and self._bytes.get(tokens[-1]) == words[-1]
+        return tokens if is_whole else tokens[:-1]
+
+
+@dataclass(slots=True, kw_only=True)
+class _State(ModelState):
+    """`text` has the target's tokens, and `read` the draft model's of the same text."""
+
+    read: list[int]
+    drafted: list[int] = field(default_factory=list)  # what its cache may hold behind them
+
+
+class _Freely:
+    """A draft of the draft model's likeliest tokens."""
+
+    def __init__(self, state: _State, limit: int, words: Translation) -> None:
+        self._state, self._limit, self._words = state, limit, words
+        self._tokens, self._confidence = list[int](), list[float]()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more token is wanted."""
+        if len(self._tokens) >= self._limit or self._words.draft_ends & {*self._tokens[-1:]}:
+            return False
+        stop_rule = self._state.stop_rule
+        return not self._tokens or stop_rule is None or stop_rule(self._confidence)
+
+    def extend(self, logits: Tensor) -> int:
+        """Choose a token by logits [V]; the draft model's id."""
+        token = int(logits.argmax())
+        self._tokens.append(token)
+        if self._state.stop_rule is not None:
+            self._confidence.append(confidence(logits, token))
+        return token
+
+    def draft(self) -> Draft:
+        """The target's tokens of this text."""
+        tokens = self._words.encoded(self._state.text, self._tokens) if self._tokens else []
+        return Draft(tokens[: self._limit])
+
+
+class _InCommon:
+    """A draft among the words that both have, chosen as the target chooses."""
+
+    def __init__(self, state: _State, limit: int, words: Translation) -> None:
+        self._chain, self._words = Chain(state, limit), words
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more token is wanted."""
+        return self._chain.is_open
+
+    def extend(self, logits: Tensor) -> int:
+        """Choose a token by logits [V]; the draft model's id."""
+        return self._words.alike.get(self._chain.extend(self._words.scores(logits)), 0)
+
+    def draft(self) -> Draft:
+        """The tokens, with what they were drawn from."""
+        return self._chain.draft()
+
+
+class TranslatedDrafter(ModelDrafter):
+    """Runs a `--draft-model` that has another tokenizer than the target."""
+
+    name: ClassVar[str] = "draft_model"
+
+    def __init__(self, context: Context, draft: Model) -> None:
+        self._draft, self.words = draft, Translation(context.target, draft)
+        self.num_step_weights = draft.num_weights
+        prefix = plug("runtime.cache.prefix")
+        self._prefixes = prefix and prefix.PrefixCache.of(draft, context.prefix_cache_mb)
+
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
+        state = _State(
+            row=self._draft.cache.open_row(), text=[], sampling=sampling, noise=noise,
+            read=list(self.words.begin),
+        )  # fmt: skip
+        self._append(state, prompt)
+        return state
+
+    def _append(self, state: _State, tokens: Sequence[int]) -> None:
+        state.text += tokens
+        for token in tokens:
+            state.read += self.words.draft_ids(token)
+
+    def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+        """A draft for each state; the first forward also feeds what is not cached yet."""
+        model, cache, drafts = self._draft, self._draft.cache, list[_Freely | _InCommon]()
+        for state, limit in zip(states, max_tokens, strict=True):
+            self._rewind(state)
+            has_room = state.read and len(state.read) + limit <= model.max_length
+            is_free = state.sampling.is_greedy and not state.sampling.penalties
+            kind = _Freely if is_free else _InCommon
+            drafts.append(kind(state, limit if has_room else 0, self.words))
+        fed = [state.read[cache.lengths[state.row] :] for state in states]
+        while active := [i for i, draft in enumerate(drafts) if draft.is_open]:
+            rows = [states[i].row for i in active]
+            output = model.forward(rows, [fed[i] for i in active], num_logits=[1] * len(active))
+            for i, logits in zip(active, output.logits, strict=True):
+                fed[i] = [drafts[i].extend(logits[0])]
+                states[i].drafted += fed[i]
+        return [draft.draft() for draft in drafts]
+
+    def _rewind(self, state: _State) -> None:
+        """Let the cache hold the text's beginning alone, and more of it if that is known."""
+        cache, row = self._draft.cache, state.row
+        may_restore = state.sampling.is_coupled and not state.sampling.isolated
+        if self._prefixes and may_restore and not cache.lengths[row]:
+            self._prefixes.restore(row, state.read)
+        cache.truncate(row, min(cache.lengths[row], max(0, len(state.read) - 1)))
+        state.drafted = []
+
+    def observe(self, state: _State, verdict: Verdict) -> None:
+        count = len(state.read)
+        self._append(state, verdict.tokens)
+        pairs = zip(state.drafted, state.read[count:], strict=False)
+        num_alike = [*(ours == theirs for ours, theirs in pairs), False].index(False)
+        cache = self._draft.cache
+        cache.truncate(state.row, min(cache.lengths[state.row], count + num_alike))
+        state.drafted = []
+
+    def close(self, state: _State) -> None:
+        try:
+            if self._prefixes and not state.sampling.isolated:
+                self._prefixes.remember(state.row, state.read)
+        finally:
+            self._draft.cache.close_row(state.row)
