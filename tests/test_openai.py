@@ -177,19 +177,10 @@ def test_a_fingerprint_changes_with_weights_dtype_and_kernels(tiny_folder):
     assert len({*seen}) == 4
 
 
-def test_log_probabilities_have_the_shape_of_completions(client, server):
-    ask, fields = client.completions.create, {"prompt": COLOURS, "max_tokens": 6}
-    answers = (generate(server, **fields, logprobs=wanted) for wanted in (False, True, 0, 2))
-    none, chosen, zero, expected = (answer.get("logprobs") for answer in answers)
-    assert none is None and zero == chosen
-    assert [entry["top_logprobs"] for entry in chosen] == [[]] * 6
-    fields |= {"model": "embedded", "logprobs": 2}
-    listed = ask(**fields).choices[0].logprobs
-    assert listed.tokens == [entry["token"] for entry in expected]
-    assert listed.token_logprobs == [entry["logprob"] for entry in expected]
-    assert all(len(top) == 2 for top in listed.top_logprobs)
-    assert listed.text_offset[:2] == [0, len(listed.tokens[0])]
-    fields |= {"max_tokens": 30, "extra_body": {"choice": ["🙃🙃"]}}  # each is several tokens
+def test_log_probabilities_of_completions_name_the_place_of_each_token(client):
+    """Where a character is several tokens, too. What else they hold is in test_scoring.py."""
+    ask, fields = client.completions.create, {"model": "embedded", "prompt": COLOURS, "logprobs": 2}
+    fields |= {"max_tokens": 30, "extra_body": {"choice": ["🙃🙃"]}}
     listed = ask(**fields).choices[0].logprobs
     assert {*listed.text_offset} == {0, 1} and listed.text_offset.count(1) > 1
     two = fields | {"n": 2, "temperature": 3, "seed": 5}
@@ -200,16 +191,6 @@ def test_log_probabilities_have_the_shape_of_completions(client, server):
         assert sum([part.text_offset for part in parts], []) == choice.logprobs.text_offset
     echoed = ask(**fields, echo=True).choices[0].logprobs.text_offset
     assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
-
-
-def test_a_conversation_ends_before_a_stop_string_in_the_client_s_own_helper(chat, chatting):
-    """Which calls an answer that was cut by max_tokens an error."""
-    stop = {"max_tokens": 8, "stop": chat(max_tokens=8).choices[0].message.content[5:8]}
-    with chatting.openai() as client:
-        with client.chat.completions.stream(**chat.keywords, **stop) as stream:
-            final = stream.get_final_completion().choices[0]
-    assert final.message.content == chat(**stop).choices[0].message.content
-    assert final.finish_reason == "stop"
 
 
 def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
@@ -231,14 +212,6 @@ def test_log_probabilities_have_the_shape_of_chat(chat):
     assert b"".join(bytes(e.bytes) for e in entries) == "🙃".encode() and len(entries) > 1
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     assert bytes_of(len(tokenizer), tokenizer) == b""  # a model may have more rows
-
-
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_a_client_that_leaves_leaves_nothing_behind(chatting, path):
-    fields = BODIES[path] | {"max_tokens": 200, "stream": True}
-    with chatting.connect(path, fields) as client:
-        assert client.recv(100).startswith(b"HTTP/1.1 200")
-    chatting.wait_until_idle()
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, server):
