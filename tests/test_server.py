@@ -1,11 +1,10 @@
 """/generate continues a prompt and says what it wrote, how, and how fast, whole or streamed.
 
-A server that is full lets requests wait, refuses more than may wait, and frees the row of whoever
-leaves or is late. All is tested in the real process, on a real socket.
+A server frees the row of whoever leaves or is late. All is tested in the real process, on a real
+socket. Who waits is served in test_operations.py; who finds no place is refused in test_hostile.py.
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -149,28 +148,6 @@ def test_a_client_that_stalls_reading_holds_nobody_up(server):
     for client in stalled:
         client.close()
     assert server.generate(**GOOD)[0] == 200
-
-
-def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
-    """Rows and places are for 4, one of them a comparison; who comes then is refused."""
-    fields = {"prompt": "1, 2, 3,", "max_tokens": 20}
-    with serving(*gate.arguments, "--max-running", "2", "--max-queued", "2") as server:
-        kinds = ({}, {}, {}, {"compare": True})
-        alone = server.generate(**fields)[1]
-        with ThreadPoolExecutor(len(kinds)) as pool:
-            taken = gate.hold(pool, server, [(PATHS[0], fields | more) for more in kinds])
-            asked = [(server.call, "POST", PATHS[i % 2], fields) for i in range(12)]
-            for status, headers, data in at_once(*asked):
-                assert status == 429 and headers["Retry-After"] == "1" and b"queue_full" in data
-                assert b'"2 requests wait already, as many as --max-queued allows"' in data
-            state = server.health()
-            assert state["num_requests_waiting"] == 3 and state["status"] == "ok"
-            assert not any(answer.done() for answer in taken)
-            gate.open()
-            for status, body in (end_of(answer.result()) for answer in taken):
-                assert status == 200 and body["token_ids"] == alone["token_ids"]
-        server.wait_until_idle()
-        server.end_well()
 
 
 def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
