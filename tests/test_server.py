@@ -78,6 +78,9 @@ def test_a_comparison_runs_the_request_by_plain_decoding_too(server):
     assert compare["plain"]["token_ids"] == body["token_ids"] and "trace" not in body
     assert compare["plain"]["timings"]["draft_n"] == 0 and compare["costs"]["alpha"] > 0.9
     assert compare["speculative"]["timings"]["predicted_n"] == 40
+    counted = server.health()["speculative_decoding"]
+    assert counted["per_drafter"]["ngram"]["num_draft_tokens"] > 0
+    assert 0 < counted["recent_acceptance_rate"] <= 1
     own, plain = cycles[:-40], [cycle["plain"] for cycle in cycles[-40:]]
     assert [event["step"] for event in plain] == list(range(40))
     for events, text in ((own, body["text"]), (plain, compare["plain"]["text"])):
