@@ -54,10 +54,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": _GROUPED | {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 12},
     "gpt_neox": _COMMON,
     "gemma2": _GROUPED | {"head_dim": 16, "sliding_window": 12},
-    "phi3": _GROUPED | {"sliding_window": 12},
-    "olmo2": _GROUPED,
-    "smollm3": _GROUPED | {"no_rope_layer_interval": 2},
-    "granite": _GROUPED,
     "opt": _COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3},
     "gpt_oss": _GROUPED | {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12,
@@ -311,17 +307,10 @@ def module_client(**options: Any) -> Any:
     return client
 
 
-def body_for(route: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """A body of /generate as the route wants it."""
-    body = dict(fields)
-    if route == CHAT and "prompt" in body:
-        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    return body
-
-
 def asked(client: Any, route: str, prompt: Any = "x = 1", **fields: Any) -> tuple[int, Any]:
     """(status, body) that an application answers a route; of a stream its events are the body."""
-    answer = client.post(route, json=body_for(route, {"prompt": prompt}) | fields)
+    turns = {"messages": [{"role": "user", "content": prompt}]}
+    answer = client.post(route, json=(turns if route == CHAT else {"prompt": prompt}) | fields)
     is_stream = answer.mimetype == "text/event-stream"
     return answer.status_code, events_of(answer.data) if is_stream else answer.json
 

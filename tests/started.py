@@ -43,7 +43,8 @@ LIMIT_S = 60.0  # for what happens at once, on a machine that is busy
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([CORE, FAULTY, __name__])
+# The last one is torch's, and imports sympy: half of a server's start.
+_FORKS.set_forkserver_preload([CORE, FAULTY, __name__, "torch.fx.experimental.symbolic_shapes"])
 
 
 def naming_a_model(arguments):

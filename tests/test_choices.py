@@ -6,6 +6,7 @@ They run side by side, and the prompt is read once.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from conftest import LIMIT_S, asked, module_client
@@ -134,8 +135,18 @@ def test_a_choice_begins_when_the_prompt_is_read_and_another_run_gets_the_place_
     assert job.ready() == [first] and not job.later
     first.first_token = 1.0
     assert job.ready() == [first, second]
-    compared = Job([Request([1], 9)] * 2, 60)
-    assert [compared.waiting, compared.later] == [[run] for run in compared.runs]
+
+
+def test_runs_of_a_comparison_take_one_place_in_turn_and_end_with_the_first_that_fails():
+    """Each has as long as if it came alone."""
+    worker = Worker(Mock(), options := Options(max_queued=1, max_running=1))
+    job = worker.submit(*[Request([1], 9)] * 3)
+    assert worker._give_places() == [(job, job.runs[0])] and worker.num_waiting == 0
+    worker._end(job, job.runs[0])
+    assert worker._running == [(job, job.runs[1])] and job.runs[1].began
+    assert round(job.deadline - job.runs[0].submitted, 3) == 2 * options.request_timeout
+    worker._end(job, job.runs[1], RuntimeError("broken"))
+    assert job.cancelled and worker._running == [] and not job.runs[2].began
 
 
 def test_a_silent_stream_pings_ever_more_rarely():

@@ -1,6 +1,5 @@
 """Three real clients against a real server: chat, streams, tools and JSON, as their pages show it.
 
-Tool loops and the newer protocol of the package openai are in test_tools.py and test_dialects.py.
 Each is installed into an environment of its own, which needs the Python package index and some
 minutes, so it is run by hand:
 
@@ -22,22 +21,6 @@ city = {"type": "object", "properties": {"city": {"type": "string", "maxLength":
 city |= {"required": ["city"], "additionalProperties": False}
 hello = [{"role": "user", "content": "Say hello."}]
 asked = {"role": "user", "content": "What is the weather in Paris?"}
-"""
-OPENAI = """
-import openai
-client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-assert [entry.id for entry in client.models.list()] == [model]
-def chat(**fields):
-    fields = {"messages": hello, "max_tokens": 32, "temperature": 0} | fields
-    return client.chat.completions.create(model=model, **fields)
-chunks = [*chat(stream=True, stream_options={"include_usage": True})]
-text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-assert text == chat().choices[0].message.content and chunks[-1].usage.completion_tokens > 0
-tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
-message = chat(messages=[asked], tools=tools, tool_choice="required").choices[0].message
-assert "city" in json.loads(message.tool_calls[0].function.arguments)
-form = {"type": "json_schema", "json_schema": {"name": "city", "schema": city}}
-assert json.loads(chat(response_format=form).choices[0].message.content)["city"]
 """
 ANTHROPIC = """
 import anthropic
@@ -72,8 +55,9 @@ place = {"title": "place", **city}
 llm = llm.with_structured_output(place, method="json_schema")
 assert llm.invoke("Where is the Louvre?")["city"]
 """
+# What README shows; more of this client is in test_openai.py, as it is installed here, too.
 SHOWN = re.findall(r"^```py\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
-OPENAI += "".join(SHOWN).replace('"http://localhost:5000/v1"', 'url + "/v1"')
+OPENAI = "".join(SHOWN).replace('"http://localhost:5000/v1"', 'url + "/v1"')
 CLIENTS = {"openai": OPENAI, "anthropic": ANTHROPIC, "langchain-openai": LANGCHAIN}
 
 

@@ -34,7 +34,6 @@ from runtime.values import RequestError
 from server import core
 from server.http import check_head, url_of
 from server.options import KEY_VARIABLE, Options, parse_arguments
-from server.parsing import parse_request
 
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
@@ -83,13 +82,8 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(main):
     for name, total in demo["totals"].items():
         assert total["tokens"] == 3 * 16 and total["identical"] is True and total["ms"] > 0
         assert (total["tokens_per_pass"] > 1) is (name != "standard")
-
-
-def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
-    status, out, _ = main(*SHORT_DEMO, "--json", "--prompts", "hard_prose", "repetitive")
-    prompts = json.loads(out)["prompts"]
-    assert status == 0 and [p["name"] for p in prompts] == ["repetitive_colours", "hard_prose"]
-    assert all(len(p["standard"]["ms_of_runs"]) == 1 for p in prompts)
+    out = main(*SHORT_DEMO, "--json", "--prompts", "hard_prose", "repetitive")[1]  # name and kind
+    assert [p["name"] for p in json.loads(out)["prompts"]] == ["repetitive_colours", "hard_prose"]
 
 
 def test_results_are_printed_when_done_so_an_interrupted_demo_has_them(main, monkeypatch, capsys):
@@ -123,18 +117,16 @@ def test_a_chat_model_is_sent_messages_unless_raw(chat_folder, monkeypatch, caps
     said(*few, "--raw", "--prompts", "chat", status=2)
 
 
-def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
-    monkeypatch.setattr(core, "load_engine", load_engine)  # with a controller
-    status, out, _ = main(*SHORT_DEMO, "--drafter", "ngram")
+def test_the_demo_says_which_texts_are_identical_and_why_k_was_chosen(main, monkeypatch):
+    """Which K it is depends on the machine, and on what else it does."""
     tables = len(terminal.read_prompts()) + 1  # and one in all
-    row = r"^mtp +\d+ tokens +\d+ passes +\d+ ms +\d\.\d\d tok/pass +\d\.\d\d×  identical: yes$"
-    assert len(re.findall(row, out, re.MULTILINE)) == tables
-    assert status == 0 and out.count("identical: yes") == 5 * tables
-    # Which K it is depends on the machine, and on what else it does.
-    assert re.search(r"the last choice of ngram: (ngram, K=[1-9]|K=0 )", out)
     status, out, _ = main(*SHORT_DEMO, *SAMPLED, "--verification", "rejection")
     verdict = "identical: not compared (verified by rejection)"
     assert status == 0 and out.count(verdict) == 5 * tables
+    monkeypatch.setattr(core, "load_engine", load_engine)  # with a controller
+    status, out, _ = main(*SHORT_DEMO, "--drafter", "ngram")
+    assert status == 0 and out.count("identical: yes") == 5 * tables
+    assert re.search(r"the last choice of ngram: (ngram, K=[1-9]|K=0 )", out)
 
 
 def test_explain_shows_the_first_cycles_step_by_step(main, monkeypatch):
@@ -148,8 +140,7 @@ def test_explain_shows_the_first_cycles_step_by_step(main, monkeypatch):
         u, p, q = float(u), float(p), float(q)
         assert (sign == "<") == (kind == "accepted")
         assert abs(u * q - p) < 2e-3 or (u * q < p) == (kind == "accepted")
-    drafted = re.findall(r"the pending token and 5 drafted: cache (\d+) -> (\d+)", out)
-    assert len(drafted) == 2 and all(int(after) - int(before) == 6 for before, after in drafted)
+    assert len(re.findall(r"the pending token and 5 drafted: cache \d+ -> \d+", out)) == 2
     _, out, _ = main(*prompt, *sampled)
     sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", out)
     assert sums and all(abs(float(p) + float(g) - float(total)) < 0.011 for p, g, total in sums)
@@ -180,14 +171,6 @@ def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
         draft = Options(model=name).model_of("draft_model")
         assert draft == str(ROOT / "demo_models" / "draft")
     assert Options(model="hybrid").model_of("draft_model") is None
-
-
-def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):
-    options = Options(model=str(tiny_folder("llama")), drafter="none")
-    engine = core.load_engine(options)
-    for fields, drafter in (({}, None), ({"drafter": "ngram"}, "ngram")):
-        request, *_ = parse_request({"prompt": "x"} | fields, engine, options.for_requests)
-        assert request.drafter == drafter
 
 
 MISTAKES = {  # what is said -> after which command line
@@ -293,25 +276,18 @@ DAMAGED = [
     ("tokenizer.json", bytes(range(256)), "cannot load .*: tokenizer.json: "),
     ("model.safetensors.index.json", b"{", "needs a weight_map and metadata"),
     (CONFIG, {"intermediate_size": 80}, r"down_proj.weight: \[32, 64\] instead of "),
-    (CONFIG, {"hidden_size": 1 << 46}, "has far fewer weights than its config.json asks for$"),
     (CONFIG, {"max_position_embeddings": 1}, "max_position_embeddings must be 2 or more, not 1"),
     (CONFIG, {"max_position_embeddings": "256"}, "expected int, got str .value: '256'"),
 ]
 
 
-@pytest.fixture(scope="module")
-def in_shards(tiny_folder, tmp_path_factory):
+@pytest.fixture
+def sharded(tiny_folder, tmp_path):
     """A model in three files."""
-    source, path = tiny_folder("llama"), tmp_path_factory.mktemp("shards") / "model"
+    source, path = tiny_folder("llama"), tmp_path / "model"
     shutil.copytree(source, path, ignore=lambda *_: ["model.safetensors"])
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(path, max_shard_size="300KB")
     return path
-
-
-@pytest.fixture
-def sharded(in_shards, tmp_path):
-    """The same in a folder of the test."""
-    return shutil.copytree(in_shards, tmp_path / "model")
 
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
@@ -324,6 +300,7 @@ def test_a_damaged_model_is_one_line(sharded, capsys, name, content, message):
         (sharded / name).write_bytes((sharded / name).read_bytes()[:content])
     else:
         (sharded / name).write_bytes(content)
+    capsys.readouterr()  # of what made the model
     status = core.main(["--prompt", "x", "--model", str(sharded)])
     out, err = capsys.readouterr()
     assert_one_line(str(sharded), status, out, err)

@@ -12,7 +12,6 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from started import JSON
 from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service, speaking  # noqa: F401, I001 fixtures
 
 from runtime.values import RequestError
@@ -189,7 +188,7 @@ def test_an_error_in_a_stream_is_the_last_event(post, service, says, monkeypatch
     assert last["response"]["error"] == {"code": "unavailable", "message": "no more"}
 
 
-# ---------------------------------------------------------------------------- bad requests
+# ---------------------------------------------------------------------------- a model speaks
 
 
 @pytest.fixture(scope="module")
@@ -207,32 +206,6 @@ def ask(app):
     return lambda path, **fields: answered(
         client.post(path, json=BODIES[path] | fields, headers=headers)
     )
-
-
-@pytest.mark.parametrize("path", [MESSAGES, COUNT])
-def test_each_error_has_anthropic_s_form(app, path):
-    client = app.test_client()
-
-    def of(method="POST", body=b"{}", **headers):
-        headers = JSON | {"X-Api-Key": KEY} | {n.replace("_", "-"): v for n, v in headers.items()}
-        return client.open(f"{path}?beta=true", method=method, data=body, headers=headers)
-
-    for kind, status, answer in (
-        ("authentication_error", 401, of(X_Api_Key="wrong")),
-        ("authentication_error", 401, of(X_Api_Key="é", Authorization="Bearer é")),
-        ("invalid_request_error", 405, of("GET", None)),
-        ("invalid_request_error", 415, of(Content_Type="text/plain")),
-        ("invalid_request_error", 400, of(body=b'{"messages": [{"role": "user", "con')),
-        ("not_found_error", 404, of(body=json.dumps(HI | {"model": "claude"}))),
-        ("request_too_large", 413, of(body=b"x" * 2_000_000)),
-    ):
-        body = answer.json
-        assert answer.status_code == status and body["type"] == "error"
-        assert body["error"]["type"] == kind
-        assert body["request_id"] == answer.headers["X-Request-Id"]
-
-
-# ---------------------------------------------------------------------------- a model speaks
 
 
 def test_the_text_and_the_figures_are_a_chat_s(ask):
@@ -259,15 +232,12 @@ def test_the_text_and_the_figures_are_a_chat_s(ask):
     assert events[-2]["usage"]["output_tokens"] == usage["completion_tokens"] == 8
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_tokens": 8}
     listed = ask(CHAT, logprobs=True, top_logprobs=2)[1]["choices"][0]["logprobs"]["content"]
-    _, body = ask(RESPONSES, **asked)
-    *_, last = ask(RESPONSES, **asked, stream=True)[1]
-    for response in (body, last["response"]):
-        content = response["output"][0]["content"][0]
-        assert content["text"] == text and content["logprobs"] == listed
-        counted = response["usage"]
-        assert counted["total_tokens"] == usage["total_tokens"]
-        assert counted["input_tokens_details"]["cached_tokens"] <= counted["input_tokens"]
-        assert response["metrics"]["speculative_decoding"] and response["timings"]
+    response = ask(RESPONSES, **asked)[1]
+    content, counted = response["output"][0]["content"][0], response["usage"]
+    assert content["text"] == text and content["logprobs"] == listed
+    assert counted["total_tokens"] == usage["total_tokens"]
+    assert counted["input_tokens_details"]["cached_tokens"] <= counted["input_tokens"]
+    assert response["metrics"]["speculative_decoding"] and response["timings"]
 
 
 def test_each_message_has_the_log_probabilities_of_its_own_tokens(post, service, says):  # noqa: F811

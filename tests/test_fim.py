@@ -1,13 +1,11 @@
 """Filling in the middle, by the `suffix` of /v1/completions, with each family's tokens."""
 
-import json
-import shutil
-
 import gguf
 import pytest
 from conftest import application, asked, load
 from gguf_files import add_keys, finish
-from transformers import AutoTokenizer
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime.models.fim import fim_of, infill_prompt, tokenize_plain
 from runtime.models.gguf_file import GgufFile
@@ -28,21 +26,15 @@ def filled(client, **fields):
 
 @pytest.fixture(scope="module")
 def filling_folder(chat_folder, tmp_path_factory):
-    """A model whose tokenizer has the tokens of Qwen2.5-Coder, in place of its last words."""
+    """A model whose tokenizer has the tokens of Qwen2.5-Coder."""
     folder = tmp_path_factory.mktemp("filling") / "qwen3"
-    shutil.copytree(chat_folder("qwen3"), folder)
-    path = folder / "tokenizer.json"
-    whole = json.loads(path.read_text("utf-8"))
-    model, vocabulary = whole["model"], whole["model"]["vocab"]
-    lost = dict(zip(sorted(vocabulary, key=vocabulary.get)[-len(WORDS) :], WORDS, strict=True))
-    model["vocab"] = {lost.get(word, word): i for word, i in vocabulary.items()}
-    pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
-    model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & {*lost}]
-    for word in WORDS:
-        entry = {"id": model["vocab"][word], "content": word, "special": True}
-        entry |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        whole["added_tokens"].append(entry)
-    path.write_text(json.dumps(whole), "utf-8")
+    tokenizer, model = (
+        kind.from_pretrained(chat_folder("qwen3")) for kind in (AutoTokenizer, AutoModelForCausalLM)
+    )
+    tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for part in (tokenizer, model):
+        part.save_pretrained(folder)
     return folder
 
 

@@ -80,13 +80,6 @@ def test_every_queue_in_its_range_has_room_where_so_many_files_may_be_open(monke
             assert num_threads < room < asked[0][0] <= allowed
 
 
-@pytest.mark.slow
-def test_a_server_with_the_longest_queue_starts(gate):
-    queue = ("--max-queued", str(MAX_QUEUED), "--max-running", "256")
-    with serving(*gate.arguments, *queue) as server:
-        assert server.generate(**GOOD)[0] == 200
-
-
 def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
     gate.shut("load")
     with serving(*gate.arguments, wait=False) as server:
@@ -355,12 +348,11 @@ def test_the_log_on_a_terminal_is_for_people(gate):
     time_and_level = r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR) +"
     shown = [line for line in lines() if re.match(time_and_level, line)]  # no bars of transformers
     assert "{" not in said.decode() and all(line.isprintable() for line in shown)
-    *started, answered, refused = (line[17:] for line in shown)
-    assert any("the target runs in" in line for line in started)
-    words = r"POST /generate: 3 tokens in 3 passes, no drafter, \d+ ms"
+    *_, answered, refused = shown
+    words = r".* INFO +POST /generate: 3 tokens in 3 passes, no drafter, \d+ ms"
     assert re.fullmatch(words, answered)
-    words = r"GET /\\x1b\[31m: answered with an error, status 404 \(Not Found\), \d+ ms"
-    assert re.fullmatch(words, refused) and f"WARNING {refused}" in said.decode()
+    words = r".* WARNING +GET /\\x1b\[31m: answered with an error, status 404 .*"
+    assert re.fullmatch(words, refused)
 
 
 def test_what_was_written_or_read_is_in_no_line(server):
@@ -378,24 +370,6 @@ def test_what_was_written_or_read_is_in_no_line(server):
     assert SECRET not in server.log() and written not in server.log().replace("\\n", "\n")
 
 
-@pytest.fixture
-def folder(tiny_folder, tmp_path):
-    """Of a model, to be changed."""
-    return shutil.copytree(tiny_folder("llama"), tmp_path / "model")
-
-
-@pytest.fixture
-def run_once(folder, capsys):
-    """Runs the command line on that folder: (exit code, what it said on stderr)."""
-
-    def run(*arguments):
-        generation = ["--prompt", "x", "--max-tokens", "2", "--drafter", "ngram"]
-        code = core.main([*generation, "--model", str(folder), *arguments])
-        return code, capsys.readouterr().err.strip()
-
-    return run
-
-
 CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -407,23 +381,34 @@ class Mine(LlamaForCausalLM):
 """
 
 
-def test_code_that_comes_with_a_model_runs_only_if_asked_for(folder, tmp_path, run_once):
-    ran, config = tmp_path / "ran", json.loads((folder / "config.json").read_text())
+def code_of_its_own(folder):
+    config = json.loads((folder / "config.json").read_text())
     names = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": names, "model_type": "m"}))
-    (folder / "mine.py").write_text(CODE.format(ran=str(ran)))
-    code, said = run_once()
-    assert code == 2 and said.count("\n") == 0 and not ran.exists()
-    assert "code of its own, which is run with --trust-remote-code only" in said
-    assert run_once("--trust-remote-code")[0] == 0 and ran.exists()
+    (folder / "mine.py").write_text(CODE.format(ran=str(folder / "ran")))
 
 
-def test_pickled_weights_are_loaded_only_where_that_was_asked_for(folder, run_once):
+def pickled(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    code, said = run_once()
-    assert code == 2 and said.count("\n") == 0 and "loaded with --allow-pickle only" in said
-    assert run_once("--allow-pickle")[0] == 0
+
+
+@pytest.mark.parametrize(("change", "flag", "words"), [
+    (code_of_its_own, "--trust-remote-code", "code of its own, which is run with"),
+    (pickled, "--allow-pickle", "loaded with"),
+])  # fmt: skip
+def test_what_may_run_code_is_loaded_only_if_asked_for(
+    tiny_folder, tmp_path, capsys, change, flag, words
+):
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    change(folder)
+    capsys.readouterr()  # of what made the model
+    generation = ["--prompt", "x", "--max-tokens", "2", "--model", str(folder)]
+    assert core.main(generation) == 2 and not (folder / "ran").exists()
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and f"{words} {flag} only" in said
+    assert core.main([*generation, flag]) == 0
+    assert (folder / "ran").exists() == (change is code_of_its_own)
 
 
 FOREIGN = (  # what the page refers to outside, scripts and styles that CSP stops, text as HTML

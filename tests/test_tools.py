@@ -167,13 +167,14 @@ def test_content_reasoning_and_calls_stand_side_by_side_whole_or_streamed(create
         assert last.finish_reason == end and not last.delta.model_dump(exclude_none=True)
 
 
-def test_a_stream_holds_back_no_more_than_may_become_a_call(create, says):
-    says("a <tool_cat b", size=9)  # at its first end a tag may begin
+@pytest.mark.parametrize(("text", "form", "expected"), [
+    ("a <tool_cat b", TAGGED, ["a", " <tool_cat b"]),  # at the first end of nine a tag may begin
+    ('{"named": 1}', GENERAL, ['{"named":', " 1}"]),
+])  # fmt: skip
+def test_a_stream_holds_back_no_more_than_may_become_a_call(create, says, text, form, expected):
+    says(text, form, size=9)
     parts = [c.choices[0].delta.content for c in create(stream=True)]
-    assert [part for part in parts if part] == ["a", " <tool_cat b"]
-    says('{"named": 1}', GENERAL, size=9)
-    parts = [c.choices[0].delta.content for c in create(stream=True)]
-    assert [part for part in parts if part] == ['{"named":', " 1}"]
+    assert [part for part in parts if part] == expected
 
 
 def test_each_choice_has_calls_of_its_own(create, says):
@@ -395,7 +396,10 @@ def test_a_template_shows_its_form(template, form):
 
 
 # ------------------------------------------------------------------------------- what is sent
-def test_none_leaves_the_tools_out_of_the_prompt_and_binds_nothing(create, service, says):
+def test_what_is_sent_goes_into_the_prompt_and_the_grammar_and_with_none_into_neither(
+    create, service, says
+):
+    """An answer's format goes with tools."""
     says("Hi", GENERAL)
     assert create(tool_choice="none").choices[0].message.content == "Hi"
     without, fields = service.fields["prompt"], service.fields
@@ -406,13 +410,9 @@ def test_none_leaves_the_tools_out_of_the_prompt_and_binds_nothing(create, servi
         create(tool_choice=choice)
         assert len(service.fields["prompt"]) != len(without)
         assert service.fields["grammar"].startswith("start: ")
-
-
-def test_an_answers_format_goes_with_tools(create, service, says):
-    says("Hi")
-    schema = {"name": "a", "schema": ANSWER}
-    create(response_format={"type": "json_schema", "json_schema": schema})
-    assert service.fields["grammar"] == Tools(TOOLS, TAGGED).grammar(ANSWER)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+    create(response_format=form)
+    assert service.fields["grammar"] == Tools(TOOLS, GENERAL).grammar(ANSWER)
     assert "response_format" not in service.fields
 
 
