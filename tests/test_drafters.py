@@ -23,7 +23,7 @@ from head_contract import with_heads
 from transformers import AutoModelForCausalLM
 
 import drafters
-from drafters import Drafter, timed
+from drafters import Context, Drafter, timed
 from drafters.ngram import NgramIndex
 from drafters.timed import Fault, TimedDrafter
 from runtime.cache.prefix import PrefixCache
@@ -379,10 +379,6 @@ class Mine(Drafter):
 """
 
 
-def context(target, draft=None):
-    return drafters.Context(target, draft)
-
-
 @pytest.mark.parametrize(("mine", "message"), [
     ("def broken(:", "failed to load"),
     ("", "has no class 'Mine'"),
@@ -412,7 +408,7 @@ def test_a_drafter_that_cannot_start_is_one_line(demo_engine, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN + mine)
     with pytest.raises(ValueError, match=message) as caught:
-        drafters.load_all("mine.py:Mine", context(demo_engine.target), True)
+        drafters.load_all("mine.py:Mine", Context(demo_engine.target), True)
     assert "\n" not in str(caught.value)
 
 
@@ -422,7 +418,7 @@ def test_a_drafter_of_one_s_own_is_the_one_that_runs(demo_engine, prompts, tmp_p
     What its file changes of torch's settings is changed for itself alone.
     """
     (tmp_path / "own.py").write_text(OWN)
-    given = f"{tmp_path}/own.py:Inherits", context(demo_engine.target), True
+    given = f"{tmp_path}/own.py:Inherits", Context(demo_engine.target), True
     engine = core.Engine(demo_engine.target, *drafters.load_all(*given))
     assert torch_s_settings() == settings
     assert engine.default_drafter == "Inherits"
@@ -437,7 +433,7 @@ def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monke
     assert len([line for line in text.splitlines() if line]) <= 25
     (tmp_path / "mine.py").write_text(text, "utf-8")
     monkeypatch.chdir(conftest.ROOT)
-    own = drafters.load(f"{tmp_path}/mine.py:Own", context(demo_engine.target))
+    own = drafters.load(f"{tmp_path}/mine.py:Own", Context(demo_engine.target))
     engine = core.Engine(demo_engine.target, {"Own": own}, "Own", is_strict=True)
     theirs = demo_engine.pool.drafters["draft_model"]
     for prompt in list(prompts.values())[:3]:
@@ -468,7 +464,7 @@ def test_an_error_in_a_drafter_says_where_it_is(demo_engine, tmp_path, method, r
         given = ", ".join(inspect.signature(getattr(Drafter, method)).parameters)
         text += f"    def {method}({given}):\n        return {result}\n"
     file.write_text(text if method else text.replace("Draft([1])", result), "utf-8")
-    drafter = drafters.load(f"{file}:Mine", context(demo_engine.target))
+    drafter = drafters.load(f"{file}:Mine", Context(demo_engine.target))
     engine = core.Engine(demo_engine.target, {"Mine": drafter}, "Mine")
     (warning,) = assert_lossless(engine, [5, 6, 7], 6, "Mine").warnings
     assert message.format(file) in warning
@@ -482,10 +478,10 @@ def test_what_does_not_fit_a_target_is_refused(demo_engine, tiny_folder):
     words = {word: swapped.get(i, i) for word, i in target.tokenizer.get_vocab().items()}
     other.tokenizer = Mock(get_vocab=lambda: words)
     for name, given, message in (
-        ("draft_model", context(target, other), "only one of them has .* as id 300"),
-        ("draft_model", context(target, short), "give --max-model-len 256 or less"),
-        ("mtp", context(short), "has no MTP head .* use --drafter ngram"),
-        *((name, context(target), unknown.format(name)) for name in ("zzz", "auto", "none")),
+        ("draft_model", Context(target, other), "only one of them has .* as id 300"),
+        ("draft_model", Context(target, short), "give --max-model-len 256 or less"),
+        ("mtp", Context(short), "has no MTP head .* use --drafter ngram"),
+        *((name, Context(target), unknown.format(name)) for name in ("zzz", "auto", "none")),
     ):
         with pytest.raises(ValueError, match=message):
             drafters.load(name, given)
@@ -501,7 +497,7 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
         shutil.copytree(tiny_folder(name), tmp_path / name)
         model.save_pretrained(tmp_path / name)
         models.append(core.load_model(str(tmp_path / name), Options()))
-    engine = core.Engine(models[0], {"draft_model": drafters.load("draft_model", context(*models))})
+    engine = core.Engine(models[0], {"draft_model": drafters.load("draft_model", Context(*models))})
     assert_lossless(engine, [5, 6, 7, 5, 6], 20, "draft_model")
     warm = core.Sampling(temperature=1.3, verification="rejection")
     sampled, _ = run(engine, [5, 6, 7], max_tokens=20, drafter="draft_model", sampling=warm)
