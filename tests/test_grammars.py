@@ -2,11 +2,13 @@
 
 Plain decoding is written here: one forward a token, a matcher of llguidance's that is told each
 token, and a choice among what it allows. So a text parses, unless it is cut. What a
-grammar forbids is cut from drafts, and what it forces is a draft. Requests over HTTP are in
-test_formats.py.
+grammar forbids is cut from drafts, and what it forces is a draft. A trace tells both. Requests over
+HTTP are in test_formats.py.
 """
 
 import json
+import math
+import random
 import re
 import threading
 from dataclasses import replace
@@ -24,7 +26,6 @@ from runtime import grammars
 from runtime.cache.prefix import PrefixCache
 from runtime.grammars import source_of, vocabulary_of
 from runtime.grammars.measure import CHOICE, JSON, LARK, REGEX, USUAL
-from runtime.sampling import Noise
 from runtime.values import Draft, Request
 from server import core
 from tools.lossless import compare, first_tokens
@@ -99,26 +100,11 @@ def expected(demo_engine):
 
     @cache
     def texts(prompt, name, max_tokens, way):
-        target = demo_engine.target
         if name is None:
-            more = max_tokens, target.eos_ids
-            return core.plain_decode(target, [*prompt], *more, **WAYS[way])
-        return decode(target, [*prompt], max_tokens, CONSTRAINTS[name], **WAYS[way])
+            return conftest.plain_text(demo_engine, [*prompt], max_tokens, **WAYS[way])
+        return decode(demo_engine.target, [*prompt], max_tokens, CONSTRAINTS[name], **WAYS[way])
 
     return lambda prompt, name, max_tokens, way: texts((*prompt,), name, max_tokens, way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafter", [None, "grammar", "auto"])
-def test_a_text_of_a_schema_is_that_of_plain_decoding(demo_engine, prompt, expected, drafter, way):
-    """It parses, and has the parts that the schema asks for. What is forced saves passes."""
-    fields = {"max_tokens": COUNT, "drafter": drafter, **WAYS[way]}
-    s, _ = run(demo_engine, prompt, grammar=grammar_of(demo_engine, JSON, PERSON), **fields)
-    assert s.output == expected(prompt, "schema", COUNT, way) and not s.warnings
-    person = json.loads(s.text.text)
-    assert s.finish_reason == "stop" and [*person] == PERSON["required"]
-    assert 0 <= person["age"] <= 120 and isinstance(person["age"], int)
-    assert s.statistics.num_accepted_draft_tokens >= (10 if drafter else 0)
 
 
 def mixed(engine, prompts, k, way):
@@ -158,20 +144,22 @@ CASES = [
 def test_a_text_of_any_schema_is_that_of_plain_decoding(demo_engine, prompt, names, way, k):
     """OpenAPI's parts, package.json, GeoJSON, arguments of tools, invoices and others.
 
-    A text that is whole parses. That it obeys its schema is llguidance's to know.
+    A text that is whole parses, and what is forced saves passes. That a text obeys its schema is
+    llguidance's to know.
     """
     assert len(SCHEMAS) == 40
-    num_whole = 0
+    num_whole = num_forced = 0
     for schema in map(SCHEMAS.get, names):
-        sequences = together(
-            demo_engine, requests_of(demo_engine, prompt, (JSON, schema), k, 48, **WAYS[way])
-        )
+        requests = requests_of(demo_engine, prompt, (JSON, schema), k, 48, **WAYS[way])
+        requests.append(replace(requests[0], drafter=None))
+        sequences = together(demo_engine, requests)
         truth = decode(demo_engine.target, prompt, 48, (JSON, schema), **WAYS[way])
         assert all(s.output == truth and not s.warnings for s in sequences), schema
+        num_forced += sequences[0].statistics.num_accepted_draft_tokens
         if all(s.finish_reason == "stop" or s.matcher.may_end for s in sequences):
             json.loads(sequences[0].text.text)
             num_whole += 1
-    assert num_whole > len(names) / 2
+    assert num_whole > len(names) / 2 and num_forced > 3 * len(names)
 
 
 # ------------------------------------------------------------------- what becomes of drafts
@@ -279,51 +267,28 @@ def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, pro
 
 # ------------------------------------------------------------------- the rule of rejection
 
-FORBIDDING = "( A| B)*"  # " C", which all expect, is forbidden
 
-
-class RashDrafter(conftest.ScriptedDrafter):
-    """Draws from a q of its own, half of which is forbidden."""
-
-    def __init__(self, engine):
-        super().__init__(None)
-        self.q = torch.zeros(engine.target.vocab_size)
-        for text, chance in ((" C", 0.5), (" A", 0.4), (" B", 0.1)):
-            self.q[ids_of(engine, text)] = chance
-
-    def open(self, prompt, sampling, noise):
-        return Text(prompt, noise)
-
-    def propose(self, state, max_tokens):
-        places = range(len(state), len(state) + max_tokens)
-        tokens = [core.draw(self.q, state.noise.uniform(place, Noise.DRAW)) for place in places]
-        return Draft(tokens, self.q.expand(max_tokens, -1))
-
-
-class Text(list):
-    def __init__(self, tokens, noise):
-        super().__init__(tokens)
-        self.noise = noise
-
-
-@pytest.fixture(scope="module")
-def forbidden(many):
-    """A request without a drafter, and what it samples."""
-    grammar, ids = grammar_of(many, REGEX, FORBIDDING), ids_of(many, "A B C A B")
-    sampling = core.Sampling(temperature=1.0)
-    plain = Request(ids, 12, None, sampling=sampling, seed=7, grammar=grammar)
-    return plain, first_tokens(many, plain, 512)
+def rash(engine):
+    """A drafter that draws from a q of its own, half of which is forbidden."""
+    ids = [i for text in (" C", " A", " B") for i in ids_of(engine, text)]
+    chances, chance = (0.5, 0.4, 0.1), random.Random(0)
+    q = torch.zeros(engine.target.vocab_size)
+    q[ids] = torch.tensor(chances)
+    return conftest.ScriptedDrafter(
+        lambda _, limit: chance.choices(ids, chances, k=limit), lambda _, k: q.expand(k, -1)
+    )
 
 
 @pytest.mark.parametrize("drafter", ["rash", pytest.param("draft_model", marks=pytest.mark.slow)])
-def test_rejection_keeps_the_distribution_of_constrained_sampling(many, forbidden, drafter):
-    """Drafters draw what is forbidden, too. Three views: odds of a false alarm 3e-6."""
-    many = core.Engine(many.target, many.pool.drafters | {"rash": RashDrafter(many)})
-    plain, theirs = forbidden
-    sampling = replace(plain.sampling, verification="rejection")
-    fields = {"num_speculative_tokens": 3, "sampling": sampling, "seed": 10**7}
-    request = replace(plain, drafter=drafter, **fields)
-    tests = compare(first_tokens(many, request, 512), theirs)
+def test_rejection_keeps_the_distribution_of_constrained_sampling(many, drafter):
+    """What all expect, " C", is forbidden, and drawn. Three views: odds of a false alarm 3e-6."""
+    engine = core.Engine(many.target, many.pool.drafters | {"rash": rash(many)})
+    grammar, sampling = grammar_of(many, REGEX, "( A| B)*"), core.Sampling(temperature=1.0)
+    text, fields = ids_of(many, "A B C A B"), {"grammar": grammar, "sampling": sampling}
+    plain = Request(text, 12, None, 3, seed=7, **fields)
+    rejection = replace(sampling, verification="rejection")
+    drafted = replace(plain, drafter=drafter, sampling=rejection, seed=10**7)
+    tests = compare(*(first_tokens(engine, request, 512) for request in (drafted, plain)))
     assert min(test.p_value for test in tests.values()) > ODDS
 
 
@@ -456,3 +421,65 @@ def test_however_many_drafts_grow_too_large_the_text_goes_on(demo_engine, prompt
     finish(engine, [s])
     assert len(signs) > 9 and plain.failure is None
     assert s.output == plain.output and not s.failure and not s.warnings
+
+
+# ------------------------------------------------------------------- what a trace tells
+
+TRACED = conftest.closed(colour={"enum": ["red", "blue"]}, tags={"type": "array"})
+SAMPLINGS = (
+    core.Sampling(),
+    *(core.Sampling(temperature=0.8, verification=rule) for rule in ("coupled", "rejection")),
+)
+
+
+def traced(engine, drafter, sampling, **more):
+    """The sequence and the trace of a text that obeys TRACED."""
+    fields = {"max_tokens": 24, "grammar": grammar_of(engine, JSON, TRACED), "trace": True} | more
+    text = ids_of(engine, "red, green, blue,")
+    return run(engine, text, drafter=drafter, sampling=sampling, seed=3, **fields)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(
+    "drafter", [None, "auto", "draft_model", pytest.param("tree", marks=conftest.needs_compiler)]
+)
+def test_a_trace_tells_what_the_grammar_allows_forces_and_forbids(demo_engine, drafter, sampling):
+    """Where each token was chosen, by log-probabilities, which are those before every transform.
+
+    Whoever drafts: the rows of drafted tokens have masks of their own, which are not shown.
+    """
+    sequence, events = traced(demo_engine, drafter, sampling, logprobs=20)
+    assert drafter is None or len(events) < len(sequence.output)
+    told = [place for event in events for place in event["grammar"]]
+    texts = {token: text for event in events for token, text in event["texts"].items()}
+    assert len(told) == len(sequence.output) > 10
+    matcher = LLMatcher(words_of(demo_engine.target), SOURCES[JSON](TRACED))
+    for place, token, chosen in zip(told, sequence.output, sequence.logprobs, strict=True):
+        allowed = [value > 0 for value in matcher.compute_logit_bias()]
+        assert matcher.consume_token(token)
+        best = chosen["top_logprobs"]
+        barred = [entry for entry in best if not allowed[entry["id"]]][:3]
+        assert (place["allowed"], place["vocabulary"]) == (sum(allowed), len(allowed))
+        assert place["forced"] == (sum(allowed) == 1)
+        assert place["overruled"] == (not allowed[best[0]["id"]])
+        shown = place["forbidden"]
+        assert len(shown) == min(3, len(allowed) - sum(allowed))
+        for entry, one in zip(shown, barred, strict=False):
+            assert entry["id"] == one["id"] and texts[entry["id"]] == one["token"]
+            assert math.isclose(entry["p"], math.exp(one["logprob"]), rel_tol=1e-4)
+    assert any(place["forced"] for place in told) and any(place["overruled"] for place in told)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_a_trace_has_no_number_that_json_does_not_know(demo_engine, sampling):
+    """A browser refuses -Infinity, which is the score of a forbidden token."""
+    _, events = traced(demo_engine, "draft_model", sampling)
+    json.dumps(events, allow_nan=False)
+    entries = [one for event in events for place in event["distributions"] for one in place]
+    forbidden = [one["p"] for one in entries if one["score"] is None]
+    assert {*forbidden} <= {0} and (forbidden or sampling.is_greedy)
+
+
+def test_a_text_without_a_grammar_has_none_in_its_trace(demo_engine):
+    _, events = traced(demo_engine, "ngram", core.Sampling(), grammar=None)
+    assert {event["grammar"] for event in events} == {None}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import WAYS, ScriptedDrafter, assert_lossless, before, run
 
-from drafters import Draft, Drafter, load
+from drafters import Draft, Drafter
 from drafters.auto import Controller
 from drafters.ngram import NgramDrafter
 from drafters.timed import TimedDrafter
@@ -222,10 +222,3 @@ def test_an_error_s_words_are_looked_for_and_no_more():
         (Unnamed("Bad", (Exception,), {})(), "an error, whose text cannot be read"),
     ):
         assert in_short(error) == in_short(error, has_kind=True) == words
-
-
-def test_a_file_whose_errors_cannot_be_read_is_refused_in_one_line(tmp_path):
-    text = "class E(Exception):\n  def __str__(self): raise SystemExit\nraise E"
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ValueError, match=r"failed to load: E, whose text .* \(.*mine.py, line 3\)"):
-        load(f"{tmp_path}/mine.py:Mine", None)

@@ -34,7 +34,7 @@ from server.worker import Worker
 DRAFT = str(ROOT / "demo_models/draft")
 LENGTH, FEW = 14, (12, 1117, 1381, 1442)  # tokens of a text, and some that each drafter may guess
 EXACT = "embedded", "int8", "hybrid", "windows"  # targets whose bits depend on no company
-CHOSEN = "ngram", "draft_model", "self_int8", "auto"  # whose drafts the controller decides on
+CHOSEN = "ngram", "draft_model", "self_int8", "auto", "tree"  # the controller decides
 OPTIONS = {  # of the targets
     "embedded": Options("embedded", dflash=str(ROOT / "demo_models/target_dflash")),
     "int8": Options("embedded", quantize="int8"),
@@ -132,6 +132,7 @@ def test_with_others_in_the_batch_the_text_is_plain_decoding_s(engine, asked, na
         assert s.output == text and not s.warnings, request.drafter
     total = sum((s.statistics for s in sequences), Statistics())
     assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
+    assert engine.controller.costs.runs_model("tree") == ("tree" in names)  # and is priced so
     assert engine.target.cache.rows == []
 
 
@@ -159,9 +160,9 @@ def test_a_perfect_drafter_is_accepted_entirely(demo_engine, prompts, way):
     itself = core.load_model(TARGET, Options())
     context = drafters.Context(demo_engine.target, itself)
     engine = core.Engine(demo_engine.target, {"itself": drafters.load("draft_model", context)})
-    sequence = assert_lossless(engine, prompts["hard_story"], 31, "itself", **way)
+    sequence = assert_lossless(engine, prompts["hard_story"], 19, "itself", **way)
     statistics = sequence.statistics
-    assert statistics.target_passes == 5  # 1 token by prefill, then 6 a pass
+    assert statistics.target_passes == 3  # 1 token by prefill, then 6 a pass
     assert statistics.draft_acceptance_rate == 1.0 and statistics.num_recovered_tokens == 0
 
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import ScriptedDrafter, assert_lossless, failing, run, run_beside_fresh
+from conftest import ScriptedDrafter, failing, run, run_beside_fresh
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from drafters.base import ModelState
@@ -90,25 +90,6 @@ def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, ca
     assert not ours.warnings
 
 
-def test_the_method_in_one_function_verifies_a_tree_s_longest_branch(
-    demo_engine, prompts, plain, monkeypatch, way
-):
-    """A head's own drafts branch here, and the text is plain decoding's."""
-    mtp, drafts = demo_engine.pool.drafters["mtp"], []
-    propose = mtp.propose
-
-    def branching(state, max_tokens):
-        state.tree = TreeBuilder
-        drafts.append(propose(state, max_tokens))
-        return drafts[-1]
-
-    monkeypatch.setattr(mtp, "propose", branching)
-    for name in ("code_class", "hard_story", "repetitive_colours"):
-        given = demo_engine.target, mtp, prompts[name], 30, demo_engine.eos_ids
-        assert core.speculate(*given, **way) == plain(prompts[name], 30, **way)
-    assert any(draft.parents for draft in drafts), "no draft branched"
-
-
 @pytest.fixture(scope="module")
 def several():
     """The embedded models, compiled."""
@@ -140,19 +121,6 @@ def test_a_tree_has_the_named_model_or_the_first_choice(several, named, model):
     assert engine.pool.choices["tree"] == (model, "ngram")
 
 
-def test_a_tree_of_several_keeps_the_text_under_the_controller(prompts):
-    """It chooses in every cycle, and no clock is asked: no busy machine decides who drafts."""
-    engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
-    costs = engine.controller.costs
-    costs.observe_pass = lambda *_: None
-    costs.is_due = lambda _: False
-    engine.planner.record_cycle = lambda *_: None
-    for name in ("code_class", "repetitive_colours", "hard_prose", "easy_json"):
-        assert_lossless(engine, prompts[name], 12, "tree")
-    assert costs.runs_model("tree")
-    assert engine.totals.by_drafter["tree"].num_accepted_draft_tokens > 20
-
-
 def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
     sampling = core.Sampling(temperature=0.8, verification="rejection")
     fields = {"max_tokens": COUNT, "drafter": "tree", "sampling": sampling}
@@ -161,7 +129,8 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
     assert all(event["tree"] is None for event in events)
 
 
-def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(prompts, plain):
+def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(several, prompts, plain):
+    """In the method in one function it is so anywhere."""
     drafter, tokens, parents = ScriptedDrafter(None), [5, 6, 7, 8], [-1, -1, 1, 0]
     slow = load("embedded", drafter=None, kernels=False)
     engine = core.Engine(slow.target, {"scripted": drafter}, "scripted")
@@ -169,6 +138,9 @@ def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(prompts, plai
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.pool.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
+    drafter.verdicts.clear()
+    text = core.speculate(several.target, drafter, prompts["hard_prose"], 12, set())
+    assert text == ours.output and {verdict.drafted for verdict in drafter.verdicts[:-3]} == {0, 2}
     with pytest.raises(ValueError, match="--drafter tree needs two drafters, and forwards in C"):
         core.Engine(slow.target, slow.pool.drafters, "tree")
 
