@@ -15,7 +15,6 @@ from ctypes import CDLL, Structure, c_size_t
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import families
@@ -33,6 +32,7 @@ from conftest import (
     open_rows,
     read,
 )
+from gguf_files import Q8_0, TINY, write
 from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -40,14 +40,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
 from runtime.kernels import reading
-from runtime.models import (
-    catalogue,
-    gguf_tokenizer,
-    loading,
-    reference,
-    structure,
-    tokenizer_bounds,
-)
+from runtime.models import catalogue, gguf_tokenizer, loading, reference, tokenizer_bounds
 from runtime.models.fim import tokenize_plain
 from runtime.models.loading import StartError
 from runtime.models.prompts import tokenize
@@ -343,13 +336,8 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
 
 
 # ----------------------------------------------------------------------------------- windows
-# Loading compares with transformers' logits: texts of 320 tokens, alone and beside another one.
-def test_a_window_that_the_modules_ignore_is_none(folder):
-    """Llama's do. Who has windows is seen by test_cache.py, and GPT-Neo by test_families.py."""
-    changed(path := folder("llama"), sliding_window=24)
-    assert set(load(path).target.windows.values()) == {None}
-
-
+# Loading compares with transformers' logits: texts of 320 tokens, alone and beside another one. Who
+# has windows is seen by test_cache.py and test_families.py.
 def test_chunks_are_served_up_to_the_first_one_s_end(folder):
     path = folder("llama4_text", attention_chunk_size=64)
     assert load(path).target.max_length == 64
@@ -448,10 +436,9 @@ def test_a_model_that_needs_a_deleted_file_is_refused(folder, monkeypatch, name,
 def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, name, monkeypatch):
     """A window that is one token too narrow is enough, in a mixture of experts as well."""
     path = folder(name)
-    right = structure.examine
 
     def narrow(model, length):
-        seen = right(model, length)
+        seen = examine(model, length)
         windows = {kind: window and window - 1 for kind, window in seen.windows.items()}
         return replace(seen, windows=windows)
 
@@ -475,25 +462,41 @@ def test_one_token_may_choose_another_expert(folder, name):
 
 
 @needs_compiler
-def test_a_model_is_compared_once_for_its_weights_and_code(folder, monkeypatch):
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_model_is_compared_once_for_its_weights_and_code(folder, tmp_path, monkeypatch, is_file):
     """A further start compares neither blocks nor logits. Code of a folder may change unseen."""
-    path, agrees = folder("llama"), []
+
+    def is_compared(**options):
+        return core.load_model(str(path), Options(**options)).reference is not None
+
+    if is_file:
+        write(path := tmp_path / "a.gguf", TINY, Q8_0)
+    else:
+        path = folder("llama")
+    agrees = []
     monkeypatch.setattr(reading, "_agrees", reading._agrees)  # it is put back behind the test
     before(reading, "_agrees", lambda *_: agrees.append(1))
     load(path)
-    assert agrees and core.load_model(str(path), Options()).reference is None
+    assert agrees and not is_compared()
     agrees.clear()
     load(path)
     assert not agrees
-    assert core.load_model(str(path), Options(dtype="bfloat16")).reference
-    assert core.load_model(str(path), Options(kernels=False)).reference
-    with monkeypatch.context() as patched:
-        patched.setattr(reference, "_FOREIGN", "transformers")
-        assert core.load_model(str(path), Options()).reference
-    weights = load_file(path / "model.safetensors")
-    weights["model.norm.weight"][0] += 1
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    assert core.load_model(str(path), Options()).reference
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    for name in ("core.py", "runtime/kernels/c/a.c", "runtime/models/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+        assert is_compared()
+        load(path)
+        assert not is_compared()
+    assert is_compared(dtype="bfloat16")
+    if not is_file:
+        assert is_compared(kernels=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(reference, "_FOREIGN", "transformers")
+            assert is_compared()
+        changed_norm = "model.norm.weight"
+        holding(changed_norm, lambda w: w[changed_norm] + 1)(path)
+        assert is_compared()
 
 
 def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
@@ -538,16 +541,10 @@ def test_words_that_nobody_has_sent_before_do_not_pile_up(demo_engine):
     assert in_use[1] - in_use[0] < 2 << 20  # 12 MiB if all are kept
 
 
-def test_special_tokens_are_left_out_of_the_texts():
-    config = SimpleNamespace(to_dict=lambda: {"image_token_id": 7, "eos_token_id": [3, None]})
-    config.get_text_config = lambda: config
-    cached = SimpleNamespace(
-        model=SimpleNamespace(config=config),
-        tokenizer=type("T", (list,), {"all_special_ids": [0]})(range(9)),
-        vocab_size=20,
-    )
-    (text,) = reference.random_texts(cached, [500])
-    assert set(text) == {1, 2, 4, 5, 6, 8}
+def test_special_tokens_are_left_out_of_the_texts(folder):
+    changed(path := folder("llama"), image_token_id=7, eos_token_id=[3])
+    (text,) = reference.random_texts(core.load_model(str(path), Options()), [50_000])
+    assert {1, 2, 4, 5, 6, 8} <= set(text) and not {0, 3, 7} & set(text)
 
 
 def test_the_embedded_draft_model_is_compared(monkeypatch):
