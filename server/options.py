@@ -45,7 +45,6 @@ class Options:
     max_tokens: int | None = None
     raw: bool = False
     draft_model: str | None = None
-    force_draft_model: bool = False
     mtp: str | None = None
     eagle3: str | None = None
     dflash: str | None = None
@@ -177,7 +176,6 @@ More for --demo and --prompt
 
 Models
 --draft-model NAME | the small model that guesses (default: none; {DEFAULT} and {FALLBACK} have one)
---force-draft-model | use it also where a trial says that it does not pay
 --mtp NAME | the model's MTP head, a folder or a Hugging Face name (default: what the model has)
 --eagle3 NAME | an EAGLE-3 head for it, named like --mtp (default: none; {DEFAULT} has one)
 --dflash NAME | a DFlash head for it, named like --mtp (default: none; {FALLBACK} has one)

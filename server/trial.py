@@ -44,7 +44,10 @@ class Trial(NamedTuple):
 
 
 def judge(engine: Engine, options: Options) -> None:
-    """Try a draft model with another tokenizer. Raises StartError if it does not pay."""
+    """Try a draft model with another tokenizer. Raises StartError if it does not pay.
+
+    Who names the drafter has it without a trial.
+    """
     drafter = engine.pool.drafters.get(TranslatedDrafter.name)
     if not isinstance(drafter, TranslatedDrafter):
         return
@@ -53,7 +56,7 @@ def judge(engine: Engine, options: Options) -> None:
         f"draft model {name} has another tokenizer than the target, and "
         f"{drafter.words.share:.0%} of the target's tokens"
     )
-    if options.force_draft_model:
+    if options.drafter == TranslatedDrafter.name:  # it was asked for
         LOG.info("%s: used without a trial", what)
         return
     PROGRESS.info("trying %s, which has another tokenizer than the target", name)
@@ -63,7 +66,7 @@ def judge(engine: Engine, options: Options) -> None:
         f"which gives {trial.speedup:.2f} of plain decoding's speed here"
     )
     if trial.speedup <= 1:
-        raise StartError(f"{what}: name another one, or give --force-draft-model")
+        raise StartError(f"{what}: name another one, or give --drafter draft_model")
     LOG.info("%s", what)
 
 

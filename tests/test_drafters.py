@@ -471,7 +471,8 @@ def test_an_error_in_a_drafter_says_where_it_is(demo_engine, tmp_path, method, r
     assert warning.endswith(": went on without speculation") or method == "close"
 
 
-def test_what_does_not_fit_a_target_is_refused(demo_engine, tiny_folder):
+def test_what_does_not_fit_a_target_is_refused(demo_engine, tiny_folder, monkeypatch):
+    monkeypatch.setattr("drafters.draft_model.plug", lambda _: None)  # nobody translates
     short = core.load_model(str(tiny_folder("llama:2")), Options())
     target, unknown = demo_engine.target, "unknown drafter '{}': choose ngram"
     other, swapped = copy(short), {300: 301, 301: 300}  # equal size is not an equal vocabulary

@@ -93,6 +93,7 @@ PLUGS = {
     "auto": Plug(("drafters/auto",)),
     "trees": Plug(("drafters/tree.py",)),
     "checks of drafts": Plug(("drafters/checks.py",)),
+    "other tokenizers": Plug(("drafters/translated.py", "server/trial.py")),
     "drafters from files": Plug(in_room("drafters", "from_file.py", "timed.py")),
     **{
         name: Plug((f"drafters/{name}.py",))
@@ -122,7 +123,9 @@ PLUGS = {
         )
     },
     "page": Plug(("server/page",), "/page/"),
-    "dialects": Plug(("server/dialects",), "/v1/chat/completions"),
+    "dialects": Plug(
+        ("server/dialects", "runtime/models/token_bytes.py"), "/v1/chat/completions"
+    ),
     "anthropic": Plug(("server/dialects/anthropic.py",), "/v1/messages"),
     "responses": Plug(("server/dialects/responses.py",), "/v1/responses"),
     "completions": Plug(("server/dialects/completions.py",), "/v1/completions"),

@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    return load(TARGET, draft_model=folder, force_draft_model=True, drafter="draft_model")
+    return load(TARGET, draft_model=folder, drafter="draft_model")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_with_seven_tenths_of_the_words_drafts_bring_eight_tenths(engine, demo_e
 
 
 def test_with_all_words_under_other_ids_drawn_drafts_are_the_same(tmp_path, demo_engine, prompts):
-    same = load(TARGET, draft_model=remap(tmp_path, 1.0), force_draft_model=True)
+    same = load(TARGET, draft_model=remap(tmp_path, 1.0), drafter="draft_model")
     for sampling in DRAWN:
         fields = {"max_tokens": 24, "drafter": "draft_model", "sampling": sampling, "seed": 5}
         texts = [run(each, prompts["code_class"], **fields)[0] for each in (same, demo_engine)]
@@ -139,7 +139,7 @@ def test_by_rejection_q_is_the_draft_models_over_the_words_that_both_have(engine
 
 
 def test_a_text_longer_than_the_draft_models_context_is_decoded_without_it(folder, prompts):
-    engine = load(TARGET, draft_model=folder, force_draft_model=True, drafter="draft_model")
+    engine = load(TARGET, draft_model=folder, drafter="draft_model")
     engine.draft_model.max_length = len(prompts["hard_story"]) + 12
     s = assert_lossless(engine, prompts["hard_story"], 24, "draft_model")
     assert 0 < s.statistics.num_draft_tokens and not s.warnings
@@ -182,9 +182,11 @@ def test_a_word_that_only_the_target_has_is_read_in_the_longest_that_make_its_by
     ours, theirs = AutoTokenizer.from_pretrained(TARGET), pieces_tokenizer()
     words, id_of = translation(ours, theirs), theirs.convert_tokens_to_ids
     for text, read in (
-        (" the", ["▁the"]), (" that", ["▁", "<0x74>", "<0x68>", "at"]), (" é", ["▁", "<0xC3>", "<0xA9>"]),
+        (" the", ["▁the"]),
+        (" that", ["▁", "<0x74>", "<0x68>", "at"]),
+        (" é", ["▁", "<0xC3>", "<0xA9>"]),
         ("→", ["<0xE2>", "<0x86>", "<0x92>"]),
-    ):  # fmt: skip
+    ):
         tokens = ours(text).input_ids
         assert [i for each in tokens for i in words.draft_ids(each)] == list(map(id_of, read))
     assert words.draft_ids(ours.eos_token_id) == [0]  # whatever an end is called
@@ -224,7 +226,7 @@ def test_a_trial_counts_what_was_accepted_in_all_demo_prompts(engine):
     assert tried.plain_ms > 0 and tried.step_ms > 0 and str(vars(engine.totals)) == before
 
 
-def test_a_pair_that_does_not_pay_is_refused_with_figures_unless_it_is_forced(
+def test_a_pair_that_does_not_pay_is_refused_with_figures_unless_it_is_named(
     engine, monkeypatch, caplog
 ):
     caplog.set_level("INFO")
@@ -232,7 +234,7 @@ def test_a_pair_that_does_not_pay_is_refused_with_figures_unless_it_is_forced(
     figures = "70% of the target's tokens: in 17 texts 25% of its first guesses were accepted, "
     with pytest.raises(ValueError, match=figures + "which gives 1.00 of plain decoding's speed"):
         trial.judge(engine, Options())
-    trial.judge(engine, Options(force_draft_model=True))
+    trial.judge(engine, Options(drafter="draft_model"))
     assert "used without a trial" in caplog.text
     monkeypatch.setattr(trial, "run", lambda _: Trial(17, [0.9, 0.8], 10.0, 0.1, 1.0))
     trial.judge(engine, Options())
@@ -242,7 +244,7 @@ def test_a_pair_that_does_not_pay_is_refused_with_figures_unless_it_is_forced(
 def test_a_drafter_that_fails_in_the_trial_is_one_that_does_not_pay(engine, monkeypatch):
     monkeypatch.setattr(Translation, "scores", lambda *_: 1 / 0)
     monkeypatch.setattr(Translation, "encoded", lambda *_: 1 / 0)
-    with pytest.raises(ValueError, match="0% of its first guesses .* give --force-draft-model"):
+    with pytest.raises(ValueError, match="0% of its first guesses .* give --drafter draft_model"):
         trial.judge(engine, Options())
 
 
