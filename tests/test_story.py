@@ -541,7 +541,8 @@ def test_a_recording_has_all_that_the_page_asks_for(name, exported):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Exports have few tokens of one prompt."""
+    """Exports have few tokens of one prompt, and wait for no cost curve."""
+    monkeypatch.setattr(export, "_CURVE_S", 0.0)
     monkeypatch.setitem(export._GREEDY, "max_tokens", 4)
     monkeypatch.setattr(export, "TEXT", {"new": "hard_prose"})
 
