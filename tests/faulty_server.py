@@ -1,14 +1,11 @@
 """The real server with faults built in, which requests call up.
 
-    python tests/faulty_server.py --port 5000
-
 A request names one of DRAFTER_FAULTS as its drafter, or has the token id of one of TARGET_FAULTS in
 its prompt. Faults come a few cycles after the prefill, in the middle of an answer.
 """
 
 import importlib
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -116,7 +113,3 @@ def main(arguments: list[str]) -> int:
     assembly.assemble_engine, core.load_engine = assemble_faulty, load_faulty
     serving.Server = MortalServer
     return core.main(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -156,8 +156,7 @@ def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monke
     for told in found.values():  # six rounds have all orders
         assert sorted(map(tuple, told)) == sorted(permutations(("auto", "plain", "control")))
     most[0] = len(asked) + 2 + 4 * 6 - 2  # the warm-up, three whole rounds, most of a fourth
-    found = never_loses.measure(server, cells, flags)
-    assert [len(told) for told in found.values()] == [1, 1, 1]
+    assert [*map(len, never_loses.measure(server, cells, flags).values())] == [1, 1, 1]
 
 
 def test_cells_have_medians_of_rounds_and_count_texts_that_differ():
@@ -334,16 +333,14 @@ def test_who_wins_an_audition_gains_more_than_plain_decoding_differs_from_itself
     assert any("machine is busy" in line for line in says) == (ms["again"] is NOISY["again"])
 
 
-@pytest.mark.parametrize(("drafted", "note", "says"), [
-    (0, "never drafted", "Nobody drafted enough to tell"),
-    (30, "", "Nobody gains more than the noise"),
+@pytest.mark.parametrize(("drafted", "begin"), [
+    (0, "Nobody drafted enough to tell"), (30, "Nobody gains more than the noise"),
 ])  # fmt: skip
-def test_who_never_drafted_or_had_no_more_tokens_a_pass_wins_no_audition(drafted, note, says):
+def test_who_never_drafted_or_had_no_more_tokens_a_pass_wins_no_audition(drafted, begin):
     turns = turns_of(**QUIET, auto=[50.0] * 9, drafted=drafted, accepted=0)
-    row = audition.table_of(turns)[0]
-    assert (row["of_plain"], row["note"], row["needed"] is None) == (2, note, not drafted)
-    best, told = audition.verdict(turns)
-    assert best is None and told[-1].startswith(says)
+    assert audition.table_of(turns)[0]["of_plain"] == 2
+    best, says = audition.verdict(turns)
+    assert best is None and says[-1].startswith(begin)
 
 
 def test_an_audition_gives_the_reason_and_says_whose_texts_differ():

@@ -138,19 +138,6 @@ def test_one_rejected_token_proves_nothing_and_least_where_the_target_doubts():
     assert record.reach(1)[0] < 0.4  # many do
 
 
-def test_what_a_model_was_in_other_texts_is_told_from_what_those_texts_were(controller):
-    """Right as often as the target was certain, in chats; or never. Then a code follows."""
-    for name in ("model", "other"):
-        for _ in range(40):
-            record = controller.record(name, "greedy", certainty=Certainty())
-            for i in range(40):
-                record.observe(1, int(name == "model" and i % 10 < 6), 1, certain=[0.6])
-    code = Certainty()
-    code.observe([0.95] * 24)
-    right, never = (controller.record(n, "greedy", certainty=code) for n in ("model", "other"))
-    assert right.reach(1)[0] == pytest.approx(0.91, abs=0.03) and never.reach(1)[0] < 0.4
-
-
 def test_certainty_is_of_raw_logits_and_of_the_tokens_that_the_text_got(steady, prompts):
     """Whatever temperature chose them, and in drafts as in plain cycles."""
     noted, sampling = [], core.Sampling(temperature=0.7, top_k=20)
@@ -209,9 +196,8 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     engine = engine_of(demo_engine, {"mtp": 1})
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
-    stop_rule = Mock(
-        return_value=estimates.StopRule([0.0] * 8 + [1.0] * 2, 1.0, 0.5)
-    )  # .8 is sure enough
+    sure_enough = estimates.StopRule([0.0] * 8 + [1.0] * 2, 1.0, 0.5)  # .8 is
+    stop_rule = Mock(return_value=sure_enough)
     monkeypatch.setattr(Calibration, "stop_rule", stop_rule)
     monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)  # for C see test_choosing
     drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
@@ -852,11 +838,9 @@ def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
 # --------------------------------------------------- what must read a prompt before it drafts
 def test_of_texts_that_end_soon_little_is_left_and_what_was_cut_might_have_gone_on():
     def text(num_read, length, finish_reason=None):
-        tokens = [0] * (num_read + length)
-        output = tokens[num_read:]
-        return SimpleNamespace(
-            tokens=tokens, output=output, remaining=1000 - length, finish_reason=finish_reason
-        )
+        output, left = [0] * length, 1000 - length
+        told = {"output": output, "remaining": left, "finish_reason": finish_reason}
+        return SimpleNamespace(tokens=[0] * num_read + output, **told)
 
     lengths = Lengths()
     for _ in range(40):

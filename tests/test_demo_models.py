@@ -6,8 +6,6 @@ All stages of training run here in miniature, from synthetic text to models that
 
 import hashlib
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from runtime.models.chat import chat_ids
 from server import assembly, core
 from server.options import Options
-from tools.training import hybrid, recipe, synthetic
+from tools.training import hybrid, recipe, synthetic, train
 
 MODELS = ROOT / "demo_models"
 
@@ -83,21 +81,22 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
         assert torch.allclose(through(converted, i), expected, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_target_hybrid_and_their_mtp_layers_are_made_and_serve(tmp_path):
-    """The second time everything is done: the run goes on from its checkpoints, and only writes."""
+@pytest.mark.slow  # half a minute: four trainings
+def test_a_target_and_the_hybrid_of_it_are_made_and_serve_with_an_mtp_layer(tmp_path, capsys):
+    """The second time everything is done: the run goes on from its checkpoints, and only writes.
 
-    def trained(kind, folder, *options):
-        command = [sys.executable, "-m", "tools.training.train", kind, "--toy"]
-        command += ["--work", str(folder), "--out", str(folder / kind), *options]
-        return json.loads(subprocess.check_output(command, timeout=300, cwd=ROOT))
+    Each training is a few steps, in this process. test_recipe.py has an MTP layer of the target.
+    """
 
-    reports = [trained("target", tmp_path) for _ in range(2)]
+    def trained(kind, *options):
+        folder = tmp_path / f"{kind}_work"
+        few = ["--tokens", "1200", "--epochs", "0.1", "--work", str(folder)]
+        train.main([kind, "--toy", *few, "--out", str(tmp_path / kind), *options])
+        return json.loads(capsys.readouterr().out)
+
+    reports = [trained("target") for _ in range(2)]
     assert reports[0] == reports[1] and reports[0]["tokens"] > 0
-    assert trained("hybrid", tmp_path, "--target", str(tmp_path / "target"))["step"] > 0
-    for name in ("target", "hybrid"):
-        model, head = str(tmp_path / name), tmp_path / f"of_{name}"
-        trained("mtp", head, "--target", model)
-        engine = core.load_engine(Options(model=model, mtp=str(head / "mtp"), drafter="mtp"))
-        assert "mtp" in engine.pool.drafters
-        assert len(engine.target.cache.recurrent) == 3 * (name == "hybrid")
+    assert trained("hybrid", "--target", str(tmp_path / "target"))["step"] > 0
+    trained("mtp", "--target", model := str(tmp_path / "hybrid"))
+    engine = core.load_engine(Options(model=model, mtp=str(tmp_path / "mtp"), drafter="mtp"))
+    assert "mtp" in engine.pool.drafters and len(engine.target.cache.recurrent) == 3

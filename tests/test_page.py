@@ -196,15 +196,6 @@ def test_what_is_done_is_seen(views, page, subtests):
             page.act(*steps)
 
 
-def test_a_task_s_address_leads_to_its_chapter_and_that_back_to_the_task(page, server):
-    page.goto(f"http://127.0.0.1:{server.port}/#chapter-6")
-    page.see({"#chapter-6[data-shown]": 1, "#scene[data-at=cache]": 1})
-    page.refusals.append("status of 404")  # a text names no icon
-    page.click("#chapter-6 a")
-    task = (browsing.ROOT / "course" / "tasks" / "2_truncate.py").read_text("utf-8")
-    page.see({"pre": exactly(task)})
-
-
 # ------------------------------------------------------------------------------- runs and cycles
 
 STYLES = {"accepted": "solid", "recovered": "dashed", "bonus": "double", "plain": "dotted"}

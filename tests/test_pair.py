@@ -13,11 +13,9 @@ import os
 import re
 from argparse import Namespace
 from pathlib import Path
-from random import Random
 
 import pytest
 from conftest import ROOT, assert_lossless, load
-from exactness import assert_same_bits
 
 from runtime.models import gguf_hub
 from runtime.models.catalogue import PAIRS
@@ -67,32 +65,12 @@ def test_a_draft_of_the_family_is_mostly_right_on_code(engine):
     assert num_passes >= 50 and accepted >= 0.9 * drafted, (num_passes, accepted / drafted)
 
 
-def test_both_models_are_whole_forwards_in_c_and_exact_by_construction(engine):
-    for model in (engine.target, engine.draft_model):
-        assert model.compiled.is_compiled and model.compiled.report().is_exact
-    parts = (p for b in engine.target.compiled.decoder.blocks for p in b.matrices.values())
-    assert {matrix.form for part in parts for matrix in part} == {"Q4K", "Q6K"}
-
-
 def test_a_server_s_memory_is_the_files_and_little_more(pair):
     """Beside them there is Python with torch; nothing was unpacked."""
     target, draft = pair
     with started(our_command(model=target, draft_model=draft)) as server:
         memory = own_memory(server, Namespace(target=target, draft=draft))
     assert memory["of_files"] <= 1.2 and memory["most_of_files"] <= 1.35, memory
-
-
-def test_a_token_has_the_same_bits_however_it_is_computed(engine):
-    assert_same_bits(engine.target, 4, Random(1))
-
-
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
-    """A draft in four bits, and the target in bfloat16 or in eight bits."""
-    options = {"draft_model": pair[1], "dtype": "bfloat16", "quantize": quantize}
-    engine = load(pair[0], drafter="draft_model", **options)
-    sequence = assert_lossless(engine, ids_of(engine, CODE[0]), 40, "draft_model")
-    assert sequence.statistics.num_accepted_draft_tokens > 20
 
 
 def test_the_default_model_has_twice_the_tokens_a_pass_where_its_text_repeats():
