@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cache, partial
 from itertools import product
 from numbers import Real
-from operator import add, index
+from operator import add, eq, index
 from types import ModuleType
 from typing import Any
 
@@ -89,7 +89,7 @@ def chosen(logits: np.ndarray, position: int, seed: int, temperature: float = 0.
 
 def kept_of(draft: list[int], choices: list[int]) -> list[int]:
     """The choices as far as the draft agrees, and one more."""
-    return choices[: [*map(int.__eq__, draft, choices), False].index(False) + 1]
+    return choices[: [*map(eq, draft, choices), False].index(False) + 1]
 
 
 # Drafts: what is added to the right tokens. So 1 makes a wrong one, and what follows it is dropped.

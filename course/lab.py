@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
+from operator import eq
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -202,7 +203,7 @@ def picture(
 
     Choices behind a rejected token are made after a text that will not be written: "…".
     """
-    right = [*map(int.__eq__, draft, choices), False].index(False)
+    right = [*map(eq, draft, choices), False].index(False)
     marks = ["", *[" ✓"] * right, " ✗", *[""] * len(draft)]
     tokens = [words([token]).strip() or "␣" for token in (pending, *draft, *choices)]
     fed = [*map("".join, zip(tokens, marks[: len(draft) + 1], strict=False))]

@@ -84,6 +84,7 @@ NAMED = [  # mistakes that the checks name themselves: a task, code of its solut
     ("other tokens", 5, "[*draft, draw(p[len(draft)])]", "draft"),
     ("other chances", 5, "chance(min(1, p[i][token] / q[i][token]))", "chance(p[i][token])"),
     ("other race", 6, "noise(seed, position, len(logits))", "np.random.default_rng().random(8)"),
+    ("other race", 6, "times.argmin()", "weights.argmax()"),
     ("other noise", 6, "len(text) + i)", "len(text))"),
     ("other noise", 6, "len(text) + i)", "i)"),
     ("other noise", 6, "len(text) + i)", "len(text) + i - 1)"),
