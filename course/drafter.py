@@ -13,9 +13,12 @@ import sys
 from pathlib import Path
 
 from .grade import alone
-from .lab import Mistake
+from .lab import Mistake, picture
 
-_PASSED = "Passed: what is checked is right."
+_HEADS = """of plain: speed, where plain decoding has 1. tok pass: tokens that a pass of the target
+gives. accepted: share of the drafted tokens. cycles: those compared, or in which `auto` chose so.
+differing: those where another draft came alone, or from a fresh state; kept and fresh: the shares
+accepted of both. equal: texts that are plain decoding's. p of q: the odds of draws like these."""
 LIMIT_S = 7200.0  # a call of the drafter, and its start, have limits of their own
 
 
@@ -31,10 +34,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     flags = parser.parse_args(arguments)
     path, _, name = flags.drafter.rpartition(":")
-    if not path or not name:
-        parser.error("name the class, too: FILE.py:Class")
-    if not Path(path).is_file():
-        parser.error(f"there is no file {path!r}")
+    if not name or not Path(path).is_file():
+        parser.error(f"there is no file {path!r}: write FILE.py:Class")
     if not 8 <= flags.tokens <= 1000:  # in a few tokens nothing is rejected
         parser.error("--tokens must be from 8 to 1000")
     given = vars(flags) | {"drafter": f"{Path(path).absolute()}:{name}"}
@@ -52,7 +53,10 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(document | {"says": says}))
     else:
         print(printed and f"Your file has printed:\n{printed}\n", end="")
-        print(tables, "Not passed." if status else _PASSED, *says, sep="\n")
+        passed = "Not passed." if status else "Passed: what is checked is right."
+        print(tables, tables and _HEADS, passed, *says, sep="\n")
+        for cycle in (details["cycle"] for _, details in found if "cycle" in details):
+            print(picture(*cycle, lambda words: "".join(words).replace("\n", "⏎")))
         if "by_chance" in document:
             print("Not checked, as its drafts have a chance of their own: rollback, shared state.")
     return status

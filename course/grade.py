@@ -11,12 +11,12 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from tempfile import TemporaryDirectory
 from threading import Event, Timer
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from . import checks
@@ -86,21 +86,21 @@ def check(number: int, path: Path) -> str:
         raise
     except NotImplementedError:
         raise Mistake("nothing yet", path=path.name) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise Mistake("no file", error=error) from None
-    except SyntaxError as error:
-        raise Mistake("syntax", line=error.lineno, error=error.msg) from None
-    except MemoryError:
-        raise Mistake("memory", gigabytes=MOST_BYTES >> 30) from None
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" in line {frame.lineno}" for frame in frames if frame.filename == str(path)]
-        told = {
-            "kind": type(error).__name__,
-            "error": f"{error!s:.200}",
-            "line": "".join(lines[-1:]),
-        }
-        raise Mistake("import" if isinstance(error, ImportError) else "raises", **told) from None
+        told = f"{type(error).__name__}{place_of(error, str(path))}: {error!s:.200}"
+        raise Mistake("raises", told=told) from None
+
+
+def place_of(error: BaseException, file: str) -> str:
+    """The line of the file that raised it, and the arguments of the call that led there."""
+    own = [at for at in walk_tb(error.__traceback__) if at[0].f_code.co_filename == file]
+    if not own:
+        return ""
+    (frame, _), (_, line) = own[0], own[-1]
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    given = [f"{name} = {frame.f_locals[name]!r:.80}" for name in names]
+    given = [each for each in given if " at 0x" not in each]  # such as self
+    return f" in line {line}" + (f", in a call with {', '.join(given)}" if given else "")
 
 
 if __name__ == "__main__":

@@ -10,20 +10,22 @@ Tasks import it (`from course.lab import …`). Nothing here must be changed to 
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import product
+from operator import eq
 from pathlib import Path
-from time import perf_counter
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+from safetensors import deserialize
 from tokenizers import Tokenizer
 
 FOLDER = Path(__file__).parent
 MODELS = FOLDER.parent / "demo_models"
+TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
 
 
 def read_mistakes() -> tuple[dict[str, str], list[tuple[str, int, str, str]]]:
@@ -68,40 +70,25 @@ def verify(draft: list[int], choices: list[int]) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------- the model
-@cache
-def _tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
-
-
 def encode(text: str) -> list[int]:
     """The ids of a text's tokens."""
-    return _tokenizer().encode(text).ids
+    return TOKENIZER.encode(text).ids
 
 
 def decode(tokens: Sequence[int]) -> str:
     """The text of tokens, with line ends written as ⏎."""
-    return _tokenizer().decode(list(tokens)).replace("\n", "⏎")
+    return TOKENIZER.decode(list(tokens)).replace("\n", "⏎")
 
 
 @cache
-def _weights(name: str) -> dict[str, np.ndarray]:
-    """The weights in float32; the file has the upper halves of their bits (bfloat16)."""
-    data = (MODELS / name / "model.safetensors").read_bytes()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    result = {}
-    for key, about in json.loads(data[8:begin]).items():
-        if key != "__metadata__":
-            first, last = (begin + offset for offset in about["data_offsets"])
-            bits = np.frombuffer(data[first:last], np.uint16).astype(np.uint32) << 16
-            result[key] = bits.view(np.float32).reshape(about["shape"])
+def _weights(name: str) -> dict[str, dict[str, np.ndarray]]:
+    """The weights in float32, by layer and name; the file has the upper halves of their bits."""
+    result = defaultdict[str, dict[str, np.ndarray]](dict)
+    for key, stored in deserialize((MODELS / name / "model.safetensors").read_bytes()):
+        bits = np.frombuffer(stored["data"], np.uint16).astype(np.uint32) << 16
+        layer, _, short = key.removeprefix("model.").removeprefix("layers.").partition(".")
+        result[layer][short] = bits.view(np.float32).reshape(stored["shape"])
     return result
-
-
-@cache
-def _layer(name: str, i: int) -> dict[str, np.ndarray]:
-    """The weights of one layer by their short names."""
-    found = (key.partition(f"model.layers.{i}.") for key in _weights(name))
-    return {short: _weights(name)[first + begin + short] for first, begin, short in found if short}
 
 
 def _norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -115,7 +102,7 @@ class Model:
         """`name` is target or draft; a row holds `room` tokens."""
         config = json.loads((MODELS / name / "config.json").read_text("utf-8"))
         self._size, self._w = config["head_dim"], _weights(name)
-        self._layers = [_layer(name, i) for i in range(config["num_hidden_layers"])]
+        self._layers = [self._w[str(i)] for i in range(config["num_hidden_layers"])]
         self._keys = np.zeros((len(self._layers), num_rows, room, self._size), np.float32)
         self._values = np.zeros_like(self._keys)
         self.held: list[list[int]] = [[] for _ in range(num_rows)]  # the tokens of each row
@@ -133,15 +120,11 @@ class Model:
 
         The logits at a token say what may follow it. The cache then holds the tokens, too.
         """
-        if len(ids) == 1 and not len(ids[0]):
-            raise Mistake("nothing to read")
         if len({len(each) for each in ids}) != 1 or len(ids) != len(rows) or not len(ids[0]):
             raise Mistake("rectangle", f"  lengths: {[*map(len, ids)]}")
         self.passes.append([[int(token) for token in tokens] for tokens in ids])
         lengths = np.array([len(self.held[row]) for row in rows])
         at = lengths[:, None] + np.arange(len(ids[0]))  # positions [B, T]
-        if at.max() >= self._keys.shape[2]:
-            raise Mistake("full")
         for row, tokens in zip(rows, self.passes[-1], strict=True):
             self.held[row] += tokens
         return self._forward(np.array(rows), np.array(ids), at)
@@ -159,7 +142,7 @@ class Model:
 
         seen = at.max() + 1
         is_hidden = np.arange(seen) > at[..., None]  # [B, T, seen]: a token sees those before it
-        x = self._w["model.embed_tokens.weight"][ids]
+        x = self._w["embed_tokens"]["weight"][ids]
         for i, w in enumerate(self._layers):
             h = _norm(x, w["input_layernorm.weight"])
             q = heads(h @ w["self_attn.q_proj.weight"].T, w["self_attn.q_norm.weight"])
@@ -177,7 +160,7 @@ class Model:
             gate = h @ w["mlp.gate_proj.weight"].T
             gated = gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj.weight"].T)
             x = x + gated @ w["mlp.down_proj.weight"].T
-        return _norm(x, self._w["model.norm.weight"]) @ self._w["model.embed_tokens.weight"].T
+        return _norm(x, self._w["norm"]["weight"]) @ self._w["embed_tokens"]["weight"].T
 
 
 class Row:
@@ -202,17 +185,6 @@ class Row:
         del self.model.held[self.index][length:]
 
 
-def plain(
-    tokens: Sequence[int], count: int, name: str = "target",
-    choose: Callable[[np.ndarray, int], int] = lambda logits, position: int(logits.argmax()),
-) -> list[int]:  # fmt: skip
-    """The next tokens by plain decoding without a cache: each pass reads the whole text."""
-    text = list(tokens)
-    while len(text) < len(tokens) + count:
-        text.append(choose(Model(name).open().read(text)[-1], len(text)))
-    return text[len(tokens) :]
-
-
 asked: list[tuple[int, int]] = []  # seeds and positions of all noise so far; the checks look at it
 
 
@@ -220,21 +192,6 @@ def noise(seed: int, position: int, size: int) -> np.ndarray:
     """Random numbers e [size], exponentially distributed: the same for the same arguments."""
     asked.append((seed, position))
     return np.random.default_rng([seed, position]).exponential(size=size)
-
-
-def measure(most: int = 9, rounds: int = 8) -> dict[int, float]:
-    """This machine's curve: milliseconds to multiply 27 million weights with 1, 2, … positions.
-
-    Other programs only lengthen a pass, so the shortest of several counts.
-    """
-    dice, best = np.random.default_rng(0), dict.fromkeys(range(1, most + 1), np.inf)
-    weights = [dice.random((384, 384), np.float32) for _ in range(180)]
-    for _, n in product(range(rounds), best):
-        positions, began = dice.random((n, 384), np.float32), perf_counter()
-        for matrix in weights:
-            positions @ matrix
-        best[n] = min(best[n], 1000 * (perf_counter() - began))
-    return best
 
 
 # -------------------------------------------------------------------------------- the picture
@@ -246,7 +203,7 @@ def picture(
 
     Choices behind a rejected token are made after a text that will not be written: "…".
     """
-    right = [*map(int.__eq__, draft, choices), False].index(False)
+    right = [*map(eq, draft, choices), False].index(False)
     marks = ["", *[" ✓"] * right, " ✗", *[""] * len(draft)]
     tokens = [words([token]).strip() or "␣" for token in (pending, *draft, *choices)]
     fed = [*map("".join, zip(tokens, marks[: len(draft) + 1], strict=False))]

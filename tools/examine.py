@@ -1,6 +1,6 @@
 """Is a drafter from a file right? The course's last task is graded by this (course/drafter.py).
 
-    load → two texts at once → race on forty prompts → fresh states → q → sampled, eight at once
+    load → two texts at once → race on all prompts → fresh states → q → sampled, eight at once
 
 The drafter cannot know that it is examined: it is called as a server calls it, and what it proposes
 is compared. Each finding has a name and details. course/mistakes.txt has the sentence of each.
@@ -10,7 +10,7 @@ is compared. Each finding has a name and details. course/mistakes.txt has the se
 
 RESULT becomes a file of JSON: an exit status, tables, and a document.
 
-Not covered: q of later tokens of a draft, and whether a draft stops because of what was drawn.
+Not covered: q behind a draft's third token, and noise that one draft has in common with the next.
 """
 
 import argparse
@@ -52,10 +52,11 @@ KINDS = {  # of text, by how its prompts' names begin
 }  # fmt: skip
 _LEFT_OUT = "chat_summary"  # of all prompts; without it there are forty
 _MOST_COMPARED, _ROUNDED = 400, 0.02  # cycles; the share that roundings may explain
+_RACED = 3  # of so many prompts one is for other drafters, too: they are only compared
 _TEMPERATURE = 0.8
-# Draws at a place where q is tested, and the odds at which it is wrong. What was drawn chooses the
-# cells, so p is too small. With this one a right drafter fails less than once in 10⁶ times.
-DRAWS, _LEAST_P = 400, 1e-9
+# Drafts by which q is tested, of so many tokens, and the odds at which it is wrong. What was drawn
+# chooses the cells, so p is too small: by this one a right drafter fails less than once in 10⁶.
+DRAWS, _PLACES, _LEAST_P = 400, 3, 1e-9
 _DRAWN = Sampling(temperature=1.3, top_k=20, verification="rejection")
 
 
@@ -70,7 +71,6 @@ class Step(NamedTuple):
     drafter: str
     limit: int
     draft: Draft
-    accepted: int
 
 
 class Walk(NamedTuple):
@@ -96,9 +96,8 @@ def walk(engine: Engine, requests: list[Request]) -> list[Walk]:
                 if s.failure:
                     raise s.failure
                 if s in cycles and cycles[s].number:  # the first one reads the prompt
-                    task, cycle = s.drafting.task, cycles[s]
-                    draft = s.tokens[:length], task.drafter, task.limit, cycle.draft
-                    steps.append(Step(*draft, cycle.num_accepted))
+                    task, draft = s.drafting.task, cycles[s].draft
+                    steps.append(Step(s.tokens[:length], task.drafter, task.limit, draft))
     finally:
         for each in walks:
             engine.close(each.sequence)
@@ -126,17 +125,33 @@ def blamed(limit_s: float = 0.0) -> Iterator[None]:
 def cells_of(tokens: Sequence[int], qs: Sequence[Tensor]) -> list[tuple[float, float]]:
     """How often tokens were drawn, and would be on average if each was drawn from its q [V].
 
-    Each frequent token has a cell, all others have one together.
+    Each frequent token has a cell; the others have two, of about the same share, by their ids.
     """
     counts, total = Counter(tokens), torch.stack([*qs]).double().sum(0)
-    least = len(tokens) / 16
-    often = {
-        *(total >= least).nonzero().flatten().tolist(),
-        *(i for i in counts if counts[i] >= least),
-    }
+    least = max(10, len(tokens) / 16)
+    often = {i for i in counts if counts[i] >= least}
+    often.update((total >= least).nonzero().flatten().tolist())
     cells = [(float(counts[i]), float(total[i])) for i in sorted(often)]
-    rest = (len(tokens) - sum(column) for column in zip((0.0, 0.0), *cells, strict=True))
-    return [*cells, tuple(max(0.0, count) for count in rest)]
+    total[[*often]] = 0
+    middle = int((total.cumsum(0) < total.sum() / 2).sum())
+    rare = [i for i in counts.elements() if i not in often]
+    low = float(sum(i < middle for i in rare)), float(total[:middle].sum())
+    return [*cells, low, (len(rare) - low[0], float(total[middle:].sum()))]
+
+
+def groups_of(drafts: list[Draft]) -> dict[tuple, list[tuple[int, Tensor]]]:
+    """Drawn tokens, each with its q, by place and by the half of its q where the one before fell.
+
+    Who draws at two places by the same noise has the right shares, but not of what follows what.
+    """
+    groups = defaultdict[tuple, list[tuple[int, Tensor]]](list)
+    for draft in drafts:
+        is_low = False
+        drawn = [] if draft.probs is None else zip(draft.tokens, draft.probs, strict=True)
+        for i, (token, q) in enumerate(drawn):
+            groups[i, is_low].append((token, q))
+            is_low = float(q[:token].sum()) < 0.5
+    return groups
 
 
 def p_value(cells: list[tuple[float, float]]) -> float:
@@ -170,6 +185,7 @@ class Exam:
         raw = {name: demo.pop(name) for name in [*demo] if kind_of(name) != "chat"}
         texts = chats | {name: text for name, text in demo.items() if name != _LEFT_OUT}
         self.prompts = bench.ids_of(texts, self.target) | bench.ids_of(raw, self.target, True)
+        self.prompts["a prompt of one token"] = [*self.prompts.values()][-1][-1:]
         self.found, self.tables = list[tuple[str, dict[str, Any]]](), defaultdict[str, list](list)
 
     def new(self) -> Engine:
@@ -204,7 +220,7 @@ class Exam:
 
     def run_two(self) -> None:
         """Does what it drafts for a text depend on another one?"""
-        prompts = [[*self.of_kind(kind).values()][-1] for kind in ("copying", "code")]
+        prompts = [*self.of_kind("copying").values()][-2:]  # where most is drafted
         pair = [self.request(prompt, self.name, i) for i, prompt in enumerate(prompts, 1)]
         each = self.bar([*pair, *pair], "alone")
         alone = [walk(self.new(), [request])[0].drafts for request in each]
@@ -212,12 +228,22 @@ class Exam:
             return
         engine = self.new()
         beside = [*walk(engine, pair), *walk(engine, pair)]  # the second time it may know the texts
-        texts = [(known, each.drafts) for known, each in zip(alone, beside, strict=True)]
-        both = [(a[length], b[length]) for a, b in texts for length in a.keys() & b]
-        told = {"cycles": len(both), "differing": sum(a != b for a, b in both)}
+        texts = [(known, each.drafts, each) for known, each in zip(alone, beside, strict=True)]
+        both = [(a[n], b[n], n, each) for a, b, each in texts for n in sorted(a.keys() & b)]
+        unlike = [each for each in both if each[0] != each[1]]
+        told = {"cycles": len(both), "differing": len(unlike)}
         self.tables["two_at_once"] = [told]
-        if told["differing"]:
-            self.found.append(("shared", told))
+        for a, b, n, (s, _) in unlike[:1]:
+            self.found.append(("shared", told | self.shown(s.tokens[:n], b, s.tokens[n:], a)))
+
+    def shown(self, text: list[int], draft: list[int], came: list[int], other: list[int]) -> dict:
+        """A cycle in words, for its picture, and two drafts of it."""
+        decode = self.target.tokenizer.decode
+        size = min(len(draft), len(came) - 1)
+        parts = text[-9:-1], draft[:size], came[: size + 1]
+        cached, drafted, right = ([decode([token]) for token in part] for part in parts)
+        cycle = cached, decode(text[-1:]), drafted, right
+        return {"cycle": cycle, "own": decode(draft), "other": decode(other)}
 
     def note_chance(self, is_unlike: bool) -> bool:
         """Whether the same request gets other drafts. Such a drafter's drafts are not compared."""
@@ -226,11 +252,9 @@ class Exam:
         return is_unlike
 
     def race(self) -> list[Walk]:
-        """Decode all prompts plainly, with each drafter, and with `auto`. Returns plain texts."""
-        others = [
-            name for name in ("ngram", "suffix", "draft_model") if name in self.base.pool.drafters
-        ]
-        ways = PLAIN, self.name, *others, bench.AUTO
+        """Decode prompts plainly and with the drafter, some with each. Returns plain texts."""
+        others = {"ngram", "suffix", "draft_model"} & self.base.pool.drafters.keys()
+        ways = PLAIN, self.name, *sorted(others), bench.AUTO
         walks: dict[str, dict[str, Walk]] = {way: {} for way in ways}
 
         def run(way: str, name: str) -> bench.Finished:
@@ -239,32 +263,25 @@ class Exam:
             s = walks[way][name].sequence
             return bench.Finished(s.output, s.statistics)
 
-        turns = islice(audition.race(run, walks, [*self.prompts], inf), len(self.prompts))
-        *_, turns = self.bar(turns, "race", len(self.prompts))
+        few = [name for kind in KINDS for name in [*self.of_kind(kind)][::_RACED]]
+        raced = islice(audition.race(run, ways, few, inf), len(few))
+        turns = [*self.bar(raced, "race", len(few))][-1]
+        for name in self.bar([name for name in self.prompts if name not in few], "other prompts"):
+            for way in ways[:2]:
+                run(way, name)
         for kind in KINDS:
             own = [turn for turn in turns if turn[PLAIN].prompt in self.of_kind(kind)]
             rows = (audition.row_of(own, way) for way in ways)
             shown = "drafter", "tok_pass", "of_plain", "accepted"
             self.tables["results"] += [{"text": kind} | {n: r[n] for n in shown} for r in rows]
-        plain, mine, auto = ([*walks[way].values()] for way in (PLAIN, self.name, bench.AUTO))
-        chosen = defaultdict[str, list[Step]](list)
-        for step in (step for each in auto for step in each.steps):
-            chosen[step.drafter or PLAIN].append(step)
-        for name, steps in chosen.items():
-            drafted, accepted = (
-                sum(len(s.draft.tokens) for s in steps),
-                sum(s.accepted for s in steps),
-            )
-            self.tables["auto"].append({"auto_chose": name, "cycles": len(steps)} | {
-                "K": round(drafted / len(steps), 2),
-                "accepted": round(accepted / drafted, 2) if drafted else None,
-            })  # fmt: skip
+        chosen = Counter(s.drafter or PLAIN for w in walks[bench.AUTO].values() for s in w.steps)
+        self.tables["auto"] = [{"auto_chose": way, "cycles": n} for way, n in chosen.items()]
+        plain, mine = ([walks[way][name] for name in self.prompts] for way in ways[:2])
         self.compare("greedy", mine, plain)
         if not any(step.draft.tokens for each in mine for step in each.steps):
             raise Finding("no drafts", {})
-        if not (
-            self.found or "by_chance" in self.tables
-        ):  # else a fresh state drafts by what another text has left
+        # Else a fresh state drafts by what another text has left.
+        if not self.found and "by_chance" not in self.tables:
             self.compare_fresh(mine)
         return plain
 
@@ -279,39 +296,36 @@ class Exam:
             name, *both = unlike[0]
             pairs = enumerate(zip_longest(*both))
             at, ids = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-            words = [
-                "its end" if i is None else repr(self.target.tokenizer.decode([i])) for i in ids
-            ]
-            self.found.append(
-                ("other text", told | {"name": name, "at": at, "words": " for ".join(words)})
-            )
+            decode = self.target.tokenizer.decode
+            words = ["its end" if i is None else repr(decode([i])) for i in ids]
+            where = {"name": name, "at": at, "words": " for ".join(words)}
+            self.found.append(("other text", told | where))
 
     def compare_fresh(self, walks: list[Walk]) -> None:
         """Does a state that saw drafts rejected propose what a fresh one does?"""
         steps = [(step, s.tokens) for s, own in walks for step in own[1:] if step.limit]
-        differing, drafted = 0, 0
+        unlike, drafted = list[dict[str, Any]](), 0
         counts = {"kept": Counter[str](), "fresh": Counter[str]()}
         for step, whole in self.bar(steps[:: 1 + len(steps) // _MOST_COMPARED], "fresh states"):
             given = step.text, self.request(step.text, self.name), step.limit
             draft = self.fresh(*given)
-            both = draft.tokens, step.draft.tokens
+            both, came = (draft.tokens, step.draft.tokens), whole[len(step.text) :]
             drafted += any(both)
             # One that only stops earlier than the other may have learnt from verdicts.
             is_begun = all(both) and all(a == b for a, b in zip(*both, strict=False))
             if any(both) and not is_begun:
                 if self.note_chance(self.fresh(*given).tokens != draft.tokens):
                     return
-                differing += 1
-            came = whole[len(step.text) :]
+                unlike.append(self.shown(step.text, both[1], came, both[0]))
             for name, each in ("kept", step.draft), ("fresh", draft):
                 paths = ([each.tokens[i] for i in path] for path in each.paths())
                 right = max((len(p) for p in paths if p == came[: len(p)]), default=0)
                 counts[name].update(accepted=right, drafted=len(each.tokens))
         rates = {n: round(c["accepted"] / max(1, c["drafted"]), 2) for n, c in counts.items()}
-        told = {"cycles": drafted, "differing": differing} | rates
+        told = {"cycles": drafted, "differing": len(unlike)} | rates
         self.tables["fresh_states"] = [told]
-        if differing > drafted * _ROUNDED:
-            self.found.append(("rollback", told))
+        if len(unlike) > drafted * _ROUNDED:
+            self.found.append(("rollback", told | unlike[0]))
 
     def fresh(self, text: list[int], request: Request, limit: int) -> Draft:
         """What a new state proposes behind this text. Raises ValueError for a fault."""
@@ -334,23 +348,22 @@ class Exam:
         return draft
 
     def examine_q(self) -> None:
-        """Is a first token drawn from the q that is reported? By many seeds at a few places."""
-        cells = list[tuple[float, float]]()
+        """Is a token drawn from the q that is reported? By many seeds behind a few texts."""
+        cells = list[tuple[tuple[float, float], dict[str, int]]]()
         for kind in self.bar(KINDS, "q"):
             text = [*self.of_kind(kind).values()][-1]
             request = replace(self.request(text, self.name), sampling=_DRAWN)
-            drafts = (self.fresh(text, replace(request, seed=i), 1) for i in range(DRAWS))
-            drawn = [
-                (draft.tokens[0], draft.probs[0]) for draft in drafts if draft.probs is not None
-            ]
-            if drawn:
-                cells += cells_of(*zip(*drawn, strict=True))
+            drafts = [self.fresh(text, replace(request, seed=i), _PLACES) for i in range(DRAWS)]
+            for (i, _), drawn in groups_of(drafts).items():
+                short = sum(len(draft.tokens) <= i for draft in drafts)
+                told = {"place": i + 1, "draws": len(drawn), "short": short, "drafts": DRAWS}
+                cells += [(cell, told) for cell in cells_of(*zip(*drawn, strict=True))]
         if cells:
-            p = p_value(cells)
-            self.tables["q"] = [{"draws_at_a_place": DRAWS, "p_of_q": round(p, 4)}]
+            p = p_value([cell for cell, _ in cells])
+            self.tables["q"] = [{"drafts_of_a_text": DRAWS, "p_of_q": round(p, 4)}]
             if p < _LEAST_P:
-                seen, right = max(cells, key=lambda cell: abs(cell[0] - cell[1]))
-                self.found.append(("q", {"draws": DRAWS, "seen": seen, "right": right}))
+                (seen, right), told = max(cells, key=lambda each: abs(each[0][0] - each[0][1]))
+                self.found.append(("q", told | {"seen": seen, "right": right}))
 
     def sample(self, greedy: list[Walk]) -> None:
         """Are sampled texts plain decoding's, and those of eight at once, greedy and sampled?"""
@@ -362,7 +375,7 @@ class Exam:
             groups = [requests[i : i + at_once] for i in range(0, len(requests), at_once)]
             return [each for group in self.bar(groups, what) for each in walk(self.engine, group)]
 
-        plain = texts("plain sampled", None, seeds, 1)
+        plain = texts("plain sampled", None, seeds, AT_ONCE)  # neighbours change no text
         self.compare("sampled", texts("sampled", self.name, seeds, 1), plain)
         mixed = [seed if seed % 2 else 0 for seed in seeds]
         right = [(plain if seed % 2 else greedy)[seed - 1] for seed in seeds]
@@ -386,7 +399,8 @@ def examine(given: dict[str, Any], bar: Any = bench.tqdm) -> tuple[int, str, dic
     with redirect_stdout(StringIO()) as printed:
         tables = exam.tables if exam else {}
         flags = argparse.Namespace(**given, passed=not found, json=False)
-        bench.report("course drafter", [given["drafter"]], flags, tables)
+        words = bench.as_words({name: given[name] for name in given if name != "drafter"})
+        bench.report("course drafter", [given["drafter"], *words], flags, tables)
     *lines, document = printed.getvalue().splitlines()
     return int(bool(found)), "\n".join(lines), json.loads(document) | {"found": found}
 

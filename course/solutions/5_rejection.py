@@ -9,11 +9,7 @@ def propose(weights, top_k, draw):
 
 
 def judge(draft, p, q, chance, draw):
-    kept = []
     for i, token in enumerate(draft):
         if not chance(min(1, p[i][token] / q[i][token])):
-            kept.append(draw([max(0, a - b) for a, b in zip(p[i], q[i])]))
-            return kept
-        kept.append(token)
-    kept.append(draw(p[len(draft)]))
-    return kept
+            return [*draft[:i], draw([max(0, a - b) for a, b in zip(p[i], q[i])])]
+    return [*draft, draw(p[len(draft)])]

@@ -41,7 +41,5 @@ def cycle(target: Row, text: list[int], draft: list[int]) -> None:
     """One greedy cycle: read, verify, accept, truncate.
 
     Extends `text` in place by what is kept. Makes one pass, which reads nothing that is cached.
-    Example: text [1, 2, 3] of which [1, 2] are cached, draft [4, 5], and the target's choices are
-    4, 9, …: text becomes [1, 2, 3, 4, 9], and the cache holds [1, 2, 3, 4].
     """
     raise NotImplementedError

@@ -10,7 +10,7 @@ Intel Xeon the products of a pass with 53 million weights took:
     ms          16.9   20.3   27.3   48.7
 
 Such a table is the curve, pass_ms. It differs by machine, model and number of texts in a pass:
-where 64 texts fill it already, each guess costs time. Success prints what your machine's says.
+where 64 texts fill it already, each guess costs time. “What to try first” on the page finds yours.
 
 A cycle with K guesses takes the time of these and of a pass over K + 1 positions. What does it
 bring? α is the chance that a guess is right if all before it were. So the first guess stays with

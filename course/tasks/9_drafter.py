@@ -11,17 +11,15 @@ what guesses. What is cheap, and often right? Some ideas:
 
 The interface is that of tasks 3 and 4, with three changes. `open` gets the request's sampling and
 noise, too. `propose` returns Draft(tokens). `observe` gets a verdict: verdict.tokens have come, the
-accepted ones and one more. drafters/base.py has all
-of it, also what a drafter needs that draws by chance, with a model of twenty lines.
+accepted ones and one more. drafters/base.py has all of it, and a small one that draws by chance.
 
-    python -m course drafter course/tasks/9_drafter.py:Mine                   some ten minutes
+    python -m course drafter course/tasks/9_drafter.py:Mine                   some five minutes
     python -m course drafter course/tasks/9_drafter.py:Mine --model embedded  one: nonsense text
 
-Forty prompts are continued: talk, code, and texts that are mostly copied. You pass if your drafter
-is right, however slow or rarely accepted: texts are plain decoding's, greedy, sampled and eight at
-once; a state that saw drafts rejected proposes what a fresh one does; texts do not share a state;
-and what is drawn is drawn from the q that is reported. A table has tokens a pass, speed (plain
-decoding is 1) and the share accepted, next to other drafters', and how often `auto` chose yours.
+Forty prompts are continued: talk, code, and texts that are mostly copied; and one of one token. You
+pass if your drafter is right, however slow or rarely accepted: texts are plain decoding's, greedy,
+sampled and eight at once; a state that saw drafts rejected proposes what a fresh one does; texts do
+not share a state; and what is drawn is drawn from the q that is reported.
 
 One step more, for free: let it draft a tree, two guesses where you doubt. "Trees of drafts" in
 docs/inside.md says how; the same command grades it.
