@@ -87,7 +87,7 @@ class Translation:
 
     def encoded(self, text: Sequence[int], drafted: Sequence[int]) -> list[int]:
         """The target's tokens of what the draft model wrote behind a text of the target."""
-        is_end, words = drafted[-1:] and drafted[-1] in self.draft_ends, list[bytes]()
+        is_end = bool(drafted) and drafted[-1] in self.draft_ends
         written = drafted[:-1] if is_end else drafted
         words = [self._draft_bytes.get(i, b"") for i in written]
         before = b"".join(self._bytes.get(i, b"") for i in text[-_TAIL:])
@@ -100,7 +100,7 @@ class Translation:
         while begin and rest > 0:
             begin -= 1
             rest -= len(self._bytes.get(ids[begin], b""))
-        if rest:  # a token stands across the border: the target has chosen another spelling
+        if rest:  # a token stands across the border: the target spells its text in another way
             known = [self._target_ids.get(i) for i in written]
             return known[: [*known, None].index(None)]
         tokens = ids[begin:]

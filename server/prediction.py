@@ -44,5 +44,5 @@ def prediction_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> tuple[i
     ids = tokenize(text, tokenizer, max_length, name="prediction", add_special_tokens=False)
     if len(ids) > max_length:
         what = f"the prediction's {len(ids)} tokens are more than a context of {max_length} holds"
-        raise RequestError(what, param="prediction")
+        raise RequestError(what, param="prediction", code="context_length_exceeded")
     return tuple(ids)

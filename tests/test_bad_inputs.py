@@ -50,7 +50,7 @@ server = module_server(*limits, chat="llama")  # of the same model, with few thr
 EOS, TEXT = "<|endoftext|>", {"type": "text", "text": "a"}
 CODES = {  # what OpenAI's errors say beside their words
     "unknown model": "model_not_found", "there is no field": "unknown_parameter",
-    "the prompt's": "context_length_exceeded", "the prediction's 900000": "context_length_exceeded",
+    "the prompt's": "context_length_exceeded", "the prediction's": "context_length_exceeded",
 }  # fmt: skip
 
 
