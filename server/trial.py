@@ -4,6 +4,7 @@ The trial writes the demo prompts' texts with it, and a few of them without. The
 what was accepted and what passes took how fast the best K would be here, for one request.
 """
 
+from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
@@ -14,12 +15,12 @@ from runtime.models.loading import PROGRESS
 from runtime.models.prompts import read_prompts
 from runtime.values import Cycle, Engine, Request
 
+from .demo import request_of
 from .options import Options
 from .warming import uncounted
 from .worker import LOG
 
 _MOST, _TOKENS = 4, 16  # drafted tokens in a cycle; tokens of each text
-_PLAIN_TEXTS = 3  # that are written without drafts
 
 
 class Trial(NamedTuple):
@@ -60,7 +61,7 @@ def judge(engine: Engine, options: Options) -> None:
         LOG.info("%s: used without a trial", what)
         return
     PROGRESS.info("trying %s, which has another tokenizer than the target", name)
-    trial = run(engine)
+    trial = run(engine, options)
     what += (
         f": in {trial.num_texts} texts {trial.reach[0]:.0%} of its first guesses were accepted, "
         f"which gives {trial.speedup:.2f} of plain decoding's speed here"
@@ -70,12 +71,13 @@ def judge(engine: Engine, options: Options) -> None:
     LOG.info("%s", what)
 
 
-def run(engine: Engine) -> Trial:
-    """Write the demo prompts' texts, one after the other."""
-    tokenizer, texts = engine.target.tokenizer, list(read_prompts(is_chat=True).values())
-    prompts = [tokenizer(text).input_ids for text in texts]
-    tried = [each for prompt in prompts for each in _cycles(engine, prompt, TranslatedDrafter.name)]
-    plain = [cycle for prompt in prompts[:_PLAIN_TEXTS] for cycle in _cycles(engine, prompt)]
+def run(engine: Engine, options: Options) -> Trial:
+    """Write the demo prompts' texts, one after the other; a chat model answers."""
+    texts = list(read_prompts(options.is_chat(engine.target.tokenizer)).values())
+    fields = {"max_tokens": _TOKENS, "num_speculative_tokens": _MOST, "temperature": 0}
+    requests = [request_of(text, engine, options, **fields) for text in texts]
+    tried = [each for request in requests for each in _cycles(engine, request, drafts=True)]
+    plain = [each for request in requests[::6] for each in _cycles(engine, request, drafts=False)]
     if not (tried and plain):  # the target ends all texts at once
         return Trial(len(texts), [0.0], 1.0, 0.0, 0.0)
     counts = [cycle.num_accepted for cycle in tried]
@@ -87,10 +89,10 @@ def run(engine: Engine) -> Trial:
     return Trial(len(texts), reach, plain_ms, row_ms, median(steps_ms))
 
 
-def _cycles(engine: Engine, prompt: list[int], drafter: str | None = None) -> list[Cycle]:
+def _cycles(engine: Engine, request: Request, drafts: bool) -> list[Cycle]:
     """The cycles of a text in which a whole draft was possible; the prompt's pass is none."""
-    request = Request(prompt, _TOKENS, drafter, _MOST, isolated=True)
-    cycles = uncounted(engine).generate(request)
+    drafter = TranslatedDrafter.name if drafts else None
+    cycles = uncounted(engine).generate(replace(request, drafter=drafter, isolated=True))
     return [cycle for s, cycle in cycles if cycle.number and s.remaining >= _MOST]
 
 

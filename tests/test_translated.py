@@ -220,8 +220,8 @@ def test_a_trial_reckons_the_speed_of_the_best_number_of_drafted_tokens():
 
 def test_a_trial_counts_what_was_accepted_in_all_demo_prompts(engine):
     before = str(vars(engine.totals))
-    tried = trial.run(engine)
-    assert tried.num_texts == len(read_prompts(is_chat=True))
+    tried = trial.run(engine, Options())
+    assert tried.num_texts == len(read_prompts())
     assert 1 > tried.reach[0] >= tried.reach[1] >= tried.reach[3] > 0.1
     assert tried.plain_ms > 0 and tried.step_ms > 0 and str(vars(engine.totals)) == before
 
@@ -230,13 +230,13 @@ def test_a_pair_that_does_not_pay_is_refused_with_figures_unless_it_is_named(
     engine, monkeypatch, caplog
 ):
     caplog.set_level("INFO")
-    monkeypatch.setattr(trial, "run", lambda _: Trial(17, [0.25, 0.1], 10.0, 1.0, 4.0))
+    monkeypatch.setattr(trial, "run", lambda *_: Trial(17, [0.25, 0.1], 10.0, 1.0, 4.0))
     figures = "70% of the target's tokens: in 17 texts 25% of its first guesses were accepted, "
     with pytest.raises(ValueError, match=figures + "which gives 1.00 of plain decoding's speed"):
         trial.judge(engine, Options())
     trial.judge(engine, Options(drafter="draft_model"))
     assert "used without a trial" in caplog.text
-    monkeypatch.setattr(trial, "run", lambda _: Trial(17, [0.9, 0.8], 10.0, 0.1, 1.0))
+    monkeypatch.setattr(trial, "run", lambda *_: Trial(17, [0.9, 0.8], 10.0, 0.1, 1.0))
     trial.judge(engine, Options())
     assert "2.21 of plain decoding's speed" in caplog.text
 
@@ -249,5 +249,5 @@ def test_a_drafter_that_fails_in_the_trial_is_one_that_does_not_pay(engine, monk
 
 
 def test_a_draft_model_of_the_same_words_needs_no_trial(demo_engine, monkeypatch):
-    monkeypatch.setattr(trial, "run", lambda _: pytest.fail("it is tried"))
+    monkeypatch.setattr(trial, "run", lambda *_: pytest.fail("it is tried"))
     trial.judge(demo_engine, Options())
