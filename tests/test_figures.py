@@ -29,6 +29,10 @@ def panels(name, told=TOLD):
     return {axes.get_title("left"): axes for axes in figure.axes if axes.get_visible()}, title
 
 
+def small_print(figure):
+    return " ".join(figure.get_supxlabel().split())
+
+
 def lines(axes):
     return [[list(map(float, data)) for data in line.get_data()] for line in axes.lines]
 
@@ -126,6 +130,22 @@ def test_acceptance_by_position_is_the_measured_one():
 def test_what_was_not_measured_is_not_drawn(change, left):
     drawn = [name for name in figures.PICTURES if figures.figure_of(name, TOLD | change)]
     assert [f"{name}.svg" for name in drawn] == left
+
+
+def test_small_print_says_who_and_what_is_left_out():
+    """Who has an α of zero is not."""
+    for alpha, num_drawn, who in ((None, len(FIXED) - 1, "mtp, auto"), (0.0, len(FIXED), "auto")):
+        rows = [r | {"alpha": alpha} if r["drafter"] == "mtp" else r for r in TOLD["rows"]]
+        figure = figures.figure_of("tokens", TOLD | {"rows": rows})
+        assert len(figure.axes[0].lines) == len(figures._KS) + 3 * num_drawn
+        assert f"or without a K of its own: {who}. " in small_print(figure)
+    few = {rows: ms for rows, ms in TOLD["curve"]["pass_ms"].items() if int(rows) < 48}
+    for name, change, says in (
+        ("speedup", {"kinds": [*TOLD["kinds"], "rare"]}, "No turn was over of: rare. "),
+        ("pass", {"curve": TOLD["curve"] | {"pass_ms": few}}, "Positions not measured: 48, 64. "),
+        ("tokens", NEVER, "own: all drafters. "),
+    ):
+        assert says in small_print(figures.figure_of(name, TOLD | change))
 
 
 # -------------------------------------------------------------------------------- the command

@@ -94,7 +94,7 @@ PLUGS = {
     "trees": Plug(("drafters/tree.py",)),
     "checks of drafts": Plug(("drafters/checks.py",)),
     "other tokenizers": Plug(("drafters/translated.py", "server/trial.py")),
-    "drafters from files": Plug(in_room("drafters", "from_file.py", "timed.py")),
+    "drafters from files": Plug(in_room("drafters", "from_file.py", "timed.py", "small_model.py")),
     **{
         name: Plug((f"drafters/{name}.py",))
         for name in ("suffix", "grammar", "eagle3", "dflash", "self_int8")

@@ -9,12 +9,14 @@ from conftest import ROOT, TARGET, assert_lossless, load, logits_of, run
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from drafters import Context
+from drafters.small_model import small_drafter
 from drafters.translated import Translation
 from runtime.models.prompts import read_prompts
 from runtime.models.token_bytes import all_bytes, bytes_of
 from runtime.sampling import Noise
 from runtime.values import Request, Sampling
-from server import trial
+from server import core, trial
 from server.options import Options
 from server.trial import Trial
 
@@ -143,6 +145,16 @@ def test_a_text_longer_than_the_draft_models_context_is_decoded_without_it(folde
     engine.draft_model.max_length = len(prompts["hard_story"]) + 12
     s = assert_lossless(engine, prompts["hard_story"], 24, "draft_model")
     assert 0 < s.statistics.num_draft_tokens and not s.warnings
+
+
+def test_a_drafter_of_one_s_own_may_have_such_a_model(folder, demo_engine, prompts):
+    small = small_drafter(str(folder), Context(demo_engine.target))
+    engine = core.Engine(demo_engine.target, {small.name: small}, small.name)
+    for sampling in (Sampling(), DRAWN[0]):
+        s = assert_lossless(engine, prompts["code_class"], 16, small.name, sampling=sampling)
+        assert s.statistics.num_accepted_draft_tokens > 0
+    with pytest.raises(ValueError, match="model folder nowhere/at/all not found"):
+        small_drafter("nowhere/at/all", Context(demo_engine.target))
 
 
 # ---------------------------------------------------------------------------- words and bytes
