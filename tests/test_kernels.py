@@ -502,8 +502,7 @@ CALLS = {  # tests of these files that call C with odd sizes, and the entry poin
     "in_one_call and (eagle3 or draft_model-0.8)": "run_chain",
     "another_family_is_served and gpt2": "describe",  # packed weights, and so are the next two
     "filled_up_to_different or no_kernel_multiplies": "choose",
-    "c_chooses_what and 0.02": "survivors",
-    "the_leaders_that_python": "leaders",
+    "c_chooses_what and 0.02": "survivors leaders",
     "c_is_as_sure": "confidence",
     "scores_in_c": "score_rows",
 }  # fmt: skip
