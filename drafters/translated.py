@@ -40,6 +40,12 @@ from .base import Chain, Context, ModelDrafter, ModelState
 _TAIL = 8  # of the text's tokens, behind which a draft's text is encoded
 
 
+def usual_end(model: Model) -> int:
+    """The token that mostly ends a text of a model that has one."""
+    end = model.tokenizer.eos_token_id
+    return end if end in model.eos_ids else min(model.eos_ids)
+
+
 class Translation:
     """The tokens of a target and of a draft model, matched by their bytes."""
 
@@ -51,17 +57,19 @@ class Translation:
         known = sorted(self._draft_bytes.items())
         self._ids = {word: i for i, word in known if word and i < draft.vocab_size}
         self._longest = max(map(len, self._ids))
-        self.draft_ends = draft.eos_ids
-        # Both have an end of the text, however it is written.
-        self._end, draft_end = min(target.eos_ids, default=-1), min(draft.eos_ids, default=-1)
         ours = [(i, word) for i, word in sorted(self._bytes.items()) if i < self._size]
-        alike = {i: self._ids[word] for i, word in ours if word in self._ids}
-        self.share = len(alike) / max(1, len(self._bytes))  # of the target's tokens
-        alike |= dict.fromkeys(target.eos_ids - alike.keys(), draft_end) if draft.eos_ids else {}
-        self.alike, self._target_ids = alike, {draft_id: i for i, draft_id in alike.items()}
+        self.alike = {i: self._ids[word] for i, word in ours if word in self._ids}
+        self._target_ids = {draft_id: i for i, draft_id in self.alike.items()}
+        self.share = len(self.alike) / max(1, len(self._bytes))  # of the target's tokens
+        # Both have ends of a text, however these are written.
+        self.draft_ends, ends = draft.eos_ids, target.eos_ids
+        if self.draft_ends and ends:
+            for draft_end in self.draft_ends:
+                self._target_ids.setdefault(draft_end, usual_end(target))
+            self.alike |= dict.fromkeys(ends - self.alike.keys(), usual_end(draft))
         device = target.cache.device
-        self._places = torch.tensor(list(alike), device=device, dtype=torch.int64)
-        self._columns = torch.tensor(list(alike.values()), device=device, dtype=torch.int64)
+        self._places = torch.tensor(list(self.alike), device=device, dtype=torch.int64)
+        self._columns = torch.tensor(list(self.alike.values()), device=device, dtype=torch.int64)
         # What the draft model's texts begin with; a target's own beginning is not read.
         first, theirs = draft.tokenizer.bos_token_id, target.tokenizer.bos_token_id
         self.begin = [first] if first in draft.tokenizer("").input_ids else []
@@ -105,7 +113,8 @@ class Translation:
             return known[: [*known, None].index(None)]
         tokens = ids[begin:]
         if is_end:
-            return [*tokens, self._end]
+            end = self._target_ids.get(drafted[-1])
+            return tokens if end is None else [*tokens, end]
         is_whole = tokens and self._bytes.get(tokens[-1]) == words[-1]
         return tokens if is_whole else tokens[:-1]
 

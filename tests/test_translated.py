@@ -161,13 +161,13 @@ def test_a_drafter_of_one_s_own_may_have_such_a_model(folder, demo_engine, promp
 PIECES = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁m", "at", "▁", "é"]
 
 
-def pieces_tokenizer(more=()):
+def pieces_tokenizer(more=(), end="</s>"):
     """A vocabulary of pieces, as SentencePiece has them."""
     ids = {word: i for i, word in enumerate([*PIECES, *more])}
     backend = Tokenizer(models.BPE(ids, [], byte_fallback=True))
     steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
     backend.decoder = decoders.Sequence(list(steps))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
 
 
 @pytest.mark.parametrize("make", [lambda: AutoTokenizer.from_pretrained(TARGET), pieces_tokenizer])
@@ -179,14 +179,14 @@ def test_the_bytes_of_all_tokens_are_those_of_each(make):
         assert word == bytes_of(i, tokenizer), i
 
 
-def translation(target, draft):
-    """Of two tokenizers, without models."""
+def translation(target, draft, ends=frozenset([0])):
+    """Of two tokenizers, without models; `ends` are the target's."""
 
-    def model(tokenizer):
-        fields = {"tokenizer": tokenizer, "vocab_size": len(tokenizer), "eos_ids": {0}}
+    def model(tokenizer, ends):
+        fields = {"tokenizer": tokenizer, "vocab_size": len(tokenizer), "eos_ids": ends}
         return SimpleNamespace(cache=SimpleNamespace(device="cpu"), **fields)
 
-    return Translation(model(target), model(draft))
+    return Translation(model(target, ends), model(draft, {0}))
 
 
 def test_a_word_that_only_the_target_has_is_read_in_the_longest_that_make_its_bytes():
@@ -222,6 +222,15 @@ def test_what_a_draft_wrote_is_encoded_as_the_target_would_write_it():
     assert written("ter", "▁the", behind=behind) == ["ter", "Ġthe"]
     assert written("ter", "▁", "<0xE2>", behind=behind)[:1] == ["ter"]
     assert written() == []
+
+
+def test_the_end_of_a_text_is_the_targets_usual_one_however_it_is_written():
+    ours, theirs = AutoTokenizer.from_pretrained(TARGET), pieces_tokenizer(end="at")
+    at = theirs.convert_tokens_to_ids("at")
+    for ends, written in (({0, at}, [at]), ({0, 5}, [0]), (set(), [])):
+        words = translation(theirs, ours, ends)
+        assert words.encoded([260], [ours.eos_token_id]) == written
+        assert not ends or words.draft_ids(0) == [0]
 
 
 # ----------------------------------------------------------------------------------- the trial
