@@ -2,13 +2,13 @@
 
     drafter.small = small_drafter("demo_models/draft", context)     in the class method build
 
-What one's own drafter is asked, it may hand on to this one, and change what comes back.
+What one's own drafter is asked, it may hand on to this one, with fewer tokens to draft.
 """
 
 from dataclasses import dataclass, replace
 
 from runtime import kernels
-from runtime.models.loading import check, load_pretrained, prepare, refusal
+from runtime.models.loading import LONGEST_DEFAULT, check, load_pretrained, prepare, refusal
 
 from .base import MANY_WEIGHTS, Context, ModelDrafter
 from .draft_model import DraftModelDrafter
@@ -20,7 +20,7 @@ class _Options:
 
     device: str
     allow_pickle: bool
-    max_model_len: int
+    max_model_len: int | None
     dtype: str = "auto"
     quantize: str | None = None
     trust_remote_code: bool = False
@@ -30,12 +30,13 @@ class _Options:
 def small_drafter(name: str, context: Context) -> ModelDrafter:
     """The drafter that runs the model `name`: a folder, a .gguf file or a Hugging Face name.
 
-    It serves as many texts at once as the target, and is as fast as the model of --draft-model. The
+    It serves as many texts at once as the target, in the same compiled code as --draft-model. The
     tokenizer may be another one than the target's. Raises ValueError if the model cannot be loaded,
     or does not fit the target.
     """
     target = context.target
-    options = _Options(str(target.cache.device), context.allow_pickle, target.max_length)
+    length = target.max_length if target.max_length > LONGEST_DEFAULT else None
+    options = _Options(str(target.cache.device), context.allow_pickle, length)
     loaded = load_pretrained(name, options)
     model = type(target)(loaded, name, target.cache.num_rows)
     prepare(model, loaded.structure)

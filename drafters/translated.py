@@ -21,9 +21,10 @@ layers, what a grammar forces.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from math import inf
 from typing import ClassVar
 
@@ -38,50 +39,65 @@ from runtime.values import Draft, Model, Sampling, Verdict
 from .base import Chain, Context, ModelDrafter, ModelState
 
 _TAIL = 8  # of the text's tokens, behind which a draft's text is encoded
+_LONGEST = 64  # bytes of a word that is looked for
 
 
-def usual_end(model: Model) -> int:
-    """The token that mostly ends a text of a model that has one."""
+def usual_end(model: Model, ends: Collection[int]) -> int:
+    """The one of these tokens that mostly ends the model's texts."""
     end = model.tokenizer.eos_token_id
-    return end if end in model.eos_ids else min(model.eos_ids)
+    return end if end in ends else min(ends)
 
 
 class Translation:
-    """The tokens of a target and of a draft model, matched by their bytes."""
+    """The tokens of a target and of a draft model, matched by their bytes.
+
+    An id that a model itself lacks is never read or written, whatever its tokenizer has.
+    """
 
     def __init__(self, target: Model, draft: Model) -> None:
         self._tokenizer, self._size = target.tokenizer, target.vocab_size
         self._bytes, self._draft_bytes = all_bytes(target.tokenizer), all_bytes(draft.tokenizer)
-        # The draft model's ids. Of two tokens with the same bytes, the last one is usually written:
-        # vocabularies of pieces begin with all single bytes.
+        # The draft model's ids. Of two tokens with the same bytes the last one stays: vocabularies
+        # of pieces begin with all single bytes, which are rarely written.
         known = sorted(self._draft_bytes.items())
         self._ids = {word: i for i, word in known if word and i < draft.vocab_size}
-        self._longest = max(map(len, self._ids))
         ours = [(i, word) for i, word in sorted(self._bytes.items()) if i < self._size]
         self.alike = {i: self._ids[word] for i, word in ours if word in self._ids}
         self._target_ids = {draft_id: i for i, draft_id in self.alike.items()}
         self.share = len(self.alike) / max(1, len(self._bytes))  # of the target's tokens
-        # Both have ends of a text, however these are written.
-        self.draft_ends, ends = draft.eos_ids, target.eos_ids
-        if self.draft_ends and ends:
+        # Ends of a text that are written in different ways stand for each other.
+        ends = {i for i in target.eos_ids if i < self._size}
+        self.draft_ends = {i for i in draft.eos_ids if i < draft.vocab_size}
+        if ends and self.draft_ends:
             for draft_end in self.draft_ends:
-                self._target_ids.setdefault(draft_end, usual_end(target))
-            self.alike |= dict.fromkeys(ends - self.alike.keys(), usual_end(draft))
+                self._target_ids.setdefault(draft_end, usual_end(target, ends))
+            draft_end = usual_end(draft, self.draft_ends)
+            self.alike |= dict.fromkeys(ends - self.alike.keys(), draft_end)
         device = target.cache.device
         self._places = torch.tensor(list(self.alike), device=device, dtype=torch.int64)
         self._columns = torch.tensor(list(self.alike.values()), device=device, dtype=torch.int64)
-        # What the draft model's texts begin with; a target's own beginning is not read.
-        first, theirs = draft.tokenizer.bos_token_id, target.tokenizer.bos_token_id
-        self.begin = [first] if first in draft.tokenizer("").input_ids else []
-        self.draft_ids = cache(lambda token: [] if token == theirs else self._split(token))
+        first, self._first = draft.tokenizer.bos_token_id, target.tokenizer.bos_token_id
+        begins = first in draft.tokenizer("").input_ids and first < draft.vocab_size
+        self._begin = [first] if begins else []  # of each of the draft model's texts
+        self.draft_ids = cache(self._split)
+
+    def read(self, prompt: Sequence[int]) -> list[int]:
+        """A prompt in the draft model's tokens. Its beginning stands for the target's, if any."""
+        has_first = list(prompt[:1]) == [self._first]
+        is_told = has_first and (self._begin or self._first not in self.alike)
+        rest = prompt[1:] if is_told else prompt
+        return [*self._begin, *(i for token in rest for i in self.draft_ids(token))]
 
     def _split(self, token: int) -> list[int]:
-        """A token of the target in the draft model's: one, or the longest that make its bytes."""
+        """A token of the target in the draft model's: one, or the longest that make its bytes.
+
+        The draft model's tokenizer often spells it in another way, which brought nothing more.
+        """
         if token in self.alike:
             return [self.alike[token]]
         word, found = self._bytes.get(token, b""), list[int]()
         while word:
-            lengths = range(min(len(word), self._longest), 0, -1)
+            lengths = range(min(len(word), _LONGEST), 1, -1)
             length = next((n for n in lengths if word[:n] in self._ids), 1)
             found += [self._ids[word[:length]]] if word[:length] in self._ids else []
             word = word[length:]
@@ -99,7 +115,7 @@ class Translation:
         written = drafted[:-1] if is_end else drafted
         words = [self._draft_bytes.get(i, b"") for i in written]
         before = b"".join(self._bytes.get(i, b"") for i in text[-_TAIL:])
-        # A character that is cut at the end is left out; one at the beginning is no character.
+        # Bytes that begin amid a character are left out, and so are those that end amid one.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
         whole = decoder.decode(before + b"".join(words))
         rest = sum(map(len, words)) - len(decoder.getstate()[0])
@@ -111,8 +127,8 @@ class Translation:
         if rest:  # a token stands across the border: the target spells its text in another way
             known = [self._target_ids.get(i) for i in written]
             return known[: [*known, None].index(None)]
-        tokens = ids[begin:]
-        if is_end:
+        tokens = list(takewhile(self._size.__gt__, ids[begin:]))
+        if is_end and len(tokens) == len(ids) - begin:
             end = self._target_ids.get(drafted[-1])
             return tokens if end is None else [*tokens, end]
         is_whole = tokens and self._bytes.get(tokens[-1]) == words[-1]
@@ -152,8 +168,7 @@ class _Freely:
 
     def draft(self) -> Draft:
         """The target's tokens of this text."""
-        tokens = self._words.encoded(self._state.text, self._tokens) if self._tokens else []
-        return Draft(tokens[: self._limit])
+        return Draft(self._words.encoded(self._state.text, self._tokens)[: self._limit])
 
 
 class _InCommon:
@@ -188,24 +203,15 @@ class TranslatedDrafter(ModelDrafter):
         self._prefixes = prefix and prefix.PrefixCache.of(draft, context.prefix_cache_mb)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
-        state = _State(
-            row=self._draft.cache.open_row(), text=[], sampling=sampling, noise=noise,
-            read=list(self.words.begin),
-        )  # fmt: skip
-        self._append(state, prompt)
-        return state
-
-    def _append(self, state: _State, tokens: Sequence[int]) -> None:
-        state.text += tokens
-        for token in tokens:
-            state.read += self.words.draft_ids(token)
+        read, row = self.words.read(prompt), self._draft.cache.open_row()
+        return _State(row=row, text=list(prompt), sampling=sampling, noise=noise, read=read)
 
     def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
         """A draft for each state; the first forward also feeds what is not cached yet."""
         model, cache, drafts = self._draft, self._draft.cache, list[_Freely | _InCommon]()
         for state, limit in zip(states, max_tokens, strict=True):
-            self._rewind(state)
-            has_room = state.read and len(state.read) + limit <= model.max_length
+            if has_room := bool(state.read) and len(state.read) + limit <= model.max_length:
+                self._rewind(state)
             is_free = state.sampling.is_greedy and not state.sampling.penalties
             kind = _Freely if is_free else _InCommon
             drafts.append(kind(state, limit if has_room else 0, self.words))
@@ -225,11 +231,13 @@ class TranslatedDrafter(ModelDrafter):
         if self._prefixes and may_restore and not cache.lengths[row]:
             self._prefixes.restore(row, state.read)
         cache.truncate(row, min(cache.lengths[row], max(0, len(state.read) - 1)))
-        state.drafted = []
+        state.drafted = []  # a draft that failed may have left some
 
     def observe(self, state: _State, verdict: Verdict) -> None:
         count = len(state.read)
-        self._append(state, verdict.tokens)
+        state.text += verdict.tokens
+        for token in verdict.tokens:
+            state.read += self.words.draft_ids(token)
         pairs = zip(state.drafted, state.read[count:], strict=False)
         num_alike = [*(ours == theirs for ours, theirs in pairs), False].index(False)
         cache = self._draft.cache

@@ -1,4 +1,7 @@
-"""The bytes that tokens stand for: a token may be a part of a character."""
+"""The bytes that tokens stand for: a token may be a part of a character.
+
+Not covered: WordPiece, whose words have no space and whose parts begin with ##.
+"""
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
