@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from numbers import Real
 from operator import add, eq, index
 from types import ModuleType
@@ -214,9 +214,10 @@ def task_4(solution: ModuleType) -> Iterator[Case]:
         texts = [encode(prompt) for prompt in prompts]
         states = [drafter.open(list(text)) for text in texts]
         for drafted, accepted in (3, 1), (2, 2), (0, 0), (4, 0), (1, 1), (3, 3), (2, 0):
-            for each in zip(states, texts, (Row(model, 0), Row(model, 1)), strict=False):
-                for *case, name in draft_model_cases(drafter, *each, drafted, accepted):
-                    yield *case, name if count == 1 else "state"
+            given = zip(states, texts, (Row(model, 0), Row(model, 1)), strict=False)
+            each = [draft_model_cases(drafter, *one, drafted, accepted) for one in given]
+            for *case, name in chain(*zip(*each, strict=True)):  # both drafts, then both verdicts
+                yield *case, name if count == 1 else "state"
 
 
 def draft_model_cases(
@@ -269,9 +270,8 @@ class Chance:
             self._todo += [[*self._path, other] for other in others]
             self._path.append(first)
         self._at += 1
-        taken = self._path[self._at - 1]
-        self.share *= normed(*weights)[taken]
-        return taken
+        self.share *= normed(*weights)[self._path[self._at - 1]]
+        return self._path[self._at - 1]
 
 
 def each_way(run: Callable[[Chance], Any]) -> list[tuple[Chance, Any]]:
@@ -322,11 +322,12 @@ def task_5(solution: ModuleType) -> Iterator[Case]:
     ways = [(chance, *result) for chance, result in each_way(partial(run, asked))]
     none = [(chance, *result) for chance, result in each_way(partial(run, []))]
     for chance, (draft, p, q), kept in none + ways:
-        rows = [f"  p[{i}] {bars(each)}" for i, each in enumerate(p)]
-        rows += [f"  q[{i}] {bars(each)}" for i, each in enumerate(q)]
+        rows = [f"  {x}[{i}] {bars(s)}" for x, of in (("p", p), ("q", q)) for i, s in enumerate(of)]
+        said = iter(chance.said)  # what is certain need not be asked
+        asked = [p[i][x] >= q[i][x] or next(said, False) for i, x in enumerate(draft)]
         shown = "\n".join([*rows, f"  draft: {ids(draft)}, accepted: {chance.said}"])
-        count = [*chance.said, False].index(False) + 1
-        told = f"keeps {count} tokens", f"keeps {len(kept)} tokens"
+        counts = [[*each, False].index(False) + 1 for each in (asked, chance.said)]
+        told = [f"keeps {n} tokens" for n in (counts[counts[0] != len(kept)], len(kept))]
         yield shown, *told, "other tokens"
     for size in range(3):
         for begin in sorted({kept[:size] for *_, kept in ways if len(kept) > size}):

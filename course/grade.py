@@ -23,7 +23,7 @@ from . import checks
 from .lab import FOLDER, Mistake, load
 
 LIMIT_S, MOST_BYTES, MOST_PRINTED = 60.0, 4 << 30, 100_000
-_MOST_CPU_S = 300  # if nobody is left who would stop it
+_MOST_CPU_S = 90  # if nobody is left who would stop it
 ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 

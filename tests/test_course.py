@@ -92,6 +92,7 @@ NAMED = [  # mistakes that the checks name themselves: a task, code of its solut
     ("one pass", 8, "logits = ", "target.read([2], [[7]])\n    logits = "),
     ("rectangle", 8, "[0] * (width - len(tokens))", "[]"),
 ]
+SOLVED = {number: lab.path_of(number, "solutions").read_text("utf-8") for number in (4, 5)}
 # The same mistakes in other words: a task, the mistake, and a solution by another author.
 OTHERS = [
     (3, "state", """
@@ -108,6 +109,12 @@ class Ngram:
         return []
 """),
     (7, "stand alone", "def tokens(alpha, k): return 1 + k * alpha"),
+    # The row of the text that drafted last; it matters where two draft before both hear.
+    (4, "state", SOLVED[4].replace("draft = []", "draft, self.row = [], state['row']").replace(
+        'state["row"].truncate', "self.row.truncate"
+    )),
+    # Right: what is certain is not asked.
+    (5, "", SOLVED[5].replace("not chance(", "q[i][token] > p[i][token] and not chance(")),
 ]  # fmt: skip
 
 
@@ -139,7 +146,7 @@ def test_each_wrong_solution_gets_the_sentence_that_was_written_for_it(told):
 
 
 def test_who_makes_a_mistake_in_other_words_gets_its_sentence_too(told):
-    assert told["others"] == [SENTENCES[name] for _, name, _ in OTHERS]
+    assert told["others"] == [name and SENTENCES[name] for _, name, _ in OTHERS]
 
 
 def test_texts_are_those_of_transformers_generate_and_no_tie_is_near(told, reference):
