@@ -117,8 +117,11 @@ class DraftModelDrafter(ModelDrafter):
         # Under the rule of rejection drafts decide the text, and so would roundings of keys.
         may_restore = state.sampling.is_coupled and not state.sampling.isolated
         if self._prefixes and may_restore and not cache.lengths[row]:
-            self._prefixes.restore(row, state.text)
-        cache.truncate(row, min(cache.lengths[row], len(state.text) - 1))
+            self._prefixes.restore(row, self._fed_text(state))
+        cache.truncate(row, min(cache.lengths[row], len(self._fed_text(state)) - 1))
+
+    def _fed_text(self, state: ModelState) -> list[int]:
+        return state.text  # in the model's own tokens
 
     def observe(self, state: ModelState, verdict: Verdict) -> None:
         cache = self._draft.cache
@@ -131,7 +134,7 @@ class DraftModelDrafter(ModelDrafter):
     def close(self, state: ModelState) -> None:
         try:
             if self._prefixes and not state.sampling.isolated:
-                self._prefixes.remember(state.row, state.text)
+                self._prefixes.remember(state.row, self._fed_text(state))
         finally:
             self._draft.cache.close_row(state.row)
 

@@ -22,21 +22,20 @@ layers, what a grammar forces.
 
 import codecs
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import takewhile
 from math import inf
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from runtime import plug
 from runtime.models.token_bytes import all_bytes
-from runtime.sampling import Noise, confidence
+from runtime.sampling import Noise
 from runtime.values import Draft, Model, Sampling, Verdict
 
-from .base import Chain, Context, ModelDrafter, ModelState
+from .base import Chain, Context, ModelState
+from .draft_model import DraftModelDrafter
 
 _TAIL = 8  # of the text's tokens, behind which a draft's text is encoded
 _LONGEST = 64  # bytes of a word that is looked for
@@ -143,73 +142,55 @@ class _State(ModelState):
     drafted: list[int] = field(default_factory=list)  # what its cache may hold behind them
 
 
-class _Freely:
+class _Freely(Chain):
     """A draft of the draft model's likeliest tokens."""
 
     def __init__(self, state: _State, limit: int, words: Translation) -> None:
-        self._state, self._limit, self._words = state, limit, words
-        self._tokens, self._confidence = list[int](), list[float]()
+        super().__init__(replace(state, text=state.read), limit)
+        self._whole, self._words = state.text, words
 
     @property
     def is_open(self) -> bool:
-        """Whether one more token is wanted."""
-        if len(self._tokens) >= self._limit or self._words.draft_ends & {*self._tokens[-1:]}:
-            return False
-        stop_rule = self._state.stop_rule
-        return not self._tokens or stop_rule is None or stop_rule(self._confidence)
+        return super().is_open and not self._words.draft_ends & {*self.tokens[-1:]}
 
-    def extend(self, logits: Tensor) -> int:
-        """Choose a token by logits [V]; the draft model's id."""
-        token = int(logits.argmax())
-        self._tokens.append(token)
-        if self._state.stop_rule is not None:
-            self._confidence.append(confidence(logits, token))
-        return token
-
-    def draft(self) -> Draft:
-        """The target's tokens of this text."""
-        return Draft(self._words.encoded(self._state.text, self._tokens)[: self._limit])
+    def draft(self, vocab_size: int = 0) -> Draft:
+        """The target's tokens of what was written."""
+        return Draft(self._words.encoded(self._whole, self.tokens)[: self._limit])
 
 
-class _InCommon:
+class _InCommon(Chain):
     """A draft among the words that both have, chosen as the target chooses."""
 
     def __init__(self, state: _State, limit: int, words: Translation) -> None:
-        self._chain, self._words = Chain(state, limit), words
-
-    @property
-    def is_open(self) -> bool:
-        """Whether one more token is wanted."""
-        return self._chain.is_open
+        super().__init__(state, limit)
+        self._words = words
 
     def extend(self, logits: Tensor) -> int:
-        """Choose a token by logits [V]; the draft model's id."""
-        return self._words.alike.get(self._chain.extend(self._words.scores(logits)), 0)
-
-    def draft(self) -> Draft:
-        """The tokens, with what they were drawn from."""
-        return self._chain.draft()
+        """Choose the next token by the draft model's logits [V]. Returns the draft model's id."""
+        return self._words.alike.get(super().extend(self._words.scores(logits)), 0)
 
 
-class TranslatedDrafter(ModelDrafter):
+class TranslatedDrafter(DraftModelDrafter):
     """Runs a `--draft-model` that has another tokenizer than the target."""
 
-    name: ClassVar[str] = "draft_model"
+    accepts_forced_prefix = False
 
     def __init__(self, context: Context, draft: Model) -> None:
-        self._draft, self.words = draft, Translation(context.target, draft)
-        self.num_step_weights = draft.num_weights
-        prefix = plug("runtime.cache.prefix")
-        self._prefixes = prefix and prefix.PrefixCache.of(draft, context.prefix_cache_mb)
+        super().__init__(context, draft)
+        self.words = Translation(context.target, draft)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
         read, row = self.words.read(prompt), self._draft.cache.open_row()
         return _State(row=row, text=list(prompt), sampling=sampling, noise=noise, read=read)
 
+    def _fed_text(self, state: _State) -> list[int]:
+        return state.read
+
     def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
         """A draft for each state; the first forward also feeds what is not cached yet."""
-        model, cache, drafts = self._draft, self._draft.cache, list[_Freely | _InCommon]()
+        model, cache, drafts = self._draft, self._draft.cache, list[Chain]()
         for state, limit in zip(states, max_tokens, strict=True):
+            state.drafted = []  # a draft that failed may have left some
             if has_room := bool(state.read) and len(state.read) + limit <= model.max_length:
                 self._rewind(state)
             is_free = state.sampling.is_greedy and not state.sampling.penalties
@@ -224,15 +205,6 @@ class TranslatedDrafter(ModelDrafter):
                 states[i].drafted += fed[i]
         return [draft.draft() for draft in drafts]
 
-    def _rewind(self, state: _State) -> None:
-        """Let the cache hold the text's beginning alone, and more of it if that is known."""
-        cache, row = self._draft.cache, state.row
-        may_restore = state.sampling.is_coupled and not state.sampling.isolated
-        if self._prefixes and may_restore and not cache.lengths[row]:
-            self._prefixes.restore(row, state.read)
-        cache.truncate(row, min(cache.lengths[row], max(0, len(state.read) - 1)))
-        state.drafted = []  # a draft that failed may have left some
-
     def observe(self, state: _State, verdict: Verdict) -> None:
         count = len(state.read)
         state.text += verdict.tokens
@@ -243,10 +215,3 @@ class TranslatedDrafter(ModelDrafter):
         cache = self._draft.cache
         cache.truncate(state.row, min(cache.lengths[state.row], count + num_alike))
         state.drafted = []
-
-    def close(self, state: _State) -> None:
-        try:
-            if self._prefixes and not state.sampling.isolated:
-                self._prefixes.remember(state.row, state.read)
-        finally:
-            self._draft.cache.close_row(state.row)
