@@ -324,14 +324,14 @@ def task_5(solution: ModuleType) -> Iterator[Case]:
     for chance, (draft, p, q), kept in none + ways:
         rows = [f"  {x}[{i}] {bars(s)}" for x, of in (("p", p), ("q", q)) for i, s in enumerate(of)]
         said = iter(chance.said)  # what is certain need not be asked
-        asked = [p[i][x] >= q[i][x] or next(said, False) for i, x in enumerate(draft)]
+        stays = [p[i][x] >= q[i][x] or next(said, False) for i, x in enumerate(draft)]
         shown = "\n".join([*rows, f"  draft: {ids(draft)}, accepted: {chance.said}"])
-        counts = [[*each, False].index(False) + 1 for each in (asked, chance.said)]
+        counts = [[*each, False].index(False) + 1 for each in (stays, chance.said)]
         told = [f"keeps {n} tokens" for n in (counts[counts[0] != len(kept)], len(kept))]
         yield shown, *told, "other tokens"
-    for size in range(3):
-        for begin in sorted({kept[:size] for *_, kept in ways if len(kept) > size}):
-            found = [(c.share, kept[size]) for c, _, kept in ways if kept[:size] == begin < kept]
+    for each, size in product((none, ways), range(3)):
+        for begin in sorted({kept[:size] for *_, kept in each if len(kept) > size}):
+            found = [(c.share, kept[size]) for c, _, kept in each if kept[:size] == begin < kept]
             got = normed(*(sum(share for share, t in found if t == i) for i in range(4)))
             shown = f"  chances of the token behind {ids(begin)}; first guess by {bars(right)}"
             yield shown, bars(target(begin)), bars(got), "other chances"

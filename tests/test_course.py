@@ -82,6 +82,7 @@ NAMED = [  # mistakes that the checks name themselves: a task, code of its solut
     ("other q", 5, "draw(q), q", "draw(weights), q"),
     ("other q", 5, "draw(q), q", "draw(q), weights"),
     ("other tokens", 5, "[*draft, draw(p[len(draft)])]", "draft"),
+    ("other chances", 5, "draw(p[len(draft)])", "(draw(p[len(draft)]) if draft else 3)"),
     ("other chances", 5, "chance(min(1, p[i][token] / q[i][token]))", "chance(p[i][token])"),
     ("other race", 6, "noise(seed, position, len(logits))", "np.random.default_rng().random(8)"),
     ("other race", 6, "times.argmin()", "weights.argmax()"),
