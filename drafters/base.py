@@ -90,7 +90,7 @@ class Context:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     wanted: str | None = None  # the drafter that the command line names
-    named: tuple[str, ...] = ()  # and those whose models it names
+    named: Sequence[str] = ()  # and those whose models it names
     fast: bool = True  # a drafter's models may run in runtime/kernels/
     quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
@@ -100,6 +100,7 @@ class Context:
     prefix_cache_mb: int = 0  # for the keys and values of prompts read before; 0: none
     allow_pickle: bool = False  # whether weights may come from files that can run code
     suffix_cache: int = 0  # tokens of past outputs that the drafter suffix may keep
+    suffix_corpus: Sequence[str] = ()  # files with texts in which it looks, too
 
 
 @dataclass(slots=True, kw_only=True)

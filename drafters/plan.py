@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.sampling import Noise
-from runtime.values import (
-    MAX_SPECULATIVE_TOKENS,
-    Cycle,
-    Draft,
-    Request,
-    TextSequence,
-    Verdict,
-)
+from runtime.values import MAX_SPECULATIVE_TOKENS, Cycle, Draft, Request, TextSequence, Verdict
 
 IDLE = "idle"  # no request may draft
 

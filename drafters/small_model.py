@@ -22,7 +22,6 @@ class _Options:
     allow_pickle: bool
     max_model_len: int | None
     dtype: str = "auto"
-    quantize: str | None = None
     trust_remote_code: bool = False
     is_embedded: bool = False
 

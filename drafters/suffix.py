@@ -11,10 +11,12 @@ product of these chances is the chance that the draft is accepted up to there. T
 while that is at least 0.05, so it is long where the text repeats itself; K is only the upper limit.
 The sum of these products is the draft's score: the number of tokens to expect of it. If past
 outputs have a longer suffix than the request's text, the draft with the better score is proposed.
+A corpus (corpus.py) is looked in as past outputs are.
 
 No model runs and nothing is drawn: q is one-hot, as in ngram. Past outputs change times, never a
 text. (Under the rule of rejection the text depends on the drafts, so past outputs are not used
-there.) But times reveal them: a caller can find out what others were answered.
+there. A corpus is: it stays the same.) But times reveal them: a caller can find out what others
+were answered.
 
 Source: Oliaro et al., arXiv 2411.04975. It keeps a suffix tree, and chooses among all suffixes by
 score; here n-grams are hashed and the longest suffix is taken, as the others gained nothing
@@ -23,8 +25,9 @@ score; here n-grams are hashed and the longest suffix is taken, as the others ga
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from runtime.models import required
 from runtime.sampling import Noise
 from runtime.values import Sampling, Verdict
 
@@ -88,27 +91,28 @@ class SuffixIndex:
                 return Match(length, ends)
         return Match()
 
-    def likely(self, match: Match, max_tokens: int) -> tuple[list[int], float]:
-        """What mostly follows a string, as far as that is worth drafting, and the draft's score.
 
-        Among equally frequent tokens the latest is taken. At the end of the text the draft goes on
-        after `match`, so it continues a periodic text.
-        """
-        text, (length, ends) = self.tokens, match
-        draft, chance, score = list[int](), 1.0, 0.0
-        while ends and len(draft) < max_tokens:
-            next_ones = [text[end] for end in ends]
-            token = max(next_ones, key=next_ones.count) if len(next_ones) > 1 else next_ones[0]
-            chance *= next_ones.count(token) / (len(next_ones) + 1 / length)
-            if token == END or chance < LEAST_CHANCE:
-                break
-            draft.append(token)
-            score += chance
-            ends = [end + 1 for end in ends if text[end] == token]
-            if ends[0] == len(text):
-                del ends[0]
-            length, ends = (length + 1, ends) if ends else match
-        return draft, score
+def likely(text: Sequence[int], match: Match, max_tokens: int) -> tuple[list[int], float]:
+    """What mostly follows a string in a text, as far as worth drafting, and the draft's score.
+
+    Among equally frequent tokens the first end's is taken. At the end of the text the draft goes on
+    after `match`, so it continues a periodic text.
+    """
+    length, ends = match
+    draft, chance, score = list[int](), 1.0, 0.0
+    while ends and len(draft) < max_tokens:
+        next_ones = [text[end] for end in ends]
+        token = max(next_ones, key=next_ones.count) if len(next_ones) > 1 else next_ones[0]
+        chance *= next_ones.count(token) / (len(next_ones) + 1 / length)
+        if token == END or chance < LEAST_CHANCE:
+            break
+        draft.append(token)
+        score += chance
+        ends = [end + 1 for end in ends if text[end] == token]
+        if ends[0] == len(text):
+            del ends[0]
+        length, ends = (length + 1, ends) if ends else match
+    return draft, score
 
 
 class PastOutputs:
@@ -159,11 +163,15 @@ class SuffixDrafter(GuessingDrafter):
 
     @classmethod
     def build(cls, context: Context) -> "SuffixDrafter":
-        return cls(context.suffix_cache)
+        corpus, target = None, context.target
+        if context.suffix_corpus:
+            corpus = required("drafters.corpus", "--suffix-corpus")
+            corpus = corpus.load(context.suffix_corpus, target.tokenizer, target.vocab_size)
+        return cls(context.suffix_cache, corpus)
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: int = 0, corpus: Any = None) -> None:
         """`capacity`: tokens of past outputs that are stored; 0 for none."""
-        self.past = PastOutputs(capacity)
+        self.past, self.corpus = PastOutputs(capacity), corpus
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> SuffixState:
         state = SuffixState(len(prompt), sampling.is_coupled, sampling.isolated)
@@ -171,16 +179,18 @@ class SuffixDrafter(GuessingDrafter):
         return state
 
     def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
-        """What followed the longest match, in this text or in past outputs, while it is likely."""
+        """What followed the longest match: in this text, past outputs or the corpus."""
         indexes, text = [state.index], state.index.tokens
         if state.forced:
             text, max_tokens = [*text[-DEPTH:], *state.forced], max_tokens - len(state.forced)
         if state.reads_past and not state.isolated:
             indexes += self.past.halves
+        if self.corpus:
+            indexes.append(self.corpus)
         matches = [index.match(text) for index in indexes]
         state.evidence = max(match.length for match in matches)
         drafts = [
-            index.likely(match, max_tokens)
+            likely(index.tokens, match, max_tokens)
             for index, match in zip(indexes, matches, strict=True)
             if index is state.index or match.length > matches[0].length
         ]

@@ -15,7 +15,7 @@ from runtime.values import Model
 def setup(quantize: str | None, device: str, is_wanted: bool) -> None:
     """Call this before weights are read. Raises ValueError for int8, which torch alone has not."""
     if quantize:
-        raise ValueError(f"--quantize {quantize} needs runtime/kernels/")
+        raise ValueError(f"--dtype {quantize} needs runtime/kernels/")
 
 
 def speed_up(model: Model, *_: Any, **__: Any) -> None:

@@ -23,7 +23,7 @@ def load_draft(options: Options) -> Model | None:
     its guesses change no text.
     """
     name = options.model_of("draft_model")
-    if is_gguf(name or "") and options.dtype != "packed":
+    if is_gguf(name or "") and options.dtype not in ("packed", "int8"):
         options = replace(options, dtype="auto")
     try:
         return core.load_model(name, options) if name else None

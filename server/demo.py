@@ -179,8 +179,7 @@ def packed_target(engine: Engine, options: Options) -> Model | None:
     A model of the catalogue is unpacked to float32, so that memory bounds a pass, as it does with
     large models. What its small weights do by themselves belongs beside that.
     """
-    is_unpacked = entry_of(options.model) and options.dtype == "auto" and not options.quantize
-    if not is_unpacked or not engine.target.compiled:
+    if not entry_of(options.model) or options.dtype != "auto" or not engine.target.compiled:
         return None
     model = core.load_model(options.model, replace(options, dtype="packed"))
     kernels.speed_up(model)

@@ -56,6 +56,7 @@ class Options:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     suffix_cache: int | None = None
+    suffix_corpus: tuple[str, ...] = ()
     temperature: float = Sampling.temperature
     top_k: int = Sampling.top_k
     top_p: float = Sampling.top_p
@@ -72,13 +73,17 @@ class Options:
     kernels: bool = True
     dtype: str = "auto"
     device: str = "auto"
-    quantize: str | None = None
     engine: str | None = None
 
     @property
     def title(self) -> str:
         """The name of what is loaded, as shown while clients wait."""
         return self.engine or self.model or DEFAULT
+
+    @property
+    def quantize(self) -> str | None:
+        """What weights are rounded to when they are read, if to anything."""
+        return self.dtype if self.dtype == "int8" else None
 
     @property
     def for_requests(self) -> Json:
@@ -111,17 +116,17 @@ class Options:
         """The options that a drafters.Context gets, by its field names."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
         lookup = "prompt_lookup_max", "prompt_lookup_min"
-        alike = "quantize", "prefix_cache_mb", "allow_pickle", *lookup
+        alike = "quantize", "prefix_cache_mb", "allow_pickle", "suffix_corpus", *lookup
         # Where users other than the operator may call, timing reveals their answers to each other.
         is_local = self.host in ("localhost", "127.0.0.1", "::1")
         is_own = is_local and not (self.api_key or self.allowed_host or self.allow_origin)
-        remembered = REMEMBERED if is_own else 0
+        named = [n for n in models if getattr(self, n)] + ["suffix"] * bool(self.suffix_corpus)
         return {name: getattr(self, name) for name in alike} | {
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
-            "named": tuple(name for name in models if getattr(self, name)),
+            "named": named,
             **{name: self.model_of(name) for name in models[1:]},
-            "suffix_cache": remembered if self.suffix_cache is None else self.suffix_cache,
+            "suffix_cache": REMEMBERED * is_own if self.suffix_cache is None else self.suffix_cache,
         }
 
     @property
@@ -182,10 +187,9 @@ Models
 --max-model-len N 1…1000000 | tokens that a prompt and its answer may have together
   (default: what the model says, at most 8192)
 --no-kernels | run transformers' own modules, and not the C that has equal bits
---dtype {{auto,packed,float32,bfloat16}} | the type of the weights; auto is packed for a .gguf file,
-  float32 for others on a CPU
+--dtype {{auto,packed,float32,bfloat16,int8}} | the type of the weights; auto is packed for a .gguf
+  file, float32 for others on a CPU; int8 is a smaller, faster model than the one in the file
 --device NAME | where to compute: auto, cpu, cuda, …
---quantize {{int8}} | round weights to 8 bits: a smaller, faster model than the one in the file
 --trust-remote-code | run code that comes with the model
 --allow-pickle | load weights that are not safetensors; such files can run code
 
@@ -196,6 +200,7 @@ Drafting
 --prompt-lookup-min N 1…1000000 | the shortest run of tokens that ngram looks up
 --suffix-cache N 0…10000000 | tokens of past outputs in which suffix looks; 0 is none
   (default: {REMEMBERED}, or 0 where others may call)
+--suffix-corpus FILE… | files with texts like those to come, in which suffix looks, too
 
 Serving
 --max-running N 1…256 | requests that run at once; each holds a row of the KV cache
@@ -244,6 +249,7 @@ _READ: dict[str, Json] = {
     "no_kernels": {"action": "store_false", "dest": "kernels", "default": True},
     "num_speculative_tokens": {"default": None},  # it depends on other options
     "stop": {"action": "append"},
+    "suffix_corpus": {"nargs": "+"},
     "seed": {"type": int},
 }
 
@@ -311,7 +317,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
 _GO_WITH = (
     "json demo", "prompts demo", "repeats demo", "explain prompt", "stop prompt", "engine port",
 )  # fmt: skip
-_OWN = "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "allow_pickle"
+_OWN = "mtp", "dtype", "kernels", "fixed_k", "strict", "device", "allow_pickle", "suffix_corpus"
 
 
 def _mistake_in(flags: argparse.Namespace) -> str | None:
@@ -323,8 +329,10 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
             return f"--{name} goes with --{other}"
     if flags.demo and flags.drafter == PLAIN:
         return "--demo compares drafters: --drafter none does not go with it"
-    if flags.quantize and not flags.kernels:
-        return "--quantize computes in C: leave out --no-kernels"
+    if flags.dtype == "int8" and not flags.kernels:
+        return "--dtype int8 computes in C: leave out --no-kernels"
+    if missing := [file for file in flags.suffix_corpus if not Path(file).exists()]:
+        return f"--suffix-corpus: there is no file {missing[0]}"
     if (key := flags.api_key) == "":
         return "cannot use the API key: it is empty: leave it out for none"
     if key and (key != key.strip() or not key.isprintable()):  # bytes that are not UTF-8 are not

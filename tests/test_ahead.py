@@ -82,7 +82,7 @@ def test_a_command_gives_back_what_it_did_not_open(begun, main):
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "--dtype=float32", "--quantize int8", "--no-kernels", "--device=cuda"]
+    "words", ["--help", "--dtype=float32", "--dtype int8", "--no-kernels", "--device=cuda"]
 )
 def test_nothing_is_laid_out_where_it_would_not_be_used(words, begun):
     assert begun(TINY, *words.split())[1] == {} and not ahead._begun

@@ -184,7 +184,7 @@ MISTAKES = {  # what is said -> after which command line
     "unknown drafter 'zzz': choose ngram": "--model tests --prompt x --drafter zzz",  # told first
     "--prompt-lookup-min (9) must be at most": "--model tests --prompt x --prompt-lookup-min 9",
     "--stop goes with --prompt": "--demo --stop x",
-    "--quantize computes in C": "--prompt x --quantize int8 --no-kernels",
+    "--dtype int8 computes in C": "--prompt x --dtype int8 --no-kernels",
     "top_p must be a number from 0 to 1": "--prompt x --top-p 2",
     "--max-model-len must be from 2 to 2048": "--prompt x --model embedded --max-model-len 99999",
     "--drafter none does not go with it": "--demo --drafter none",
@@ -203,7 +203,7 @@ MISTAKES = {  # what is said -> after which command line
 }
 TOGETHER = [  # what does not go
     "--demo --prompt x", "--port 1 --json", "--demo --engine http://x:1", "--port 1 -- x",
-    "--port 1 --engine http://x:0", "--port 1 --engine http://x:1 --quantize int8",
+    "--port 1 --engine http://x:0", "--port 1 --engine http://x:1 --dtype int8",
     "--port 1 --engine http://x:1 --mtp H",
 ]  # fmt: skip
 EACH_MISTAKE = [(line, message) for message, line in MISTAKES.items()]

@@ -239,15 +239,14 @@ def test_each_q_belongs_to_its_place(target_folder, tmp_path, reference):
     assert len(drawn) == 4
 
 
-@pytest.mark.parametrize("given", [{"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
-def test_a_head_computes_in_its_target_s_numbers(given, prompts):
+@pytest.mark.parametrize(("dtype", "form"), [("int8", "Q8"), ("bfloat16", "HALF")])
+def test_a_head_computes_in_its_target_s_numbers(dtype, form, prompts):
     """But for its rotations."""
-    engine = load("dflash", **given)
+    engine = load("dflash", dtype=dtype)
     drafter = engine.pool.drafters["dflash"]
     matrices = drafter._decoder.decoder.blocks[0].matrices.values()
     forms = {panels.form for part in matrices for panels in part}
-    expected = "Q8" if "quantize" in given else "HALF"
-    assert forms | {drafter._head.fc.panels.form} == {expected}
+    assert forms | {drafter._head.fc.panels.form} == {form}
     assert drafter._head.rotary_emb.inv_freq.dtype == torch.float32
     sequence = assert_lossless(engine, prompts["repetitive_colours"], 30, "dflash")
     assert sequence.statistics.num_accepted_draft_tokens > 5 and not sequence.warnings

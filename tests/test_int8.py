@@ -46,7 +46,7 @@ def test_a_family_in_int8_is_another_model_near_the_first_one(tiny_folder, refer
 
     What gemma2 embeds with is its output layer, too, and is not held twice.
     """
-    target = load(folder := tiny_folder(family), quantize="int8").target
+    target = load(folder := tiny_folder(family), dtype="int8").target
     assert target.report.is_exact and target.model.dtype == torch.float32
     experts = [p for part in experts_of(target.model) for p in sum(part.matrices, [])]
     assert len(experts) == (2 * 2 * 4 if family == "gpt_oss" else 0)
@@ -75,7 +75,7 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
 
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
-        assemble(Options(model=model, quantize="int8", draft_model=""))
+        assemble(Options(model=model, dtype="int8", draft_model=""))
 
 
 @pytest.mark.parametrize("head", ["eagle3", "mtp"])
@@ -83,7 +83,7 @@ def test_a_head_is_quantised_with_its_target(target_folder, tmp_path, head):  # 
     """All its matrices are, and those of the target that it uses."""
     new_eagle3(tmp_path)
     model, path = (target_folder, str(tmp_path)) if head == "eagle3" else ("embedded", None)
-    engine = load(model, eagle3=path, quantize="int8")
+    engine = load(model, eagle3=path, dtype="int8")
     drafter = engine.pool.drafters[head]
     (kernel,) = drafter._kernels
     modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
@@ -148,7 +148,7 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
 
 
 @pytest.mark.parametrize(("family", "options", "message"), [
-    ("llama", {"quantize": "int8"}, "self_int8 does not go with an int8 target"),
+    ("llama", {"dtype": "int8"}, "self_int8 does not go with an int8 target"),
     ("llama", {"kernels": False}, "self_int8 needs the kernels in C"),
     ("gpt_oss", {}, "does not go with a mixture of experts"),
     ("lfm2", {}, "does not go with recurrent layers"),
@@ -159,7 +159,7 @@ def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, option
 
 
 # ------------------------------------------------------------------------------ four bits
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dtype": "int8"}], ids=str)
 def test_a_large_draft_model_has_four_bits_and_changes_no_text(monkeypatch, prompts, options):
     monkeypatch.setattr("drafters.MANY_WEIGHTS", 10**9)  # as a small one, it stays as it is
     usual = load("embedded", drafter="draft_model", **options)

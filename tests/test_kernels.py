@@ -40,7 +40,6 @@ from server import core, trace
 
 pytestmark = needs_compiler
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
-KINDS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
 # GGUF's names, and where float16 lie in a block's bytes.
 TYPES = {
     "FLOAT16": ("F16", [0]), "Q8": ("Q8_0", [0]), "Q4": ("Q4_0", [0]), "Q4M": ("Q4_1", [0, 2]),
@@ -196,7 +195,7 @@ def test_attention_of_any_shape_is_that_of_torch(heads, kv_heads, width, tmp_pat
 
 
 def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
-    engine = load(tiny_folder("llama"), quantize="int8")
+    engine = load(tiny_folder("llama"), dtype="int8")
     panels, block = engine.target.compiled.decoder.embedding, 512 + 32  # of Q8
     scales = panels._data.view(np.float16)
     begin = 900 // 16 * (panels.inputs // 32) * block + 512 + 2 * (900 % 16)
@@ -241,8 +240,8 @@ def test_without_a_compiler_transformers_modules_run(tiny_folder, unloaded):
     unloaded("no-such-compiler")
     engine = load(tiny_folder("llama"))
     assert engine.target.compiled is None and not engine.target.report.is_exact
-    with pytest.raises(ValueError, match="--quantize int8 needs the kernels in C"):
-        load(tiny_folder("llama"), quantize="int8")
+    with pytest.raises(ValueError, match="--dtype int8 needs the kernels in C"):
+        load(tiny_folder("llama"), dtype="int8")
 
 
 SAYS = "echo '{}' >&2\n{}"

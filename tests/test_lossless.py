@@ -38,7 +38,7 @@ EXACT = "embedded", "int8", "hybrid", "windows"  # targets whose bits depend on 
 CHOSEN = "ngram", "draft_model", "self_int8", "auto", "tree"  # the controller decides
 OPTIONS = {  # of the targets
     "embedded": Options("embedded", dflash=str(ROOT / "demo_models/target_dflash")),
-    "int8": Options("embedded", quantize="int8", draft_model="remapped"),
+    "int8": Options("embedded", dtype="int8", draft_model="remapped"),
     "modules": Options("embedded", kernels=False),
     "hybrid": Options("hybrid", draft_model=DRAFT),
     "windows": Options("mistral", dtype="bfloat16", draft_model="qwen3"),

@@ -97,7 +97,7 @@ PLUGS = {
     "drafters from files": Plug(in_room("drafters", "from_file.py", "timed.py", "small_model.py")),
     **{
         name: Plug((f"drafters/{name}.py",))
-        for name in ("suffix", "grammar", "eagle3", "dflash", "self_int8")
+        for name in ("suffix", "corpus", "grammar", "eagle3", "dflash", "self_int8")
     },
     "prediction": Plug(("drafters/prediction.py", "server/prediction.py"), fields="prediction"),
     "kernels": Plug(("runtime/kernels", "runtime/folders.py")),

@@ -4,17 +4,19 @@ What it remembers of these changes how long an answer takes, and no token of it.
 all drafters is in test_drafters.py.
 """
 
+import json
 import random
 
 import pytest
 from conftest import GREEDY, WAYS, run
 
-from drafters import suffix
+from drafters import corpus, suffix
+from drafters.corpus import Corpus
 from drafters.suffix import PastOutputs, SuffixDrafter, SuffixIndex
 from runtime.values import Request, Verdict
 from server import core
 from server.comparison import runs_to_compare
-from server.options import REMEMBERED, parse_arguments
+from server.options import REMEMBERED, Options, parse_arguments
 
 REJECTION = core.Sampling(temperature=0.8, verification="rejection")
 
@@ -62,30 +64,33 @@ def brute_force(text, inside, limit):
     return len(start), tokens, pytest.approx(score)
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_a_draft_agrees_with_a_brute_force_search(monkeypatch, is_own):
-    """Of a text's own end, and of another text's in an output that has ended."""
+@pytest.mark.parametrize("kind", ["own", "past", "corpus"])
+def test_a_draft_agrees_with_a_brute_force_search(monkeypatch, kind):
+    """Of a text's own end, and of another text's in outputs that have ended, or in a corpus."""
     monkeypatch.setattr(suffix, "MOST", 1000)
     chance, lengths = random.Random(0), set()
     for _ in range(120):
-        index, text = SuffixIndex(), []
+        grown, text, texts = SuffixIndex(), [], []
         for _ in range(chance.randint(1, 10)):
             new = [chance.randrange(3) for _ in range(chance.randint(1, 5))]
-            new = new if is_own else [*new, suffix.END]
+            texts.append(new)
+            new = new if kind == "own" else [*new, suffix.END]
             text += new
-            index.extend(new)
-            asked = text if is_own else [chance.randrange(4) for _ in range(9)]
+            grown.extend(new)
+            index = Corpus(texts) if kind == "corpus" else grown
+            asked = text if kind == "own" else [chance.randrange(4) for _ in range(9)]
             match = index.match(asked)
             expected = brute_force(asked, text, 6)
-            assert (match.length, *index.likely(match, 6)) == expected
+            assert (match.length, *suffix.likely(index.tokens, match, 6)) == expected
             lengths.add(match.length)
-    assert lengths >= set(range(8 if is_own else 5))
+    assert lengths >= set(range(8 if kind == "own" else 5))
 
 
 def test_the_latest_places_of_a_match_count():
     index = SuffixIndex()
     index.extend([1, 2] * 100 + [1, 3] * suffix.MOST)
-    assert index.likely(index.match([1]), 1) == ([3], suffix.MOST / (suffix.MOST + 1))
+    draft = suffix.likely(index.tokens, index.match([1]), 1)
+    assert draft == ([3], suffix.MOST / (suffix.MOST + 1))
 
 
 def test_its_evidence_is_how_many_tokens_were_found_again():
@@ -170,3 +175,96 @@ def test_a_comparison_is_helped_by_no_earlier_run(engine, prompts):
         passes.append(s.statistics.target_passes)
     past = engine.pool.drafters["suffix"].past
     assert passes == passes[:1] * 4 and len(past) == len(s.output) + 1
+
+
+# ------------------------------------------------------------------------------------ the corpus
+LINES = [
+    '"alone"', '{"text": "a text", "prompt": "no"}', '{"completion": "a completion"}', "",
+    '{"messages": [{"role": "user", "content": "no"}, {"role": "assistant", "content": "said"}]}',
+    '{"messages": [{"role": "user", "content": "no"}, "no", {"role": "assistant"}]}',
+]  # fmt: skip
+
+
+def words_of(read, tokenizer):
+    """The texts of a corpus, as words."""
+    texts = " ".join(map(str, read.tokens)).split(" -1")
+    return [tokenizer.decode([*map(int, text.split())]) for text in texts[:-1]]
+
+
+def test_texts_come_from_plain_files_and_from_json_lines(demo_engine, tmp_path):
+    tokenizer, size = demo_engine.target.tokenizer, demo_engine.target.vocab_size
+    lines, plain = tmp_path / "some.jsonl", tmp_path / "plain.txt"
+    lines.write_text("\n".join(LINES), "utf-8-sig")
+    plain.write_text("one text\nof two lines\n", "utf-8")
+    read = corpus.load([str(lines), str(plain)], tokenizer, size)
+    expected = ["alone", "a text", "a completion", "said", "one text\nof two lines\n"]
+    assert words_of(read, tokenizer) == expected
+    few = corpus.load([str(plain)], tokenizer, 1)  # ids that the model lacks are none
+    assert set(few.tokens) == {suffix.END} and few.match([5]) == suffix.Match()
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("x.jsonl", b'"a"\n{"prompt": "b"}', "line 2 has no text: it needs text, completion,"),
+    ("x.jsonl", b'{"text": 5}', "line 1 has no text"),
+    ("x.jsonl", b"a", "line 1 is not JSON"),
+    ("x.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+    ("x.jsonl", b'{"messages": []}', "it has no text"),
+    ("x.txt", b"\xff\xfe", "codec can't decode byte 0xff"),
+    ("x.txt", b"", "it has no text"),
+    ("", b"", "Is a directory"),
+])  # fmt: skip
+def test_a_corpus_that_cannot_be_read_is_refused(demo_engine, tmp_path, name, content, words):
+    if name:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match="cannot read --suffix-corpus") as error:
+        core.load_engine(Options("embedded", suffix_corpus=[str(tmp_path / name)]))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_corpus_is_read_to_its_limit(demo_engine, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(corpus, "MOST_TOKENS", 20)
+    monkeypatch.setattr(corpus, "_PIECE", 8)
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("some words and some more of them " * 50)
+    target = demo_engine.target
+    read = corpus.load([*map(str, files)], target.tokenizer, target.vocab_size)
+    assert sum(token != suffix.END for token in read.tokens) == 20
+    assert "only the first 20 tokens are read" in caplog.text
+
+
+@pytest.mark.parametrize("way", [*WAYS.values(), {"sampling": REJECTION, "seed": 3}], ids=str)
+def test_a_corpus_changes_times_and_no_text(demo_engine, prompts, plain, way):
+    """It helps isolated texts, and those under the rule of rejection, too: it stays the same."""
+    target, prompt = demo_engine.target, prompts["hard_story"]
+    fields = {"max_tokens": 40, "drafter": "suffix", "isolated": True} | way
+    text = plain(prompt, 40, **{name: value for name, value in way.items()})
+    passes = {}
+    for name, texts in {"none": [], "other": [[7, 8, 9] * 30], "same": [[5, *text]]}.items():
+        engine = core.Engine(target, {"suffix": SuffixDrafter(0, Corpus(texts))})
+        runs = [run(engine, prompt, **fields)[0] for _ in range(2)]
+        assert runs[0].output == runs[1].output and not runs[0].warnings
+        passes[name] = {s.statistics.target_passes for s in runs}
+        if way.get("sampling") != REJECTION:
+            assert runs[0].output == text
+            assert name != "same" or max(passes[name]) <= -(-len(text) // 6) + 2
+    assert passes["other"] == passes["none"]
+
+
+def test_a_corpus_comes_from_the_command_line(demo_engine, tmp_path, capsys, prompts, plain):
+    file, prompt = tmp_path / "texts.jsonl", prompts["hard_story"]
+    tokenizer = demo_engine.target.tokenizer
+    command = ["--port", "5000", "--model", "embedded", "--fixed-k", "--suffix-corpus", str(file)]
+    with pytest.raises(SystemExit):
+        parse_arguments(command)
+    assert capsys.readouterr().err == f"error: --suffix-corpus: there is no file {file}\n"
+    text = plain(prompt, 40)
+    file.write_text("{}")
+    _, options = parse_arguments(command)
+    with pytest.raises(ValueError, match="line 1 has no text"):  # though suffix is not asked for
+        core.load_engine(options)
+    file.write_text(json.dumps(tokenizer.decode(text)))
+    engine = core.load_engine(options)
+    ours, other = (run(engine, prompt, max_tokens=40, drafter=d)[0] for d in ("suffix", "ngram"))
+    assert ours.output == other.output == text
+    assert ours.statistics.target_passes < other.statistics.target_passes

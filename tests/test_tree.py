@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from conftest import ScriptedDrafter, failing, run, run_beside_fresh
-from test_kernels import KINDS, TEXT, load, needs_compiler
+from test_kernels import TEXT, load, needs_compiler
 
 from drafters.base import ModelState
 from drafters.tree import TreeBuilder, merged
@@ -61,12 +61,13 @@ def with_trees(engine, prompt, chance, **request):
 
 
 @pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("family", "dtype", "quantize"), [
-    *(("qwen3", *kind) for kind in KINDS), ("gemma3_text", *KINDS[0]), ("mistral", *KINDS[0])
+@pytest.mark.parametrize(("family", "dtype"), [
+    *(("qwen3", dtype) for dtype in ("float32", "bfloat16", "int8")),
+    ("gemma3_text", "float32"), ("mistral", "float32"),
 ])  # fmt: skip
-def test_a_tree_s_output_is_plain_decoding_s(family, dtype, quantize, sampling, tiny_folder):
+def test_a_tree_s_output_is_plain_decoding_s(family, dtype, sampling, tiny_folder):
     """The same tokens and log-probabilities, where windows of 12 keys end inside a tree, too."""
-    engine = load(tiny_folder(family), dtype=dtype, quantize=quantize)
+    engine = load(tiny_folder(family), dtype=dtype)
     assert engine.target.report.is_exact
     chance, moved = random.Random(1), 0
     for seed in range(2):

@@ -13,7 +13,7 @@ gains no more than the noise: what two plain decodings differ by, in all and in 
 
     python -m tools.audition [--prompts FILE] [--each 3] [--raw] [--minutes 3] [--tokens 96]
         [--model NAME_OR_PATH] [--draft-model …] [--mtp …] [--eagle3 …] [--dflash …]
-        [--dtype packed] [--quantize int8] [--drafters ngram auto mine.py:Bigram] [--k K]
+        [--dtype packed] [--drafters ngram auto mine.py:Bigram] [--k K]
         [--temperature 0] [--json]
 
 FILE has a prompt per line; or, if its name ends with .jsonl, an object {"prompt": …} per line. A
@@ -50,7 +50,7 @@ from server.curve import Curve
 from server.measurement import Measurement
 from server.options import MOST_K, Options, arguments, between
 
-LOADED = "model", "draft_model", "mtp", "eagle3", "dflash", "dtype", "quantize"
+LOADED = "model", "draft_model", "mtp", "eagle3", "dflash", "dtype"
 AGAIN = "none again"
 _LIKELY, _DEFAULT_K, _WARM = 0.7, 3, 8  # α for K, K without a curve, tokens of the first runs
 _LEAST, _BUSY = 0.01, 0.1  # noise: at least; from where on it is told

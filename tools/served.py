@@ -30,7 +30,7 @@ CASES = {
     "embedded": {"model": "embedded"},
     "float32": {"model": "smollm2", "dtype": "float32"},
     "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
-    "int8": {"model": "smollm2", "quantize": "int8"},
+    "int8": {"model": "smollm2", "dtype": "int8"},
 }
 METHODS = ("here", "whole", "streamed")
 

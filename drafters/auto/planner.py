@@ -23,16 +23,7 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-from drafters.plan import (
-    IDLE,
-    DraftedText,
-    FixedK,
-    Plan,
-    Task,
-    fixed,
-    limit_of,
-    nothing,
-)
+from drafters.plan import IDLE, DraftedText, FixedK, Plan, Task, fixed, limit_of, nothing
 from drafters.pool import DrafterPool, checks
 from runtime.sampling import confidence
 from runtime.values import Cycle, Draft, Model, TextSequence

@@ -30,7 +30,7 @@ def setup(quantize: str | None, device: str, is_wanted: bool) -> None:
     library.use(on_cpu and is_wanted)
     sampling.is_wanted = is_wanted
     if quantize and (reason := why_not_int8("cpu" if on_cpu else device)):
-        raise ValueError(f"--quantize int8 {reason}")
+        raise ValueError(f"--dtype int8 {reason}")
 
 
 def speed_up(

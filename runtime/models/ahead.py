@@ -17,7 +17,7 @@ from .gguf_file import FORMS, GgufFile
 
 _PIECE = 1 << 25  # bytes that are read at once: each time a thread waits for the import's
 _SWITCH_S, _USUAL_S = 0.0005, sys.getswitchinterval()  # how long it waits at most
-_ELSE = {"-h", "--help", "--device", "--engine", "--no-kernels", "--quantize"}
+_ELSE = {"-h", "--help", "--device", "--engine", "--no-kernels"}
 # Tensors whose rows llama.cpp has put into another order, by family.
 _MOVED = {"llama": ("attn_q.weight", "attn_k.weight")}
 _files: dict[str, GgufFile] = {}  # until somebody opens them

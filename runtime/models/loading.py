@@ -37,7 +37,6 @@ class ModelOptions(Protocol):
 
     dtype: str
     device: str
-    quantize: str | None
     allow_pickle: bool
     trust_remote_code: bool
     max_model_len: int | None
@@ -96,12 +95,12 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """
     place = resolve_model(name)
     PROGRESS.info("reading the weights of %s", Path(place).name)
-    device, dtype = options.device, options.dtype
+    device, dtype = options.device, options.dtype if options.dtype != "int8" else "auto"
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     is_known, is_file = entry_of(name) is not None, is_gguf(place)
     if dtype == "auto" and is_file and not is_known:
-        dtype = "bfloat16" if device != "cpu" or options.quantize else "packed"
+        dtype = "bfloat16" if device != "cpu" or options.dtype == "int8" else "packed"
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
     if dtype == "auto" and (device == "cpu" or options.is_embedded or is_known):
         dtype = "float32"

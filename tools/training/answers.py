@@ -65,7 +65,7 @@ class Writer:
 
     def __init__(self, name: str) -> None:
         device = torch.get_default_device().type
-        options = {"device": device, "quantize": "int8" if device == "cpu" else None}
+        options = {"device": device, "dtype": "int8" if device == "cpu" else "auto"}
         self.engine = tools.load_engine(model=name, max_running=BATCH, drafter="none", **options)
         self.tokenizer = self.engine.target.tokenizer
 
