@@ -10,7 +10,7 @@ independently: what was drawn for d1 is unknown to d2. A draft costs one forward
 is, and the layers may be several where an EAGLE-3 head has one. Keys and values of the context
 stay, those of the block are forgotten.
 
-Embedding and output layer are the target's. Train a head with tools/training/train.py, or take
+Embedding and output layer are the target's. Train a head with tools/train.py, or take
 one of z-lab's: `--dflash FOLDER_OR_HUB_ID`.
 
 Sources: arXiv 2602.06036; the layout of z-lab/dflash. Not covered: DFlash 2, whose convolutions and

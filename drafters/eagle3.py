@@ -9,7 +9,7 @@ the state alone. lm_head knows a draft vocabulary, the commonest words: d2t says
 ids is from the target's. Its scores are laid out over the target's vocabulary before anything is
 drawn from them, so that q is a distribution over the same tokens as p.
 
-head.py has how a head drafts. Train one with tools/training/train.py, or take a public one:
+head.py has how a head drafts. Train one with tools/train.py, or take a public one:
 `--eagle3 FOLDER_OR_HUB_ID`.
 
 Sources: arXiv 2503.01840; the layouts of SafeAILab/EAGLE and of vllm-project/speculators.

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from runtime.models.chat import chat_ids
 from server import assembly, core
 from server.options import Options
-from tools.training import hybrid, recipe, synthetic, train
+from tools import train
+from tools.training import hybrid, recipe, synthetic
 
 MODELS = ROOT / "demo_models"
 

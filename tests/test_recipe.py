@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from drafters import base
 from server.options import Options
-from tools.training import heads, recipe, train
+from tools import train
+from tools.training import heads, recipe
 
 KINDS = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_model"}
 K = 4
@@ -36,7 +37,7 @@ def plan(tmp_path_factory):
     """A toy of the embedded target; the command of docs/models.md makes its answers."""
     work = tmp_path_factory.mktemp("recipe")
     text = (ROOT / "docs" / "models.md").read_text("utf-8")
-    (command,) = re.findall(r"python -m tools\.training\.train (.*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"python -m tools\.train (.*)$", text, re.MULTILINE)
     toy = f"--toy --target embedded --work {work} --stage answers"
     train.main([*command.split(), *toy.split()])
     return train.Plan("draft", TARGET, work, work / "draft", **train.TOY)
@@ -147,6 +148,53 @@ def test_an_optimizer_keeps_the_order_of_the_module(tmp_path):
     (matrices,) = (group["params"] for group in training.optimizers[0.01].param_groups)
     expected = [layer.weight for layer in module.values()]
     assert all(a is b for a, b in zip(matrices, expected, strict=True))
+
+
+def test_training_ends_early_where_the_score_stops_rising(tmp_path):
+    """Its learning rate falls before, and the checkpoint knows of it."""
+
+    def trained(scores, file=tmp_path / "none.pt", last=None):
+        module = torch.nn.Linear(2, 2)
+        training, told = recipe.Training(module, file, last or 1000, 1e-3), iter(scores)
+        inputs = torch.ones(1, 2)
+        training.run(lambda _: module(inputs).square().sum(), lambda: next(told), every=10)
+        return training.number
+
+    rising = [1 + i / 50 for i in range(100)]
+    assert trained(rising) == 1000
+    assert trained([1.5] * 100, tmp_path / "a.pt") == int(50 / recipe.CONSTANT) + 1
+    assert trained([1.5] * 100, tmp_path / "a.pt") == int(50 / recipe.CONSTANT) + 1  # it was done
+    flat_late = rising[:70] + [rising[69]] * 30  # the rate falls already
+    assert trained(flat_late, tmp_path / "b.pt") == 1000
+
+
+def test_as_many_answers_are_written_as_the_minutes_allow(plan, monkeypatch, tmp_path):
+    shutil.copytree(plan.work / "answers", tmp_path / "answers")
+    timed = replace(plan, kind="eagle3", work=tmp_path, minutes=1e4)
+    with pytest.raises(SystemExit, match=r"10000 minutes are too few here: .* give --minutes \d+"):
+        monkeypatch.setattr(train, "LEAST", 10**12)
+        train.fitted(timed)
+    monkeypatch.setattr(train, "LEAST", 1)
+    chosen = train.fitted(timed).tokens
+    assert chosen > 1000 and not (tmp_path / "words.npy").exists()
+    monkeypatch.setattr(train, "_first_answers", None)  # who goes on keeps what was decided
+    assert train.fitted(timed).tokens == chosen
+
+
+def test_what_is_served_is_measured(learned):
+    plan, _, data, _, _ = learned("mtp")
+    figures = train.served(plan, data)
+    assert 1 < figures["tokens_per_pass"] < 5 and 0 < figures["acceptance"] < 1
+
+
+MISFITS = "target --minutes 5", "--tokens 9 --minutes 5", "draft --begin x"
+
+
+@pytest.mark.parametrize("words", MISFITS)
+def test_what_does_not_go_together_is_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        train.main(words.split())
+    assert "go" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_draft_of_a_gguf_file_is_one(tmp_path):

@@ -10,6 +10,7 @@ greedy. A file is written when it is whole, and a run goes on with the first one
 """
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -127,10 +128,14 @@ class Writer:
                     yield part
 
 
-def make(name: str, folder: Path, num_tokens: int, max_tokens: int = MAX_TOKENS) -> None:
-    """Let the target `name` write answers of `num_tokens` in all, or go on where it stopped."""
-    done = sum(map(num_answered, map(load, files(folder))))
+def make(name: str, folder: Path, num_tokens: int, max_tokens: int = MAX_TOKENS) -> float:
+    """Let the target `name` write answers of `num_tokens` in all, or go on where it stopped.
+
+    Returns how many seconds it wrote.
+    """
+    done = num_in(folder)
     writer = Writer(name) if done < num_tokens else None
+    began = time.monotonic()
     with tqdm(total=num_tokens, initial=done, unit=" tokens", desc="answers") as progress:
         while progress.n < num_tokens:
             number = len(earlier := files(folder))
@@ -138,6 +143,12 @@ def make(name: str, folder: Path, num_tokens: int, max_tokens: int = MAX_TOKENS)
             texts = writer.answers(asked, max_tokens, number if number % 3 == 2 else None)
             save(folder / f"{number:05d}.npz", texts)
             progress.update(num_answered(texts))
+    return time.monotonic() - began
+
+
+def num_in(folder: Path) -> int:
+    """Tokens of all answers in a folder."""
+    return sum(map(num_answered, map(load, files(folder))))
 
 
 def num_answered(texts: list[Text]) -> int:

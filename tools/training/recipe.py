@@ -17,11 +17,13 @@ The tokens in between are the text's: a draft counts only where all before it we
 import ctypes
 import json
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ from .corpus import write_whole
 HELD_OUT = 40  # one text in so many of a file is for validation
 MEASURED = 64  # held-out texts
 TOLD_TOKENS = 200_000  # between two lines of the log
+CONSTANT = 0.6  # of the training, before the learning rate falls
+TRIED = 6  # steps, to know what one takes
+PATIENCE, GAIN = 4, 0.004  # measurements in which tokens a pass have to rise by so much
 
 
 # ------------------------------------------------------------------------------------ numbers
@@ -319,7 +324,9 @@ def acceptance(student: Student, rows: Tensor, data: Data) -> list[float]:
 # ----------------------------------------------------------------------------------- training
 def rate_at(done: float) -> float:
     """The learning rate after this share of the training, as a share of the largest."""
-    return min(1.0, done / 0.02) if done < 0.6 else max(0.02, (1 - done) / 0.4)
+    if done < CONSTANT:
+        return min(1.0, done / 0.02)
+    return max(0.02, (1 - done) / (1 - CONSTANT))
 
 
 class Training:
@@ -348,6 +355,7 @@ class Training:
             for rate, state in saved["optimizers"].items():
                 self.optimizers[rate].load_state_dict(state)
             self.average, self.number = saved["average"], saved["number"]
+            self.num_steps = min(num_steps, saved.get("num_steps", num_steps))
 
     @torch.no_grad()
     def _load(self, weights: dict[str, Tensor]) -> None:
@@ -361,25 +369,32 @@ class Training:
             "optimizers": {rate: own.state_dict() for rate, own in self.optimizers.items()},
             "average": self.average,
             "number": self.number,
+            "num_steps": self.num_steps,
         }
         write_whole(self.file, partial(torch.save, state))
 
     def run(self, loss_of: Callable[[int], Tensor], tell: Any = dict, every: int = 200) -> None:
         """Train to the end, with loss_of(number) for each step; `tell` now and then what is learnt.
 
-        Afterwards the module has its averaged weights.
+        What `tell` returns is a score, if anything. Where it stops rising, the learning rate falls
+        from there on, and training ends with that. Afterwards the module has its averaged weights.
         """
+        scores = list[float]()
         bar = tqdm(initial=self.number, total=self.num_steps, desc=self.file.stem)
         while self.number < self.num_steps:
-            bar.set_postfix(loss=f"{self._step(loss_of):.3f}")
+            bar.set_postfix(loss=f"{self.step(loss_of):.3f}")
             bar.update()
             if self.number % every == 0 or self.number == self.num_steps:
+                scores.append(tell() or inf)
+                if max(scores[-PATIENCE:]) < max(scores[:-PATIENCE], default=0.0) + GAIN:
+                    self.num_steps = min(self.num_steps, int(self.number / CONSTANT) + 1)
+                    bar.total = self.num_steps
                 self.save()
-                tell()
         self._load(self.average)
         self.module.requires_grad_(False)
 
-    def _step(self, loss_of: Callable[[int], Tensor]) -> float:
+    def step(self, loss_of: Callable[[int], Tensor]) -> float:
+        """One step of training; returns its loss."""
         for rate, optimizer in self.optimizers.items():
             optimizer.zero_grad()
             for group in optimizer.param_groups:
@@ -397,6 +412,25 @@ class Training:
         return float(loss.detach())
 
 
+def seconds_a_token(student: Student, rows: Tensor, data: Data, plan: Any) -> float:
+    """What a token of training takes, by a few steps. The student is of no use afterwards."""
+    training = Training(student.module, plan.work / "none", TRIED, plan.rate, student.muon)
+    batches, tokens, began = data.batches(plan.batch_tokens, 0), 0, 0.0
+    for number in range(TRIED):
+        if number == 1:  # the first step is slow
+            began, tokens = time.monotonic(), 0
+        batch = next(batches)
+        training.step(partial(loss_of, student, rows, batch))
+        tokens += int(batch.lengths.sum())
+    return (time.monotonic() - began) / tokens
+
+
+def loss_of(student: Student, rows: Tensor, batch: Batch, number: int) -> Tensor:
+    """What step `number` is to make smaller."""
+    steps = judged(student, rows, batch, some_places(batch, number, student.share_of_places))
+    return sum(w * loss for w, (loss, _) in zip(student.weights, steps, strict=False))
+
+
 def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, Any]:
     """Train a student, or go on from its checkpoint. Returns the figures."""
     num_steps = max(1, int(plan.epochs * data.num_tokens / plan.batch_tokens))
@@ -404,11 +438,6 @@ def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, An
         student.module, plan.work / f"{plan.kind}.pt", num_steps, plan.rate, student.muon
     )
     batches = data.batches(plan.batch_tokens, training.number)
-
-    def loss_of(number: int) -> Tensor:
-        batch = next(batches)
-        steps = judged(student, rows, batch, some_places(batch, number, student.share_of_places))
-        return sum(w * loss for w, (loss, _) in zip(student.weights, steps, strict=False))
 
     def tell() -> dict[str, Any]:
         shares = acceptance(student, rows, data)
@@ -420,5 +449,9 @@ def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, An
         return line
 
     tell()
-    training.run(loss_of, tell, max(100, TOLD_TOKENS // plan.batch_tokens))
+    training.run(
+        lambda number: loss_of(student, rows, next(batches), number),
+        lambda: tell()["tokens_per_pass"],
+        max(100, TOLD_TOKENS // plan.batch_tokens),
+    )
     return tell()
