@@ -80,7 +80,8 @@ def engine(request, tiny_folder, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("drafters.self_int8.MANY_WEIGHTS", 0)
         patched.setattr("server.trial.judge", lambda *_: None)  # which goes by the clock
-        more = {"drafter": "auto", "suffix_cache": 0, "max_running": 12}
+        corpus = [*map(str, (ROOT / "demo_prompts").glob("*.txt"))]
+        more = {"drafter": "auto", "suffix_cache": 0, "suffix_corpus": corpus, "max_running": 12}
         return core.load_engine(replace(options, **more, **tiny))
 
 
