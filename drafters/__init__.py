@@ -81,7 +81,7 @@ def load_all(
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=selected)
     default, asked = wanted, {selected, *context.named}
-    for name in dict.fromkeys([selected, *NAMES] if selected else NAMES):
+    for name in dict.fromkeys(filter(None, [selected, *NAMES, *context.named])):
         try:
             if name != selected and not chooses and _class_of(name).is_costly:
                 continue

@@ -90,7 +90,7 @@ class Context:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     wanted: str | None = None  # the drafter that the command line names
-    named: Sequence[str] = ()  # and those whose models it names
+    named: Sequence[str] = ()  # and those for which it names files
     fast: bool = True  # a drafter's models may run in runtime/kernels/
     quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file

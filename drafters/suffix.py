@@ -14,8 +14,8 @@ outputs have a longer suffix than the request's text, the draft with the better 
 A corpus (corpus.py) is looked in as past outputs are.
 
 No model runs and nothing is drawn: q is one-hot, as in ngram. Past outputs change times, never a
-text. (Under the rule of rejection the text depends on the drafts, so past outputs are not used
-there. A corpus is: it stays the same.) But times reveal them: a caller can find out what others
+text. (Under the rule of rejection the text depends on the drafts. So past outputs are not used
+there; a corpus is, as it does not change.) But times reveal them: a caller can find out what others
 were answered.
 
 Source: Oliaro et al., arXiv 2411.04975. It keeps a suffix tree, and chooses among all suffixes by
@@ -36,7 +36,7 @@ from .base import Context, GuessingDrafter
 LEAST_CHANCE = 0.05  # of being accepted, of a token that is worth drafting
 SIZES = 8, 4, 2, 1  # of the n-grams that are looked up
 DEPTH = SIZES[0]  # tokens of the longest match
-MOST = 32  # places of a match that are counted, the latest ones
+MOST = 32  # places of a match that are counted
 END = -1  # between two texts: no token, so no draft goes on beyond it
 
 
@@ -163,10 +163,10 @@ class SuffixDrafter(GuessingDrafter):
 
     @classmethod
     def build(cls, context: Context) -> "SuffixDrafter":
-        corpus, target = None, context.target
-        if context.suffix_corpus:
-            corpus = required("drafters.corpus", "--suffix-corpus")
-            corpus = corpus.load(context.suffix_corpus, target.tokenizer, target.vocab_size)
+        if not context.suffix_corpus:
+            return cls(context.suffix_cache)
+        plug, target = required("drafters.corpus", "--suffix-corpus"), context.target
+        corpus = plug.load(context.suffix_corpus, target.tokenizer, target.vocab_size)
         return cls(context.suffix_cache, corpus)
 
     def __init__(self, capacity: int = 0, corpus: Any = None) -> None:
@@ -179,7 +179,7 @@ class SuffixDrafter(GuessingDrafter):
         return state
 
     def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
-        """What followed the longest match: in this text, past outputs or the corpus."""
+        """What followed the longest match, here or elsewhere, while it is likely."""
         indexes, text = [state.index], state.index.tokens
         if state.forced:
             text, max_tokens = [*text[-DEPTH:], *state.forced], max_tokens - len(state.forced)

@@ -331,7 +331,7 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
         return "--demo compares drafters: --drafter none does not go with it"
     if flags.dtype == "int8" and not flags.kernels:
         return "--dtype int8 computes in C: leave out --no-kernels"
-    if missing := [file for file in flags.suffix_corpus if not Path(file).exists()]:
+    if missing := [file for file in flags.suffix_corpus if not os.path.exists(file)]:
         return f"--suffix-corpus: there is no file {missing[0]}"
     if (key := flags.api_key) == "":
         return "cannot use the API key: it is empty: leave it out for none"

@@ -153,38 +153,94 @@ def test_an_optimizer_keeps_the_order_of_the_module(tmp_path):
 def test_training_ends_early_where_the_score_stops_rising(tmp_path):
     """Its learning rate falls before, and the checkpoint knows of it."""
 
+    rates = {}
+
     def trained(scores, file=tmp_path / "none.pt", last=None):
         module = torch.nn.Linear(2, 2)
         training, told = recipe.Training(module, file, last or 1000, 1e-3), iter(scores)
         inputs = torch.ones(1, 2)
-        training.run(lambda _: module(inputs).square().sum(), lambda: next(told), every=10)
+
+        def loss_of(number):
+            (optimizer,) = training.optimizers.values()
+            rates[number] = optimizer.param_groups[0]["lr"]
+            return module(inputs).square().sum()
+
+        training.run(loss_of, lambda: next(told), every=10)
         return training.number
 
-    rising = [1 + i / 50 for i in range(100)]
+    rising, end = [1 + i / 50 for i in range(200)], int(50 / recipe.CONSTANT) + 1
     assert trained(rising) == 1000
-    assert trained([1.5] * 100, tmp_path / "a.pt") == int(50 / recipe.CONSTANT) + 1
-    assert trained([1.5] * 100, tmp_path / "a.pt") == int(50 / recipe.CONSTANT) + 1  # it was done
+    assert trained(rising, last=1500) == 1500  # a training that was whole may go on
+    assert trained([1.5] * 100, tmp_path / "a.pt") == end
+    assert rates[end - 1] < 0.1 * rates[49] < rates[49] == rates[20]
+    assert trained([1.5] * 100, tmp_path / "a.pt", last=2000) == end  # it has ended
     flat_late = rising[:70] + [rising[69]] * 30  # the rate falls already
     assert trained(flat_late, tmp_path / "b.pt") == 1000
 
 
-def test_as_many_answers_are_written_as_the_minutes_allow(plan, monkeypatch, tmp_path):
+@pytest.fixture
+def timed(plan, monkeypatch, tmp_path):
+    """A plan of an hour on a machine of known speed, that has written 1,000 tokens."""
     shutil.copytree(plan.work / "answers", tmp_path / "answers")
-    timed = replace(plan, kind="eagle3", work=tmp_path, minutes=1e4)
-    with pytest.raises(SystemExit, match=r"10000 minutes are too few here: .* give --minutes \d+"):
-        monkeypatch.setattr(train, "LEAST", 10**12)
-        train.fitted(timed)
-    monkeypatch.setattr(train, "LEAST", 1)
-    chosen = train.fitted(timed).tokens
-    assert chosen > 1000 and not (tmp_path / "words.npy").exists()
-    monkeypatch.setattr(train, "_first_answers", None)  # who goes on keeps what was decided
-    assert train.fitted(timed).tokens == chosen
+    clock = SimpleNamespace(now=0.0, each=0.001)
+
+    def write(*_):
+        clock.now += 100.0
+        return 50.0
+
+    tokens = iter([1000, 51_000] * 9)
+    writer = SimpleNamespace(seconds_a_token=lambda: clock.each)
+    monkeypatch.setattr(train.answers, "Writer", lambda _: writer)
+    monkeypatch.setattr(train.answers, "make", write)
+    monkeypatch.setattr(train.answers, "num_in", lambda _: next(tokens))
+    monkeypatch.setattr(train, "seconds_a_token", lambda _: (0.001, clock.each + 0.001))
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return replace(plan, work=tmp_path, minutes=60), clock
 
 
-def test_what_is_served_is_measured(learned):
+def test_as_many_answers_are_written_as_the_minutes_allow(timed):
+    """Who gives the command again goes on with what was decided; other minutes decide anew."""
+    plan, _ = timed
+    left = 3600 - train.FOR_OTHERS - 100 + 51_000 * 0.001  # a thousandth of a second for each
+    assert train.fitted(plan).tokens == int(left / 0.004)
+    assert train.fitted(plan).tokens == int(left / 0.004)
+    assert train.fitted(replace(plan, minutes=120)).tokens == int((left + 3600) / 0.004)
+
+
+def test_too_few_minutes_are_refused_at_the_start(timed, monkeypatch):
+    plan, clock = timed
+    clock.each = 60 / train.LEAST
+    with pytest.raises(SystemExit, match=r"^error: 1 minutes are too few here: .* 2 minutes or"):
+        train.fitted(replace(plan, minutes=1))
+    assert clock.now == 0  # nothing was written
+    clock.each = 3500 / train.LEAST
+    with pytest.raises(SystemExit, match="60 minutes are too few here"):
+        train.fitted(plan)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trial_leaves_nothing_behind(kind, plan):
+    before = {path: path.stat().st_mtime_ns for path in plan.work.rglob("*")}
+    del before[plan.work / "answers"]
+    read_s, train_s = train.seconds_a_token(replace(plan, kind=kind))
+    assert read_s > 0 and train_s > 0
+    after = {path: path.stat().st_mtime_ns for path in plan.work.rglob("*")}
+    assert {path: after.get(path) for path in before} == before and len(after) == len(before) + 1
+
+
+def test_a_work_folder_is_one_target_s(plan, tmp_path):
+    for _ in range(2):
+        train.check_work(replace(plan, work=tmp_path, target="one"))
+    with pytest.raises(SystemExit, match=r"^error: .* has answers of one: give another --work$"):
+        train.check_work(replace(plan, work=tmp_path, target="other"))
+
+
+def test_what_is_served_is_measured(learned, tmp_path):
     plan, _, data, _, _ = learned("mtp")
     figures = train.served(plan, data)
-    assert 1 < figures["tokens_per_pass"] < 5 and 0 < figures["acceptance"] < 1
+    assert 1 <= figures["tokens_per_pass"] <= 5 and 0 <= figures["acceptance"] <= 1
+    (tmp_path / "config.json").write_text("{}")
+    assert "mtp" in train.served(replace(plan, out=tmp_path), data)["error"].lower()
 
 
 MISFITS = "target --minutes 5", "--tokens 9 --minutes 5", "draft --begin x"
@@ -194,7 +250,7 @@ MISFITS = "target --minutes 5", "--tokens 9 --minutes 5", "draft --begin x"
 def test_what_does_not_go_together_is_refused(words, capsys):
     with pytest.raises(SystemExit):
         train.main(words.split())
-    assert "go" in capsys.readouterr().err.splitlines()[-1]
+    assert f"{words.split()[-2]} goes with" in capsys.readouterr().err
 
 
 def test_the_draft_of_a_gguf_file_is_one(tmp_path):

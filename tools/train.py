@@ -22,10 +22,13 @@ server has with this drafter for these prompts.
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x on busy cores
@@ -36,8 +39,8 @@ from transformers import PreTrainedModel
 import tools
 from runtime.models.catalogue import cache_folder, resolve_model
 from runtime.models.loading import load_pretrained
-from runtime.values import Request
-from server.options import Options
+from runtime.values import Request, RequestError, in_short
+from server.options import Options, between
 
 from .training import answers, corpus, embedded, recipe
 from .training.heads import DFlash, Draft, Eagle3, Mtp
@@ -68,7 +71,7 @@ class Plan:
     begin: Path | None = None  # a trained head that an EAGLE-3 or MTP head begins as
     corpus_bytes: int | None = None  # of each source of text; None: all
     is_toy: bool = False
-    minutes: float | None = None  # that all may take, in place of `tokens`
+    minutes: int | None = None  # that all may take, in place of `tokens`
 
 
 OF_TARGET = {"tokens": 27e6, "batch_tokens": 4096}
@@ -85,6 +88,7 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     plan.work.mkdir(parents=True, exist_ok=True)
     if plan.kind == "target":
         return embedded.train(plan)
+    check_work(plan)
     if plan.minutes:
         plan = fitted(plan)
     answers.make(plan.target, plan.work / "answers", int(plan.tokens), plan.max_answer)
@@ -99,62 +103,88 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     return figures
 
 
+def check_work(plan: Plan) -> None:
+    """Raises SystemExit if the work folder has another target's answers."""
+    file = plan.work / "target.txt"
+    if file.exists() and (other := file.read_text("utf-8")) != plan.target:
+        raise SystemExit(f"error: {plan.work} has answers of {other}: give another --work")
+    corpus.write_whole(file, lambda part: part.write(plan.target.encode()))
+
+
 def fitted(plan: Plan) -> Plan:
     """The plan with as many tokens as its minutes allow. Raises SystemExit if these are too few.
 
     What was decided is in --work: who gives the command again goes on with that.
     """
-    file = plan.work / f"{plan.kind}.json"
-    if file.exists():
-        return replace(plan, tokens=json.loads(file.read_text("utf-8"))["tokens"])
-    began = time.monotonic()
-    print("how fast is this machine? A first file of answers, and a few steps", file=sys.stderr)
-    words, (write_s, num_tokens) = plan.work / "words.npy", _first_answers(plan)
-    had_words = words.exists()
-    before = time.monotonic()
-    target, data, student = student_of(plan)
-    read_s = time.monotonic() - before  # the states, and loading
-    every = data.num_tokens / num_tokens  # tokens with those of prompts
-    train_s = recipe.seconds_a_token(student, rows_of(target), data, plan) * plan.epochs * every
-    if not had_words:
-        words.unlink()  # they are those of all answers
-    each = write_s + read_s / num_tokens + train_s
-    left = 60 * plan.minutes - FOR_OTHERS - (time.monotonic() - began)
-    tokens = int(left / each)
-    if tokens < LEAST:
-        hours = (LEAST * each + FOR_OTHERS) / 3600
-        raise SystemExit(
-            f"error: {plan.minutes:g} minutes are too few here: a drafter needs {LEAST:,} tokens "
-            f"of answers, which take {hours:.1f} hours: give --minutes {hours * 60 + 5:.0f}, or a "
-            "smaller target"
-        )
-    parts = [tokens * s / 60 for s in (write_s, read_s / num_tokens, train_s)]
-    print("{:,} tokens of answers: {:.0f} minutes to write, {:.0f} to read, {:.0f} to train".format(
-        tokens, *parts), file=sys.stderr)  # fmt: skip
-    file.write_text(json.dumps({"tokens": tokens}), "utf-8")
+    file, began = plan.work / f"{plan.kind}.json", time.monotonic()
+    if file.exists() and (known := json.loads(file.read_text("utf-8")))["minutes"] == plan.minutes:
+        return replace(plan, tokens=known["tokens"])
+    writer, folder = answers.Writer(plan.target), plan.work / "answers"
+    refuse_if_slow(plan, writer.seconds_a_token())
+    before = answers.num_in(folder)
+    write_s = answers.make(plan.target, folder, before + 1, plan.max_answer, writer)
+    num_tokens = answers.num_in(folder)
+    write_s /= num_tokens - before
+    del writer
+    each_s = write_s, *seconds_a_token(plan)
+    refuse_if_slow(plan, sum(each_s))
+    left = 60 * plan.minutes - FOR_OTHERS - (time.monotonic() - began) + write_s * num_tokens
+    if (tokens := int(left / sum(each_s))) < num_tokens:  # which are written already
+        tokens = int((left - write_s * num_tokens) / sum(each_s[1:]))
+    tokens = max(tokens, LEAST)
+    minutes = [tokens * s / 60 for s in each_s]
+    said = "{:,} tokens of answers: {:.0f} minutes to write them, {:.0f} to read, {:.0f} to learn"
+    print(said.format(tokens, *minutes), file=sys.stderr)
+    decided = json.dumps({"minutes": plan.minutes, "tokens": tokens})
+    corpus.write_whole(file, lambda part: part.write(decided.encode()))
     return replace(plan, tokens=tokens)
 
 
-def _first_answers(plan: Plan) -> tuple[float, int]:
-    """Seconds that a token takes, and tokens of the first file of answers, which is made here."""
-    folder = plan.work / "answers"
-    seconds = answers.make(plan.target, folder, answers.num_in(folder) + 1, plan.max_answer)
-    newest = answers.load(answers.files(folder)[-1])
-    return seconds / answers.num_answered(newest), answers.num_in(folder)
+def refuse_if_slow(plan: Plan, each_s: float) -> None:
+    """Raises SystemExit if LEAST tokens take too long, at so many seconds for each."""
+    needed = (LEAST * each_s + FOR_OTHERS) / 60
+    if needed > plan.minutes:
+        raise SystemExit(
+            f"error: {plan.minutes} minutes are too few here: a drafter needs {LEAST:,} tokens of "
+            f"answers, which take {needed:.0f} minutes or more: give --minutes "
+            f"{1.2 * needed:.0f}, or a smaller target"
+        )
 
 
-def served(plan: Plan, data: recipe.Data) -> dict[str, float]:
-    """What the server has with the drafter, for prompts that are held out."""
+def seconds_a_token(plan: Plan) -> tuple[float, float]:
+    """What reading a token of answers takes, and training: tried with the newest file of them.
+
+    A student learns a few steps in a folder of its own, and is thrown away.
+    """
+    newest = answers.files(plan.work / "answers")[-1]
+    with TemporaryDirectory(dir=plan.work) as folder:
+        trial = replace(plan, work=Path(folder))
+        (trial.work / "answers").mkdir()
+        shutil.copy(newest, trial.work / "answers")
+        target, began = target_of(plan), time.monotonic()
+        states = states_of(trial, target)
+        read_s = time.monotonic() - began
+        data = recipe.Data(trial.work, states)
+        student = STUDENTS[plan.kind](target, data, trial)
+        train_s = recipe.seconds_a_token(student, rows_of(target), data, trial)
+    num_tokens = answers.num_answered(answers.load(newest))
+    every = data.num_tokens / num_tokens  # the student learns prompts, too
+    return read_s / num_tokens, train_s * plan.epochs * every
+
+
+def served(plan: Plan, data: recipe.Data) -> dict[str, Any]:
+    """What the server has with the drafter, for prompts that are held out; or why it has not."""
     name = OPTION[plan.kind]
     options = {name: str(plan.out), "drafter": name, "fixed_k": True}
-    engine = tools.load_engine(model=plan.target, device=str(torch.get_default_device()), **options)
     texts = [text for text, _ in data.held_out[:_SERVED]]
     prompts = [text.tokens[: text.prompt_length].tolist() for text in texts]
-    total = tools.total(
-        tools.run_together(
-            engine, [Request(p, _SERVED_TOKENS, name, 4) for p in prompts], at_once=1
-        )
-    )
+    requests = [Request(prompt, _SERVED_TOKENS, name, 4) for prompt in prompts]
+    try:
+        device = str(torch.get_default_device())
+        engine = tools.load_engine(model=plan.target, device=device, **options)
+        total = tools.total(tools.run_together(engine, requests, at_once=1))
+    except (ValueError, RuntimeError, RequestError) as error:  # what was trained stays
+        return {"error": in_short(error)}
     return {
         "tokens_per_pass": round(total.mean_acceptance_length or 1.0, 3),
         "acceptance": round(total.draft_acceptance_rate or 0.0, 4),
@@ -166,16 +196,25 @@ def rows_of(target: PreTrainedModel) -> torch.Tensor:
     return target.get_output_embeddings().weight.to(recipe.fast_dtype())
 
 
-def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
-    """A target, its answers with the states that are made where they are missing, and a student."""
-    kind, dtype = STUDENTS[plan.kind], str(recipe.fast_dtype()).removeprefix("torch.")
-    # As it is served: transformers' own reader drops keys of a GGUF file.
+def target_of(plan: Plan) -> PreTrainedModel:
+    """The target as it is served: transformers' own reader drops keys of a GGUF file."""
+    dtype = str(recipe.fast_dtype()).removeprefix("torch.")
     options = Options(dtype=dtype, device=str(torch.get_default_device()))
     target = load_pretrained(plan.target, options).model
-    target.requires_grad_(False)
-    states = recipe.make_states(target, plan.work, kind.layers_of(target.config.num_hidden_layers))
-    data = recipe.Data(plan.work, states)
-    return target, data, kind(target, data, plan)
+    return target.requires_grad_(False)
+
+
+def states_of(plan: Plan, target: PreTrainedModel) -> Path:
+    """The folder of the states that a student reads; those that are missing are made."""
+    layers = STUDENTS[plan.kind].layers_of(target.config.num_hidden_layers)
+    return recipe.make_states(target, plan.work, layers, int(plan.tokens))
+
+
+def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
+    """A target, its answers with their states, and a student."""
+    target = target_of(plan)
+    data = recipe.Data(plan.work, states_of(plan, target), int(plan.tokens))
+    return target, data, STUDENTS[plan.kind](target, data, plan)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -184,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     kinds = [*STUDENTS, "target"]
     parser.add_argument("kind", nargs="?", default="eagle3", choices=kinds, help="what is trained")
     parser.add_argument("--target", default="smollm2", help="a folder, a file or a known name")
-    parser.add_argument("--minutes", type=float, help="that all may take (default: 60)")
+    parser.add_argument("--minutes", type=between(1, 100_000), help="for all (default: 60)")
     parser.add_argument("--work", type=Path, help="answers, states, checkpoints (default: a cache)")
     parser.add_argument("--out", type=Path, help="the folder that is made (default: WORK/KIND)")
     parser.add_argument("--stage", choices=["answers"], help="end behind this one")
@@ -208,11 +247,13 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens", "rate")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
     is_timed = given.kind in OPTION and "tokens" not in sizes
-    work = given.work or cache_folder() / "training" / Path(given.target).stem
+    target = resolve_model(given.target)
+    name = f"{Path(target).name}-{sha256(target.encode()).hexdigest()[:8]}"
+    work = given.work or cache_folder() / "training" / name
     plan = Plan(
-        given.kind, resolve_model(given.target), work, given.out or work / given.kind,
+        given.kind, target, work, given.out or work / given.kind,
         verifier=given.verifier or given.target, begin=given.begin,
-        minutes=(given.minutes or 60.0) if is_timed else None, **sizes,
+        minutes=(given.minutes or 60) if is_timed else None, **sizes,
     )  # fmt: skip
     print(json.dumps(run(plan, given.stage)))
 

@@ -12,6 +12,8 @@ greedy. A file is written when it is whole, and a run goes on with the first one
 import random
 import time
 from collections.abc import Iterator
+from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ BATCH = 16  # texts at once
 PER_FILE = 96
 MAX_TOKENS = 160  # of an answer
 BEGINNING = 40  # tokens of a text that a model without a chat template goes on with
+TRIED = 8  # tokens of an answer, to know what one takes
 READ_AGAIN = 10  # files whose answers are asked about
 
 
@@ -56,9 +59,13 @@ def save(file: Path, texts: list[Text]) -> None:
     corpus.write_whole(file, lambda part: np.savez_compressed(part, **arrays))
 
 
-def files(folder: Path) -> list[Path]:
-    """The files of answers in a folder, in order."""
-    return sorted(folder.glob("*.npz"))
+def files(folder: Path, num_tokens: float = inf) -> list[Path]:
+    """The files of answers in a folder, in order, until they have so many tokens."""
+    every = sorted(folder.glob("*.npz"))
+    if num_tokens < inf:
+        before = accumulate((num_answered(load(file)) for file in every), initial=0)
+        every = [file for file, tokens in zip(every, before, strict=False) if tokens < num_tokens]
+    return every
 
 
 class Writer:
@@ -74,6 +81,13 @@ class Writer:
         """What comes of requests, so many of them at once."""
         done = tools.run_together(self.engine, requests, at_once=BATCH)
         return [finished.output for finished in done]
+
+    def seconds_a_token(self) -> float:
+        """What a token of an answer takes, tried with a few."""
+        texts, began = prompts.prompts()[:BATCH], time.monotonic()
+        asked = [self.tokenizer(text)["input_ids"][:BEGINNING] for text in texts]
+        written = self.answers(asked, TRIED, None)
+        return (time.monotonic() - began) / num_answered(written)
 
     def answers(self, asked: list[list[int]], max_tokens: int, seed: int | None) -> list[Text]:
         """The answers to prompts: greedy, or drawn at T = 1 from a seed."""
@@ -128,13 +142,17 @@ class Writer:
                     yield part
 
 
-def make(name: str, folder: Path, num_tokens: int, max_tokens: int = MAX_TOKENS) -> float:
+def make(
+    name: str, folder: Path, num_tokens: int, max_tokens: int = MAX_TOKENS,
+    writer: Writer | None = None,
+) -> float:  # fmt: skip
     """Let the target `name` write answers of `num_tokens` in all, or go on where it stopped.
 
-    Returns how many seconds it wrote.
+    `writer` is that target, if it is there already. Returns how many seconds it wrote.
     """
     done = num_in(folder)
-    writer = Writer(name) if done < num_tokens else None
+    if done < num_tokens and not writer:
+        writer = Writer(name)
     began = time.monotonic()
     with tqdm(total=num_tokens, initial=done, unit=" tokens", desc="answers") as progress:
         while progress.n < num_tokens:

@@ -120,14 +120,16 @@ def pick(x: Tensor, places: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------- states
-def make_states(target: PreTrainedModel, work: Path, layers: tuple[int, ...]) -> Path:
-    """The target's states of all texts, one file for each of answers. Returns their folder.
+def make_states(
+    target: PreTrainedModel, work: Path, layers: tuple[int, ...], num_tokens: float = inf
+) -> Path:
+    """The target's states of texts, one file for each of answers. Returns their folder.
 
     They are [tokens, layers + 1, D] in bfloat16. `layers` count as transformers' hidden_states do,
     and the last one is always there: what the output layer reads.
     """
     folder = work / "-".join(["states", *map(str, layers)])
-    for file in tqdm(answers.files(work / "answers"), desc="states", unit=" files"):
+    for file in tqdm(answers.files(work / "answers", num_tokens), desc="states", unit=" files"):
         states = folder / f"{file.stem}.npy"
         if not states.exists():
             found = states_of(target, [text.tokens for text in answers.load(file)], layers)
@@ -174,13 +176,13 @@ class Batch:
 
 
 class Data:
-    """All texts and their states, the latter left on disk."""
+    """Texts of so many answered tokens, and their states, the latter left on disk."""
 
-    def __init__(self, work: Path, states: Path) -> None:
+    def __init__(self, work: Path, states: Path, num_tokens: float = inf) -> None:
         self.work = work
         self.train: list[tuple[Text, np.ndarray]] = []
         self.held_out: list[tuple[Text, np.ndarray]] = []
-        for file in answers.files(work / "answers"):
+        for file in answers.files(work / "answers", num_tokens):
             texts, whole = answers.load(file), np.load(states / f"{file.stem}.npy", mmap_mode="r")
             ends = np.cumsum([len(text.tokens) for text in texts])
             # A text is held out by its number in the file, so that more files move none of them.
@@ -348,14 +350,19 @@ class Training:
             matrices = [self.trained[name] for name in inner]
             self.optimizers[muon] = torch.optim.Muon(matrices, lr=muon, weight_decay=0.05)
         self.average = {n: p.detach().clone() for n, p in self.trained.items()}
-        self.number = 0  # steps done
+        self.number, self.ends_at = 0, inf  # steps done, and where the end is if that is early
         if file.exists():
             saved = torch.load(file, weights_only=True)
             self._load(saved["weights"])
             for rate, state in saved["optimizers"].items():
                 self.optimizers[rate].load_state_dict(state)
             self.average, self.number = saved["average"], saved["number"]
-            self.num_steps = min(num_steps, saved.get("num_steps", num_steps))
+            self.ends_at = saved.get("ends_at", inf)
+
+    @property
+    def last(self) -> int:
+        """The number of the last step."""
+        return min(self.num_steps, self.ends_at)
 
     @torch.no_grad()
     def _load(self, weights: dict[str, Tensor]) -> None:
@@ -369,7 +376,7 @@ class Training:
             "optimizers": {rate: own.state_dict() for rate, own in self.optimizers.items()},
             "average": self.average,
             "number": self.number,
-            "num_steps": self.num_steps,
+            "ends_at": self.ends_at,
         }
         write_whole(self.file, partial(torch.save, state))
 
@@ -380,15 +387,15 @@ class Training:
         from there on, and training ends with that. Afterwards the module has its averaged weights.
         """
         scores = list[float]()
-        bar = tqdm(initial=self.number, total=self.num_steps, desc=self.file.stem)
-        while self.number < self.num_steps:
+        bar = tqdm(initial=self.number, total=self.last, desc=self.file.stem)
+        while self.number < self.last:
             bar.set_postfix(loss=f"{self.step(loss_of):.3f}")
             bar.update()
-            if self.number % every == 0 or self.number == self.num_steps:
+            if self.number % every == 0 or self.number == self.last:
                 scores.append(tell() or inf)
                 if max(scores[-PATIENCE:]) < max(scores[:-PATIENCE], default=0.0) + GAIN:
-                    self.num_steps = min(self.num_steps, int(self.number / CONSTANT) + 1)
-                    bar.total = self.num_steps
+                    if (end := int(self.number / CONSTANT) + 1) < self.last:
+                        self.ends_at = bar.total = end
                 self.save()
         self._load(self.average)
         self.module.requires_grad_(False)
@@ -398,7 +405,7 @@ class Training:
         for rate, optimizer in self.optimizers.items():
             optimizer.zero_grad()
             for group in optimizer.param_groups:
-                group["lr"] = rate * rate_at((self.number + 1) / self.num_steps)
+                group["lr"] = rate * rate_at((self.number + 1) / self.last)
         with mixed():
             loss = loss_of(self.number)
         loss.backward()
