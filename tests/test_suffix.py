@@ -10,9 +10,11 @@ import random
 import pytest
 from conftest import GREEDY, WAYS, run
 
-from drafters import corpus, suffix
+from drafters import DraftedText, DrafterPool, Task, corpus, suffix
 from drafters.corpus import Corpus
+from drafters.grammar import GrammarDrafter
 from drafters.suffix import PastOutputs, SuffixDrafter, SuffixIndex
+from runtime.grammars import REGEX, Matcher, source_of, vocabulary_of
 from runtime.values import Request, Verdict
 from server import core
 from server.comparison import runs_to_compare
@@ -298,3 +300,21 @@ def test_a_corpus_comes_from_the_command_line(demo_engine, tmp_path, capsys, pro
     ours, other = (run(engine, prompt, max_tokens=40, drafter=d)[0] for d in ("suffix", "ngram"))
     assert ours.output == other.output == text
     assert ours.statistics.target_passes < other.statistics.target_passes
+
+
+def test_arguments_of_earlier_calls_are_drafted_behind_what_is_forced(demo_engine):
+    """A tool's name is forced by the grammar, and what followed it before is in past outputs."""
+    target, drafter = demo_engine.target, SuffixDrafter(100)
+    pool = DrafterPool({"grammar": GrammarDrafter(), "suffix": drafter}, target.vocab_size)
+    words = vocabulary_of(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
+    call = '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}'
+    remember(drafter, target.tokenizer(call)["input_ids"])
+    rule = r'\{"name": "weather", "arguments": \{"city": "[a-zA-Z]+", "days": [0-9]\}\}'
+    grammar = words.compiled(source_of(REGEX, rule))
+    request = Request([5, 6], 60, "auto", 30, grammar=grammar)
+    text = DraftedText(request, None, matcher=Matcher(grammar))
+    pool.open(text)
+    (draft,) = pool.propose([text], [Task("suffix", 30)])
+    forced = target.tokenizer.decode(text.forced_tokens(30))
+    assert len(forced) > 30 and call.startswith(forced)
+    assert target.tokenizer.decode(draft.tokens) == call
