@@ -14,9 +14,9 @@ outputs have a longer suffix than the request's text, the draft with the better 
 A corpus (corpus.py) is looked in as past outputs are.
 
 No model runs and nothing is drawn: q is one-hot, as in ngram. Past outputs change times, never a
-text. (Under the rule of rejection the text depends on the drafts. So past outputs are not used
-there; a corpus is, as it does not change.) But times reveal them: a caller can find out what others
-were answered.
+text. (Under the rule of rejection the text depends on the drafts, so neither they nor a corpus are
+used there. Earlier answers tell the numbers that would judge them again.) But times reveal them: a
+caller can find out what others were answered.
 
 Source: Oliaro et al., arXiv 2411.04975. It keeps a suffix tree, and chooses among all suffixes by
 score; here n-grams are hashed and the longest suffix is taken, as the others gained nothing
@@ -185,7 +185,7 @@ class SuffixDrafter(GuessingDrafter):
             text, max_tokens = [*text[-DEPTH:], *state.forced], max_tokens - len(state.forced)
         if state.reads_past and not state.isolated:
             indexes += self.past.halves
-        if self.corpus:
+        if state.reads_past and self.corpus:
             indexes.append(self.corpus)
         matches = [index.match(text) for index in indexes]
         state.evidence = max(match.length for match in matches)

@@ -17,7 +17,9 @@ class Sequence:
         self.request, self.row, self.tokenizer = request, row, tokenizer
         known = () if request.sampling.is_coupled else request.prediction  # see Noise
         self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
-        self.text, self.num_steps = TextStream(tokenizer, *request.ends), 0
+        # A text goes on behind its prompt, and an answer in a chat begins anew.
+        before = request.prompt[-8:] if type(request.prompt) is list else ()
+        self.text, self.num_steps = TextStream(tokenizer, *request.ends, before), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting: Any = None  # what drafters know of it: a DraftedText of drafters/plan.py
         self.opened = ExitStack()  # closes what it holds
@@ -46,7 +48,7 @@ class Sequence:
         """Append what a cycle emits, up to the text's end. Returns how many tokens stay."""
         for num_kept, token in enumerate((j for j in judged if j.kind != "rejected"), 1):
             is_whole = self.matcher is not None and self.matcher.consume(token.id)
-            if self.text.push(token.id, token.kind) or token.id in eos_ids or is_whole:
+            if token.id in eos_ids or self.text.push(token.id, token.kind) or is_whole:
                 self.finish_reason = "stop"
             elif self.remaining == 1:
                 self.finish_reason = "length"

@@ -26,23 +26,23 @@ class TextStream:
 
     def __init__(
         self, tokenizer: Any, stop: Sequence[str] = (), stop_ids: Collection[int] = (),
-        include_stop: bool = False, min_tokens: int = 0,
+        include_stop: bool = False, min_tokens: int = 0, before: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """With `include_stop` the text ends behind a stop string, and has the text of a stop id.
 
-        A stop string counts if it is complete behind the first `min_tokens` tokens.
+        A stop string counts if it is complete behind the first `min_tokens` tokens. The text goes
+        on behind the tokens `before`: alone, a first word might lose the space before it.
         """
         self._tokenizer = tokenizer
         self._stop, self._stop_ids = sorted(stop), stop_ids
-        self._include_stop, self._min_tokens = include_stop, min_tokens
-        firsts = re.escape("".join({s[0] for s in stop}))
-        self._first = re.compile(f"[{firsts}]" if stop else "(?!)")
+        self._include_stop, self._min_tokens = include_stop, min_tokens + len(before)
+        self._first = re.compile("|".join(re.escape(s[0]) for s in stop) or "(?!)")
         self._begun = deque[int]()  # places of the text where one may have begun
         self._waiting: list[tuple[int, str]] = []  # tokens with their kinds, not decoded yet
         self._is_complete = False  # no more tokens will come
-        self._tokens: list[int] = []
+        self._tokens = [*before]
         # _tokens[_start:_read] is decoded already; it only gives the decoder its context.
-        self._start = self._read = 0
+        self._start, self._read = 0, len(before)
         self._pieces: list[tuple[str, str]] = []  # (text, kind)
         self._begins: list[int] = []  # where each piece begins in the text
         self._length = 0  # of the text: a stop string ends it before the last pieces end

@@ -18,7 +18,7 @@ from .events import brief, public, trace
 from .fields import IDS
 from .options import Options
 from .parsing import comparison, formats, model_id
-from .worker import LOG, Job, Run, Worker
+from .worker import LOG, LONGEST_POLL_S, Job, Run, Worker
 
 PING = ": ping\n\n"  # a proxy might take silence for an end
 _MIN_DRAFTS_TO_JUDGE = 100
@@ -200,11 +200,11 @@ def stream(job: Job, shape: Shape, answer: Callable[[], Json]) -> Iterator[str]:
     try:
         if opening := shape.opening:
             yield opening
+        said_at = time.monotonic()
         for news in job.read():
-            text = ""
-            for number, event in news:
-                text += shape.shown(event, number)
-            if text or not news:
+            text = "".join(shape.shown(event, number) for number, event in news)
+            if text or not news or time.monotonic() - said_at > LONGEST_POLL_S:
+                said_at = time.monotonic()
                 yield text or PING
         if not job.cancelled:
             yield from shape.last(answer())

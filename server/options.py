@@ -161,7 +161,7 @@ Change what runs
 --num-speculative-tokens K 1…{MAX_SPECULATIVE_TOKENS} | the most tokens to guess at once
   (default: {MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine)
 --max-tokens N 1…1000000 | tokens to write
-  (default: {Request.max_tokens}; in a chat, until the context is full)
+  (default: {Request.max_tokens}; in chats with a server, until the context is full)
 --temperature T | 0 takes the likeliest token, more draws more freely
 --top-k K | draw among the K likeliest tokens; 0 is off
 --top-p P | draw among the fewest tokens whose probabilities sum to P; 1 is off
@@ -314,17 +314,15 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     return flags, options
 
 
-_GO_WITH = (
-    "json demo", "prompts demo", "repeats demo", "explain prompt", "stop prompt", "engine port",
-)  # fmt: skip
-_OWN = "mtp", "dtype", "kernels", "fixed_k", "strict", "device", "allow_pickle", "suffix_corpus"
+_GO_WITH = "json demo, prompts demo, repeats demo, explain prompt, stop prompt, engine port"
+_OWN = "mtp dtype kernels fixed_k strict device allow_pickle suffix_corpus drafter verification"
 
 
 def _mistake_in(flags: argparse.Namespace) -> str | None:
     """What does not go together, or cannot be used."""
     if not flags.demo and {flags.prompt, flags.port, flags.export} == {None}:
         return "say what to do: --demo (start here), --prompt TEXT, --port PORT or --export DIR"
-    for name, other in map(str.split, _GO_WITH):
+    for name, other in map(str.split, _GO_WITH.split(", ")):
         if getattr(flags, name) and getattr(flags, other) in (None, False):
             return f"--{name} goes with --{other}"
     if flags.demo and flags.drafter == PLAIN:
@@ -344,7 +342,7 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
     shortest, longest = flags.prompt_lookup_min, flags.prompt_lookup_max
     if shortest > longest:
         return f"--prompt-lookup-min ({shortest}) must be at most --prompt-lookup-max ({longest})"
-    for name in _OWN if flags.engine else ():
+    for name in _OWN.split() if flags.engine else ():
         if getattr(flags, name) != getattr(Options, name):
             flag = "no-kernels" if name == "kernels" else name.replace("_", "-")
             return f"--{flag} is for this server's own engine: it does not go with --engine"

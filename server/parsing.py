@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import cache
+from math import isfinite
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -49,17 +50,19 @@ _MISSING = {
 def parse_json(data: bytes) -> Json:
     """The JSON object in a request's body.
 
-    Raises RequestError for anything else: broken JSON, NaN and Infinity (which Python would
+    Raises RequestError for anything else: broken JSON, NaN, Infinity and 1e999 (which Python would
     accept), bytes that are not UTF-8, nesting or integers too large for the parser, an array or a
     bare value.
     """
 
-    def refuse_constant(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
+    def finite(number: str) -> float:
+        if not isfinite(value := float(number)):
+            raise ValueError(f"{number} is no number of JSON's")
+        return value
 
     try:
         with large_bodies.take(len(data)):
-            body = json.loads(data.decode("utf-8"), parse_constant=refuse_constant)
+            body = json.loads(data.decode("utf-8"), parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
     except ValueError as error:  # so are broken JSON, bytes that are not UTF-8, huge integers
@@ -233,7 +236,8 @@ def _read_prompt(values: Json, target: Model) -> tuple[Any, int]:
     read = chat.chat_ids if values.get("chat") else prompt_ids
     prompt = read(values.get("prompt"), target.tokenizer, context)
     if (count := values.get("truncate_prompt_tokens")) is not None:
-        count = max(1, context - (1 if most == -1 else most)) if count == -1 else count
+        if count == -1:  # an answer that is to be longer than half of the context gets that
+            count = context - (1 if most == -1 else min(most, context // 2))
         if count < len(prompt):
             is_right = values.get("truncation_side") == "right"
             prompt = type(prompt)(prompt[:count] if is_right else prompt[-count:])

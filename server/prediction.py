@@ -16,6 +16,7 @@ def expecting(request: Request, known: Json, target: Model) -> tuple[Request, li
     given, ids = known.get(_PREDICTION), ()
     if given is not None:
         ids = prediction_ids(given, target.tokenizer, target.max_length)
+        ids = ids if max(ids, default=0) < target.vocab_size else ()  # the model lacks some
     if known.get("drafter") == _PREDICTION and not ids:
         raise RequestError("drafter prediction goes with a prediction", param="drafter")
     request, notes = replace(request, prediction=ids), list[str]()

@@ -45,6 +45,7 @@ _PASSED = "Accept", "Content-Type", "Anthropic-Version", "Anthropic-Beta"  # of 
 _RETURNED = "Content-Type", "Retry-After"  # of an answer's
 # Sent unless a request says otherwise: an engine may have other defaults for its model.
 _NEUTRAL = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_SET = "top_k", "top_p", "min_p", "seed"  # where the command line sets them
 _ENGINES = "vllm", "sglang", "llamacpp"  # which know all of these; others may refuse them
 _TRANSLATED = {
     *_NEUTRAL, "prompt", "max_tokens", "temperature", "seed", "stop", "presence_penalty",
@@ -175,13 +176,17 @@ def translated(body: Json, options: Options, card: Json) -> Json:
     Raises RequestError for a field that is not translated.
     """
     given = {name: value for name, value in body.items() if value is not None}
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+        raise RequestError("prompt must be a text or a list of token ids", param="prompt")
     for name in given.keys() - _TRANSLATED - {"stream"}:
         if (name, given[name]) not in (("speculative", True), ("trace", False)):
             why = "there are no cycles to show" if name == "trace" else "only /v1 has all fields"
             raise RequestError(f"{name}: another engine is behind, and {why}", param=name)
     kind, defaults = card.get("owned_by"), options.for_requests
     fields = _NEUTRAL | {"return_token_ids": True} if kind in _ENGINES else {}
-    fields |= {name: defaults[name] for name in ("max_tokens", "temperature")}
+    names = "max_tokens", "temperature", *(n for n in _SET if defaults[n] != getattr(Options, n))
+    fields |= {name: defaults[name] for name in names}
     fields |= {name: value for name, value in given.items() if name in _TRANSLATED}
     if kind == "llamacpp":
         fields["repeat_penalty"] = fields.pop("repetition_penalty")
@@ -255,7 +260,9 @@ class Relay:
             opened.callback(self._going.discard, line)
             request.environ.get(WHEN_LEFT, lambda act: None)(partial(cut_off, line))
 
+        is_short = request.method == "GET"  # which must not keep /health from its threads
         engine, limit_s = self._options.engine, self._options.request_timeout
+        limit_s = _QUESTION_S if is_short else limit_s
         head = {name: request.headers[name] for name in _PASSED if name in request.headers}
         return ask(opened, engine, path, limit_s, request.method, data, head, note)
 

@@ -93,7 +93,8 @@ class Service:
         context: its clients mostly name no limit, and want the whole answer. Raises RequestError.
         """
         defaults = self.options.for_requests
-        if self.options.max_tokens is None and isinstance(fields.get("prompt"), Conversation):
+        is_chat = fields.get("chat") is True or isinstance(fields.get("prompt"), Conversation)
+        if is_chat and self.options.max_tokens is None:
             defaults["max_tokens"] = -1  # what fits
         requests, is_stream, notes = parse(fields, self.engine, defaults)
         g.job = job = self.worker.submit(*requests)

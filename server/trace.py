@@ -54,6 +54,13 @@ def add_details(fields: Json, s: TextSequence, cycle: Cycle) -> None:
         fields |= _details(s, cycle, fields)
 
 
+def word_of(token: int, tokenizer: Tokenizer) -> str:
+    """A token as it stands inside a text. Alone, a piece would lose the space before it."""
+    text = tokenizer.decode([token])
+    word = (tokenizer.convert_ids_to_tokens(token) or "").replace("\u2581", " ")
+    return word if word.startswith(" ") and word[1:] == text else text
+
+
 def summary(cycle: Cycle) -> Json:
     """What a cycle did, without texts and numbers of a model.
 
@@ -86,7 +93,7 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     if cycle.number == 0:
         prompt = s.request.prompt
         asked["prompt_text"] = s.tokenizer.decode(prompt[-_PROMPT_SHOWN:])
-        asked["prompt_tail"] = [s.tokenizer.decode([i]) for i in prompt[-_TAIL_SHOWN:]]
+        asked["prompt_tail"] = [word_of(i, s.tokenizer) for i in prompt[-_TAIL_SHOWN:]]
     asked["target_argmax"] = scores.argmax(-1).tolist()
     kept, sampling = scores[: cycle.num_kept], s.request.sampling
     p, judged, noise = kept.softmax(-1), kept, None
@@ -102,7 +109,7 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     forbidden = (place["forbidden"] for place in asked["grammar"] or ())
     shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"], *forbidden)
     ids |= {token["id"] for token in shown}
-    asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
+    asked["texts"] = {i: word_of(i, s.tokenizer) for i in sorted(ids)}
     asked["ms"] = dict(zip(("draft", "verify", "other"), cycle.spans_ms, strict=True))
     return asked
 
@@ -231,7 +238,7 @@ def prompt_logprobs(s: TextSequence) -> list[Json | None]:
 
 def _naming(tokenizer: Tokenizer, has_names: bool) -> Callable[[int], str]:
     """What gives a token's text."""
-    return lambda token: f"token_id:{token}" if has_names else tokenizer.decode([token])
+    return lambda token: f"token_id:{token}" if has_names else word_of(token, tokenizer)
 
 
 def _entries(tokens: list[int], scores: TokenScores, text_of: Callable[[int], str]) -> list[Json]:

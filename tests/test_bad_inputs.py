@@ -188,7 +188,8 @@ TYPE = {"Content-Type": "application/json"}
 WRONG_BODIES = [  # status, body, headers
     *((400, body, TYPE) for body in (
         b'{"prompt": "a"', b"", b'[{"prompt": "a"}]', b"null", b'{"prompt": "a", "top_p": NaN}',
-        b'{"prompt": "a", "top_p": -Infinity}', b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"prompt": "a", "top_p": -Infinity}', b'{"prompt": "a", "metadata": {"a": 1e999}}',
+        b"[" * 100_000, b'{"a":' * 100_000,
         b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff\xfe"}',
         '{"prompt": "a"}'.encode("utf-16"), b'{"prompt": "a"} {"prompt": "b"}',
     )),
@@ -287,6 +288,17 @@ def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
             peak = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
             assert peak < 1 << 20  # KiB; what was asked for is 9 GB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (100 << 10)
+
+
+def test_what_cannot_be_written_for_a_template_is_refused_and_ends_no_process(monkeypatch):
+    """json.dumps has less depth left here than json.loads had before."""
+    tokenizer, child = noting(), reading.renderer.start()
+    deep = "x"
+    for _ in range(sys.getrecursionlimit()):
+        deep = [deep]
+    with pytest.raises(RequestError, match="^the chat template .*recursion") as caught:
+        chat_prompt(HI, tokenizer, CONTEXT, how={"chat_template_kwargs": {"x": deep}})
+    assert caught.value.status == 400 and reading.renderer.start() is child
 
 
 def test_what_ends_the_process_of_templates_ends_one_prompt_alone():

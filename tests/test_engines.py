@@ -118,12 +118,15 @@ def test_an_engine_is_sent_defaults_that_it_knows_and_what_a_request_says(owner)
     if owner == "llamacpp":
         assert sent.pop("repeat_penalty") == penalties.pop("repetition_penalty")
     assert sent.items() >= {"prompt": [1, 2], "stop": ["a"], **penalties}.items()
+    chosen = {"top_k": 7, "top_p": 0.3, "min_p": 0.1, "seed": 5}
+    sent = relay.translated({"prompt": "x", "min_p": 0.2}, Options(**chosen), card)
+    assert sent.items() >= (chosen | {"min_p": 0.2}).items()
 
 
 @pytest.mark.parametrize("field", [
     {"trace": True}, {"compare": True}, {"drafter": "ngram"}, {"speculative": False}, {"n": 2},
     {"num_speculative_tokens": 3}, {"prediction": "y"}, {"json_schema": {}}, {"logprobs": 1},
-    {"chat": True}, {"max_tokenz": 1},
+    {"chat": True}, {"max_tokenz": 1}, {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]},
 ], ids=str)  # fmt: skip
 def test_what_is_not_translated_is_refused_by_name(ask, replay, field):
     count = len(replay.seen)
@@ -149,6 +152,8 @@ def test_health_says_when_the_engine_is_gone_or_silent(ask, replay, monkeypatch)
     monkeypatch.setattr(replay, "answer", lambda *_: replay.go_on.wait(60))
     answer = ask.client.get("/health")
     assert answer.status_code == 503 and answer.json["status"] == "stuck"
+    # Nor does another question keep its thread for as long as an answer may take.
+    assert ask.client.get("/v1/models").status_code == 504
     replay.shutdown()
     replay.server_close()
     answer = ask.client.get("/health")

@@ -9,6 +9,7 @@ down from its source.
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, asked, module_client
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 
 from runtime.models.chat import chat_prompt, template_options
 from runtime.values import RequestError
+from server import answers
 from server.fields import NEUTRAL, SILENT
 from server.parsing import KNOWN
 
@@ -116,6 +118,10 @@ def test_fields_that_go_together(wanted):
         (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, {}),
         (GENERATE, {"prompt": ids} | cut, {"prompt": ids[:7]}),
         (GENERATE, {"prompt": ids, "truncate_prompt_tokens": -1}, {"prompt": ids[-252:]}),
+        (GENERATE, {"prompt": ids[:9], "truncate_prompt_tokens": -1, "max_tokens": 300},
+         {"prompt": ids[:9], "max_tokens": 300}),
+        (COMPLETIONS, {"prompt": [ids, ids[:9]]} | cut,
+         {"prompt": ids[:7], "runs": 2, "num_prompts": 2}),
         (CHAT, {"messages": turns, "continue_final_message": True}, {"prompt": begun}),
         *((route, {"n": 2, "best_of": 2}, {"n": 2, "runs": 2}) for route in ROUTES),
         *((route, {"n": 2, "seed": 2**64 - 2}, {"n": 2, "runs": 2, "seed": 2**64 - 2})
@@ -124,6 +130,25 @@ def test_fields_that_go_together(wanted):
     ):  # fmt: skip
         was = wanted(route, {})
         assert changes(was, wanted(route, fields)) == changes(was, was | expected), fields
+
+
+def test_a_chat_without_a_limit_goes_on_until_the_context_is_full(wanted, client, monkeypatch):
+    options = client.application.extensions["worker"].options
+    monkeypatch.setitem(vars(options), "max_tokens", None)  # as without the option
+    was = wanted(CHAT, {"messages": TURNS, "max_tokens": None})
+    assert was["max_tokens"] == 256 - len(was["prompt"])
+    same = wanted(GENERATE, {"prompt": TURNS, "chat": True, "max_tokens": None})
+    assert (same["prompt"], same["max_tokens"]) == (was["prompt"], was["max_tokens"])
+    assert wanted(GENERATE, {"max_tokens": None})["max_tokens"] == 128
+
+
+def test_silence_is_filled_while_nothing_is_shown(monkeypatch):
+    """A call is held back until it is whole, say."""
+    job = SimpleNamespace(read=lambda: iter([[(0, {})]] * 3), cancelled=True, cancel=lambda: None)
+    shape = SimpleNamespace(opening="", closing="", shown=lambda *_: "")
+    for silent_s, expected in ((-1.0, [answers.PING] * 3), (1e9, [])):
+        monkeypatch.setattr(answers, "LONGEST_POLL_S", silent_s)
+        assert [*answers.stream(job, shape, dict)] == expected
 
 
 @pytest.mark.parametrize("route", BODIES)

@@ -19,8 +19,12 @@ from runtime.models.chat import chat_ids
 from runtime.models.fim import tokenize_plain
 from runtime.models.gguf_file import BadFile, GgufFile
 from runtime.models.gguf_tokenizer import tokenizer_of
-from runtime.models.prompts import prompt_ids
+from runtime.models.prompts import Conversation, prompt_ids
+from runtime.models.token_bytes import bytes_of
+from runtime.sequence import Sequence
 from runtime.text import TextStream
+from runtime.values import Judgement, Request
+from server.trace import word_of
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = list(bytes_to_unicode().values())
@@ -73,6 +77,20 @@ def tokens_of(file, text):
     stream.finish()
     assert stream.text == tokenizer.decode(ids, skip_special_tokens=True)
     return [file.metadata["tokenizer.ggml.tokens"][i] for i in ids]
+
+
+def test_a_text_goes_on_behind_its_prompt_and_has_no_end_of_text(tmp_path):
+    """Alone, its first word would lose the space before it. An answer in a chat begins anew."""
+    tokenizer = tokenizer_of(pieces(tmp_path))
+    prompt, (*_, first, second, end) = (tokenizer(t)["input_ids"] for t in ("Hello", "Hello1"))
+    new = first, second  # and an end of text that has letters
+    judged = [Judgement(token, "bonus") for token in (*new, end)]
+    for given, expected in ((prompt, " Hello"), (Conversation(prompt), "Hello")):
+        sequence = Sequence(Request(given, 9), 0, tokenizer)
+        assert sequence.append(judged, {end}) == 3
+        assert (sequence.text.text, sequence.finish_reason) == (expected, "stop")
+    assert [word_of(token, tokenizer) for token in (*new, end)] == [" Hel", "lo", "1"]
+    assert [bytes_of(token, tokenizer) for token in new] == [b" Hel", b"lo"]
 
 
 PIECES = [  # what a file says, a text, and its tokens

@@ -219,6 +219,20 @@ def test_an_answer_is_read_alike_however_it_is_cut(text, cuts, form):
         assert read(text) == (text, "", [])
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=[*FORMS])
+def test_a_call_that_a_stop_string_cut_is_content_unless_it_is_whole(form):
+    text = call_text("weather", ROME, form).removesuffix("</tool_call>").rstrip()
+    cut = text[: text.index("Rome")]
+    for written, is_long, expected in ((text, False, 1), (cut, False, 0), (cut, True, 0)):
+        reader = AnswerReader(form, {"weather"})
+        parts = [*reader.feed(written), *reader.finish(is_cut=is_long)]
+        assert reader.num_calls == expected, written
+        is_call = bool(expected or is_long)
+        assert [isinstance(part, Call) for part in parts if not isinstance(part, Thought)] == [
+            is_call
+        ]
+
+
 # -------------------------------------------------------------------------------- the grammar
 @pytest.fixture(scope="module")
 def accepts():

@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
 from os.path import commonprefix
 from pathlib import Path
@@ -380,7 +380,8 @@ class Matcher:
         The text is certain, its tokens are not: the target may cut it into others.
         """
         text = self._matcher.compute_ff_bytes()[: _LONG_TOKEN * most]
-        return self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []
+        ids = self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []
+        return [*takewhile(self._vocabulary.size.__gt__, ids)]  # the model may have fewer
 
     @property
     def may_end(self) -> bool:

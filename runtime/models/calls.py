@@ -195,15 +195,20 @@ class AnswerReader:
             self.num_calls += isinstance(part, Call)
             yield part
 
-    def finish(self) -> list[Part]:
-        """The parts that are left when no more text comes; a call may be cut in its arguments."""
+    def finish(self, is_cut: bool = True) -> list[Part]:
+        """The parts that are left when no more text comes.
+
+        `is_cut` says that the text was too long: then a call may be cut in its arguments. Else a
+        call that is not whole is content.
+        """
         if self._state == "reason":  # which was cut, perhaps in its end tag
             text = self._held.rstrip()
             return [Thought(text)] if text else []
         text = self._held.lstrip()
         if text.startswith(self._tag) and self._state != "rest":
-            call, _ = self._read(text.removeprefix(self._tag))
-            if call is not None:
+            call, end = self._read(text.removeprefix(self._tag))
+            self.num_calls += bool(end)
+            if call is not None and (end or is_cut):
                 return [call]
         # Spaces behind calls are no content.
         is_content = text or (self._held and not self.num_calls)

@@ -199,7 +199,7 @@ def _render(
     except TimeoutError:  # no mistake of the client's
         why = f"the model's chat template took longer than {_TEMPLATE_LIMIT_S:g} s on this machine"
         raise RequestError(why, status=503, code=TOO_SLOW) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the chat template {error}", param="messages") from error
     return text
 

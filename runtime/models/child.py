@@ -36,20 +36,21 @@ class Child:
             # In a separate session it gets no Ctrl-C, which is for us.
             self.child = subprocess.Popen(words, start_new_session=True, **pipes)
             if self._hello:
-                self._send(self._hello)
+                self._send(_line(self._hello))
         return self.child
 
-    def _send(self, values: Any) -> None:
+    def _send(self, line: bytes) -> None:
         with suppress(BrokenPipeError):
-            self.child.stdin.write(json.dumps(values, default=str).encode() + b"\n")
+            self.child.stdin.write(line)
             self.child.stdin.flush()
 
     def ask(self, *values: Any) -> Any:
         """What the child answers. Raises TimeoutError, or EOFError where it ended otherwise."""
+        line = _line(values)  # which fails, if at all, before there is anything to end
         with self._lock:
             child, answer = self.start(), b""
             try:
-                self._send(values)
+                self._send(line)
                 with suppress(BrokenPipeError):
                     answer = child.stdout.readline()
             finally:
@@ -64,6 +65,10 @@ class Child:
             self.child.kill()
             with suppress(BrokenPipeError), self.child:
                 pass
+
+
+def _line(values: Any) -> bytes:
+    return json.dumps(values, default=str).encode() + b"\n"
 
 
 def bound_memory() -> None:

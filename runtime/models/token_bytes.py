@@ -16,6 +16,8 @@ def bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
         return b""
     if _is_byte(word):
         return bytes.fromhex(word[3:5])
+    if word.startswith(_PIECES_SPACE):  # which decoding it alone would lose
+        return word.replace(_PIECES_SPACE, " ").encode()
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     is_part = "\ufffd" in text and all(character in _BYTES for character in word)
     return bytes(map(_BYTES.__getitem__, word)) if is_part else text.encode()

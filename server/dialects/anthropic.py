@@ -26,12 +26,12 @@ from server.parsing import check_model
 from server.service import Service, read_body
 
 from .chat import NAMES as CHAT_NAMES
-from .chat import errors_name, read_chat
+from .chat import OPENAIS_OWN, errors_name, read_chat
 from .shapes import InParts, Logprobs, event, figures
 from .translation import objects, text_at, text_of, wrong
 
 _PATH = "/v1/messages"
-_NAMES = CHAT_NAMES - {"n", "logprobs", "top_logprobs"} | {
+_NAMES = CHAT_NAMES - {"n", "logprobs", "top_logprobs", *OPENAIS_OWN} | {
     "system", "stop_sequences", "output_config",
 }  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -197,13 +197,13 @@ class Messages(InParts):
 
     def whole(self, body: Json) -> Json:
         """The message."""
-        for part in [*self.parts(0, body["text"])] or [""]:
+        for part in [*self.parts(0, body)] or [""]:
             self.part(0, part)
         return self._head | {"content": self._content} | self._ending(body) | _figures(body)
 
     def last(self, body: Json) -> Iterator[str]:
         """The rest of the blocks, and why the message ended, with figures."""
-        yield from (self.part(0, part) for part in self.readers[0].finish())
+        yield from (self.part(0, part) for part in self.rest(0, body))
         yield ("" if self._content else self.part(0, "")) + self._stop()
         yield event("message_delta", delta=self._ending(body), **_figures(body))
         yield event("message_stop")

@@ -28,6 +28,7 @@ from server.service import Service, read_body
 from .shapes import InParts, Logprobs, OpenAIShape
 
 _OF_TOOLS = "tools", "tool_choice", "parallel_tool_calls"
+OPENAIS_OWN = {"prompt_logprobs", "return_token_ids"}  # no other protocol has a place for them
 NAMES = KNOWN - {"prompt", "chat"} | {"messages", "top_logprobs", *_OF_TOOLS, *TEMPLATE_FIELDS}
 
 
@@ -147,7 +148,7 @@ class Chat(InParts, OpenAIShape):
 
     def choice(self, index: int, body: Json) -> Json:
         """A message, with its calls and its reasoning."""
-        deltas = [self._said(index, part) for part in self.parts(index, body["text"])]
+        deltas = [self._said(index, part) for part in self.parts(index, body)]
         content, thought = (
             "".join(delta.get(name, "") for delta in deltas)
             for name in ("content", "reasoning_content")

@@ -37,11 +37,14 @@ def register_routes(app: Flask, service: Service) -> None:
         fields = known_fields(read_body(), _NAMES)
         if not isinstance(echo := fields.pop("echo", False), bool):
             raise wrong("echo", "must be true or false")
+        if echo and fields.get("suffix"):
+            raise wrong("echo", "does not go with suffix")
         _fill_in(service, fields)
         prompts, shape = _prompts_of(fields.get("prompt")), Completion(service, fields)
         shape.num_prompts = len(prompts)
         if echo or len(prompts) > 1:
-            sent, prompts = prompts, _ids_of(prompts, service.engine.target)
+            is_cut = fields.get("truncate_prompt_tokens") is not None
+            sent, prompts = prompts, _ids_of(prompts, service.engine.target, is_cut)
         if echo:
             shape.begins = _begins(service, fields, sent, prompts)
         fields["prompt"] = prompts[0]
@@ -63,8 +66,11 @@ def _at_place(i: int) -> Iterator[None]:
         raise
 
 
-def _ids_of(values: list[Any], target: Model) -> list[list[int]]:
-    """The ids of each prompt in a list, which the context can hold. Raises RequestError."""
+def _ids_of(values: list[Any], target: Model, is_cut: bool) -> list[list[int]]:
+    """The ids of each prompt in a list, which the context can hold, or will when they are cut.
+
+    Raises RequestError.
+    """
     context = target.max_length
     sizes = [len(value) for value in values if isinstance(value, str)]
     are_short = max(sizes, default=0) <= LONG_TEXT  # else one of them takes the turn
@@ -73,6 +79,8 @@ def _ids_of(values: list[Any], target: Model) -> list[list[int]]:
         for i, value in enumerate(values):
             with _at_place(i) if len(values) > 1 else nullcontext():
                 every.append(prompt_ids(value, target.tokenizer, context))
+                if is_cut:
+                    continue
                 try:
                     check_prompt(every[-1], context, target.vocab_size, max_tokens=0)
                 except ValueError as error:

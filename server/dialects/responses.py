@@ -27,7 +27,7 @@ from server.fields import known_fields
 from server.service import Service, read_body
 
 from .chat import NAMES as CHAT_NAMES
-from .chat import errors_name, log_probabilities, read_chat
+from .chat import OPENAIS_OWN, errors_name, log_probabilities, read_chat
 from .shapes import InParts, Logprobs, Untold, event, figures
 from .translation import objects, text_at, text_of, wrong
 
@@ -38,7 +38,7 @@ _TOLD: Json = {
     "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
     "top_p": None, "truncation": "disabled", "user": None,
 }  # fmt: skip
-_NAMES = CHAT_NAMES - {"messages", "n"} | {
+_NAMES = CHAT_NAMES - {"messages", "n", "logprobs", *OPENAIS_OWN} | {
     "instructions", "input", "text", "include", "max_output_tokens",
 }  # fmt: skip
 _KEPT_ELSEWHERE = "previous_response_id", "conversation", "prompt"
@@ -216,14 +216,14 @@ class Responses(InParts):
     def whole(self, body: Json) -> Json:
         """The response with all its items."""
         self.part(0, "", body.get("logprobs") or [])
-        for part in self.parts(0, body["text"]):
+        for part in self.parts(0, body):
             self.part(0, part)
         self._end(body)
         return self._response
 
     def last(self, body: Json) -> Iterator[str]:
         """The rest of the items, and the whole response."""
-        yield from (self.part(0, part) for part in self.readers[0].finish())
+        yield from (self.part(0, part) for part in self.rest(0, body))
         yield self._end(body)
         yield self._event(self._response["status"], response=self._response)
 

@@ -202,10 +202,14 @@ class InParts(Shape):
         """What a stream shows of a part of a choice."""
         raise NotImplementedError
 
-    def parts(self, index: int, text: str) -> Iterator[Part]:
-        """The parts of a choice's whole text."""
-        yield from self.readers[index].feed(text)
-        yield from self.readers[index].finish()
+    def parts(self, index: int, body: Json) -> Iterator[Part]:
+        """The parts of a choice's whole answer."""
+        yield from self.readers[index].feed(body["text"])
+        yield from self.rest(index, body)
+
+    def rest(self, index: int, body: Json) -> list[Part]:
+        """The parts that are left of a choice whose text is whole."""
+        return self.readers[index].finish(is_cut=body["finish_reason"] == "length")
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event; its first part has its log-probabilities."""
@@ -218,7 +222,7 @@ class InParts(Shape):
 
     def last(self, body: Json) -> Iterator[str]:
         """What was held back, then what the shape ends with."""
-        for index in range(self.num_choices):
-            for part in self.readers[index].finish():
+        for index, each in enumerate(bodies(body)):
+            for part in self.rest(index, each):
                 yield self.part(index, part)
         yield from super().last(body)
