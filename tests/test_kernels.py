@@ -26,13 +26,14 @@ import torch
 from conftest import ROOT, assert_lossless, load, logits_of, needs_compiler, run
 from families import save_small
 from test_heads import new_eagle3, target_folder  # noqa: F401
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from drafters.auto.estimates import StopRule
 from runtime import kernels
 from runtime.folders import own_folder
 from runtime.kernels import chain, library
 from runtime.kernels.decoder import Rows
-from runtime.kernels.parts import is_same
+from runtime.kernels.parts import is_same, norm_of
 from runtime.kernels.weights import FORMS, PackedMatrix
 from runtime.models import gguf_file
 from runtime.values import Request
@@ -651,3 +652,33 @@ def test_an_event_leaves_the_cores_to_the_next_pass(demo_engine, prompts, thread
     threads(2)
     run(demo_engine, prompts["code_class"], max_tokens=3, trace=True)
     assert set(counts) == {1} and torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_by_one_more_than_its_weight_adds_in_float32(dtype):
+    norm = Gemma2RMSNorm(64).to(dtype)
+    norm.weight.data = torch.linspace(-0.4, 0.4, 64).to(dtype)
+    assert torch.equal(norm_of(norm).weight.float(), 1 + norm.weight.float())
+
+
+_FORKED = """
+import os, signal, sys, time
+import torch
+torch.set_num_threads(2)
+import tools
+from runtime.values import Request
+engine = tools.load_engine(model="embedded", drafter="none")
+request = Request([*range(5, 40)], 12, None, 0)
+write = lambda: tools.run_together(engine, [request])[0].output
+text = write()
+time.sleep(0.3)  # now the threads sleep
+if not (child := os.fork()):
+    signal.alarm(60)
+    os._exit(any(write() != text for _ in range(3)))
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_computes_with_threads_of_its_own():
+    assert subprocess.run([sys.executable, "-c", _FORKED], cwd=ROOT).returncode == 0

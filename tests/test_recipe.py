@@ -155,9 +155,9 @@ def test_training_ends_early_where_the_score_stops_rising(tmp_path):
 
     rates = {}
 
-    def trained(scores, file=tmp_path / "none.pt", last=None):
+    def trained(scores, file=tmp_path / "none.pt", last=None, rate=1e-3):
         module = torch.nn.Linear(2, 2)
-        training, told = recipe.Training(module, file, last or 1000, 1e-3), iter(scores)
+        training, told = recipe.Training(module, file, last or 1000, rate), iter(scores)
         inputs = torch.ones(1, 2)
 
         def loss_of(number):
@@ -173,7 +173,9 @@ def test_training_ends_early_where_the_score_stops_rising(tmp_path):
     assert trained(rising, last=1500) == 1500  # a training that was whole may go on
     assert trained([1.5] * 100, tmp_path / "a.pt") == end
     assert rates[end - 1] < 0.1 * rates[49] < rates[49] == rates[20]
-    assert trained([1.5] * 100, tmp_path / "a.pt", last=2000) == end  # it has ended
+    assert trained([1.5] * 100, tmp_path / "a.pt") == end  # it has ended
+    more = trained(rising, tmp_path / "a.pt", last=1200, rate=2e-3)  # there are more answers
+    assert more == 1200 and rates[500] == 2e-3
     flat_late = rising[:70] + [rising[69]] * 30  # the rate falls already
     assert trained(flat_late, tmp_path / "b.pt") == 1000
 

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from tqdm import tqdm
 from runtime.models.chat import chat_ids
 from runtime.models.prompts import kind_of, prompt_ids, read_prompts
 from runtime.statistics import Statistics
-from runtime.values import Engine, Model, Request, RequestError
+from runtime.values import Engine, Model, Request, RequestError, in_short
 from server import core
 from server.curve import cpu_name
 from server.options import ROOT, Options, between
@@ -155,6 +155,19 @@ def run_together(
 def total(finished: list[Finished]) -> Statistics:
     """The sum of what was counted."""
     return sum((one.statistics for one in finished), Statistics())
+
+
+@contextmanager
+def kept_at_the_end(has_some: Callable[[], bool]) -> Iterator[None]:
+    """Ctrl-C within it ends the measuring, and so does a failed request if something is there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    except (RequestError, RuntimeError, OSError) as error:
+        if not has_some():
+            raise
+        print(f"ended early: {in_short(error)}", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------- clocks

@@ -29,7 +29,6 @@ import random
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import cycle, product
 from math import sqrt
@@ -326,7 +325,7 @@ def hold(
         request = Request(prompts[name], most, sampling=sampling, seed=1, **ways[way])
         return bench.run_together(engine, [request])[0]
 
-    with suppress(KeyboardInterrupt):
+    with bench.kept_at_the_end(lambda: bool(turns)):
         for way in ways:  # first calls are slow
             run(way, order[0], _WARM)
         for turns in race(run, ways, order, 60 * flags.minutes):

@@ -24,7 +24,6 @@ Ctrl-C ends the rounds and shows what they gave. The memory's speed is measured 
 import random
 import tomllib
 from collections import defaultdict
-from contextlib import suppress
 from itertools import count, islice, permutations, product
 from operator import ne
 from pathlib import Path
@@ -110,7 +109,7 @@ def measure(server: Server, cells: list[Cell], flags: Any) -> dict[Cell, list[Ro
     ask(server, is_chat, warm, "plain")
     in_a_run = len(in_order(len(cells), flags.order, random.Random(0)))
     rounds = bench.tqdm(total=flags.runs * in_a_run, desc="rounds")
-    with rounds as progress, suppress(KeyboardInterrupt):  # what was measured is worth its table
+    with rounds as progress, bench.kept_at_the_end(lambda: any(found.values())):
         for run_index in range(flags.runs):
             for i in in_order(len(cells), flags.order, chance):
                 cell, order = cells[i], [*ORDERS[(run_index + i) % len(ORDERS)], *flags.fixed]

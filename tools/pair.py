@@ -61,11 +61,14 @@ def write(server: Server, fields: dict[str, Any], prompts: list[str], count: int
     found = []
     for told in at_once(server.port, ROUTE, [chat | common for chat in chats])[1]:
         parts = [
-            (at_ms, choice["delta"]["content"])
+            (at_ms, text)
             for at_ms, event in zip(*told, strict=True)
             for choice in event["choices"]
-            if choice["delta"].get("content")
+            for name in ("reasoning_content", "content")
+            if (text := choice["delta"].get(name))
         ]
+        if not parts:
+            raise SystemExit("error: an answer has no text, so nothing can be timed")
         usage = next(e["usage"] for e in reversed(told.events) if e.get("usage"))
         counts = usage["prompt_tokens"], usage["completion_tokens"]
         text = "".join(part for _, part in parts)

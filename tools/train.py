@@ -68,6 +68,7 @@ class Plan:
     max_answer: int = answers.MAX_TOKENS
     draft_words: int = 10_240  # that an EAGLE-3 head knows
     verifier: str = ""  # the target's public name
+    name: str = ""  # and its name on the command line
     begin: Path | None = None  # a trained head that an EAGLE-3 or MTP head begins as
     corpus_bytes: int | None = None  # of each source of text; None: all
     is_toy: bool = False
@@ -181,7 +182,7 @@ def served(plan: Plan, data: recipe.Data) -> dict[str, Any]:
     requests = [Request(prompt, _SERVED_TOKENS, name, 4) for prompt in prompts]
     try:
         device = str(torch.get_default_device())
-        engine = tools.load_engine(model=plan.target, device=device, **options)
+        engine = tools.load_engine(model=plan.name or plan.target, device=device, **options)
         total = tools.total(tools.run_together(engine, requests, at_once=1))
     except (ValueError, RuntimeError, RequestError) as error:  # what was trained stays
         return {"error": in_short(error)}
@@ -252,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
     work = given.work or cache_folder() / "training" / name
     plan = Plan(
         given.kind, target, work, given.out or work / given.kind,
-        verifier=given.verifier or given.target, begin=given.begin,
+        verifier=given.verifier or given.target, name=given.target, begin=given.begin,
         minutes=(given.minutes or 60) if is_timed else None, **sizes,
     )  # fmt: skip
     print(json.dumps(run(plan, given.stage)))

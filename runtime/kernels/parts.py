@@ -168,9 +168,10 @@ def norm_of(module: nn.Module) -> Norm | None:
         return None
     scale = module.weight.detach()
     x = torch.linspace(-1, 1, len(scale), dtype=torch.float32).to(scale)[None]
-    for weight in (scale, 1 + scale):
+    # The sum is one of float32, whatever type the weight has: 1.0034 is no bfloat16.
+    for weight, exact in ((scale, scale), (1 + scale, 1 + scale.float())):
         if is_same(nn.functional.rms_norm(x, weight.shape, weight, epsilon), module(x)):
-            return Norm(epsilon, weight)
+            return Norm(epsilon, exact)
     return None
 
 

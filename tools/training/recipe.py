@@ -354,10 +354,12 @@ class Training:
         if file.exists():
             saved = torch.load(file, weights_only=True)
             self._load(saved["weights"])
-            for rate, state in saved["optimizers"].items():
-                self.optimizers[rate].load_state_dict(state)
+            states = saved["optimizers"].values()
+            for optimizer, state in zip(self.optimizers.values(), states, strict=True):
+                optimizer.load_state_dict(state)  # whose rate each step sets
             self.average, self.number = saved["average"], saved["number"]
-            self.ends_at = saved.get("ends_at", inf)
+            if saved.get("num_steps") == num_steps:  # else there is more to learn from
+                self.ends_at = saved["ends_at"]
 
     @property
     def last(self) -> int:
@@ -376,6 +378,7 @@ class Training:
             "optimizers": {rate: own.state_dict() for rate, own in self.optimizers.items()},
             "average": self.average,
             "number": self.number,
+            "num_steps": self.num_steps,
             "ends_at": self.ends_at,
         }
         write_whole(self.file, partial(torch.save, state))

@@ -109,16 +109,25 @@ static void *worker(void *argument) {
   return NULL;
 }
 
-static void forget(void) {  // a forked process has none of the threads
+static void forget(void) {  // a forked process has none of the threads, and none of their sleep
   num_workers = 0;
   atomic_store(&started.number, 0);
-  atomic_store(&started.num_asleep, 0);
   atomic_store(&num_arrived, 0);
+  atomic_store(&next_unit, 0);
   pthread_mutex_init(&one_job, NULL);
+  bell *bells[] = {&started, &met};
+  for (int i = 0; i < 2; ++i) {
+    atomic_store(&bells[i]->num_asleep, 0);
+    pthread_mutex_init(&bells[i]->lock, NULL);
+    pthread_cond_init(&bells[i]->rung, NULL);
+  }
 }
 
+static void forget_when_forked(void) { pthread_atfork(NULL, NULL, forget); }
+
 static void make_workers(int count) {
-  if (!num_workers && count) pthread_atfork(NULL, NULL, forget);
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  if (count) pthread_once(&once, forget_when_forked);
   for (; num_workers < count; ++num_workers) {
     pthread_t thread;
     if (pthread_create(&thread, NULL, worker, (void *)(uintptr_t)(num_workers + 1))) return;
