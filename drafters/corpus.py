@@ -1,6 +1,6 @@
 """A corpus: texts like the answers to come, in which the drafter suffix looks beside past outputs.
 
-    python 08_speculative_decoding.py --port 5000 --suffix-corpus answers.jsonl manual.txt
+    --suffix-corpus answers.jsonl manual.txt
 
 A line of a .jsonl file is a text, or an object: of its `messages` what the assistant says and the
 arguments of its calls are taken, else the fields of FIELDS. Any other file is one text in UTF-8.
