@@ -245,6 +245,26 @@ def test_what_is_served_is_measured(learned, tmp_path):
     assert "mtp" in train.served(replace(plan, out=tmp_path), data)["error"].lower()
 
 
+@pytest.mark.parametrize(("family", "wanted", "expected"), [
+    ("qwen2", None, "mtp"), ("qwen3", None, "eagle3"), ("gemma3_text", None, "draft"),
+    ("qwen2", "draft", "draft"), ("qwen2", "eagle3", "no eagle3 head fits a qwen2: train mtp or"),
+    ("gemma3_text", "mtp", "no mtp head fits a gemma3_text: train draft"),
+])  # fmt: skip
+def test_a_head_is_trained_for_targets_that_it_fits(tiny_folder, family, wanted, expected):
+    if expected in KINDS:
+        assert train.kind_for(str(tiny_folder(family)), wanted) == expected
+    else:
+        with pytest.raises(SystemExit, match=f"^error: {expected}"):
+            train.kind_for(str(tiny_folder(family)), wanted)
+
+
+def test_the_kind_of_a_gguf_target_is_read_too(tmp_path):
+    write(file := tmp_path / "target.gguf", TINY, Q8_0)
+    assert train.kind_for(str(file), None) in KINDS
+    with pytest.raises(SystemExit, match="^error: cannot read the target: "):
+        train.kind_for(str(tmp_path), None)
+
+
 MISFITS = "target --minutes 5", "--tokens 9 --minutes 5", "draft --begin x"
 
 

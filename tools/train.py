@@ -1,6 +1,6 @@
 """Train a drafter for a target of your own in an hour, or make the embedded models anew.
 
-    python -m tools.train --target FOLDER                                   an EAGLE-3 head
+    python -m tools.train --target FOLDER                        the head that fits the target
     python -m tools.train draft --target smollm2 --minutes 120 --out /tmp/draft
     python -m tools.train mtp   --target FOLDER --tokens 3e6 --work /tmp/work --out /tmp/head
 
@@ -34,10 +34,13 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x on busy cores
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import tools
 from runtime.models.catalogue import cache_folder, resolve_model
+from runtime.models.files import is_gguf
+from runtime.models.gguf_config import config_of
+from runtime.models.gguf_model import open_model
 from runtime.models.loading import load_pretrained
 from runtime.values import Request, RequestError, in_short
 from server.options import Options, between
@@ -48,6 +51,12 @@ from .training.hybrid import Hybrid
 
 STUDENTS = {"eagle3": Eagle3, "dflash": DFlash, "mtp": Mtp, "draft": Draft, "hybrid": Hybrid}
 OPTION = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_model"}
+# The kinds of targets (transformers' model_type) that a head is made for; a draft is for all.
+FITS = {
+    "eagle3": {"llama", "mistral", "qwen3", "mellum"},
+    "mtp": {"llama", "qwen2", "qwen3_5_text", "mellum", "mimo"},
+    "dflash": {"qwen3", "mellum"},
+}
 LEAST = 250_000  # tokens of answers: with fewer a head hardly drafts
 FOR_OTHERS = 60.0  # seconds of the time: loading the models, and measuring what is served
 _SERVED, _SERVED_TOKENS = 16, 64  # prompts, and tokens of each
@@ -102,6 +111,28 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
         del target, student
         figures["served"] = served(plan, data)
     return figures
+
+
+def kind_for(target: str, wanted: str | None) -> str:
+    """What is trained: what was asked for, or the first head that fits, or else a draft model.
+
+    Raises SystemExit where that does not fit the target, before anything is loaded.
+    """
+    if wanted in ("target", "hybrid"):
+        return wanted
+    try:
+        if is_gguf(target):
+            with open_model(target) as file:
+                config = config_of(file)
+        else:
+            config = AutoConfig.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: cannot read the target: {in_short(error)}") from error
+    family = config.get_text_config().model_type
+    able = [*(kind for kind, families in FITS.items() if family in families), "draft"]
+    if wanted not in (None, *able):
+        raise SystemExit(f"error: no {wanted} head fits a {family}: train {' or '.join(able)}")
+    return wanted or able[0]
 
 
 def check_work(plan: Plan) -> None:
@@ -222,7 +253,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = [*STUDENTS, "target"]
-    parser.add_argument("kind", nargs="?", default="eagle3", choices=kinds, help="what is trained")
+    what = "what is trained (default: the first that fits of eagle3, mtp and draft)"
+    parser.add_argument("kind", nargs="?", choices=kinds, help=what)
     parser.add_argument("--target", default="smollm2", help="a folder, a file or a known name")
     parser.add_argument("--minutes", type=between(1, 100_000), help="for all (default: 60)")
     parser.add_argument("--work", type=Path, help="answers, states, checkpoints (default: a cache)")
@@ -239,20 +271,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", help="where to compute: cuda (default: cpu)")
     parser.add_argument("--toy", action="store_true", help="a toy, to see that every stage runs")
     given = parser.parse_args(arguments)
-    if given.begin and given.kind not in ("eagle3", "mtp"):
+    if given.begin and given.kind not in ("eagle3", "mtp", None):
         parser.error("--begin goes with eagle3 and mtp")
-    if given.minutes and (given.tokens or given.kind not in OPTION):
+    if given.minutes and (given.tokens or given.kind in ("target", "hybrid")):
         parser.error("--minutes goes with a drafter, and not with --tokens")
     torch.set_default_device(given.device)
     sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens", "rate")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
-    is_timed = given.kind in OPTION and "tokens" not in sizes
     target = resolve_model(given.target)
+    kind = kind_for(target, given.kind)
+    is_timed = kind in OPTION and "tokens" not in sizes
     name = f"{Path(target).name}-{sha256(target.encode()).hexdigest()[:8]}"
     work = given.work or cache_folder() / "training" / name
     plan = Plan(
-        given.kind, target, work, given.out or work / given.kind,
+        kind, target, work, given.out or work / kind,
         verifier=given.verifier or given.target, name=given.target, begin=given.begin,
         minutes=(given.minutes or 60) if is_timed else None, **sizes,
     )  # fmt: skip
