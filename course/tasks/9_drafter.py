@@ -13,7 +13,7 @@ The interface is that of tasks 3 and 4, with three changes. `open` gets the requ
 noise, too. `propose` returns Draft(tokens). `observe` gets a verdict: verdict.tokens have come, the
 accepted ones and one more. drafters/base.py has all of it, and a small one that draws by chance.
 
-    python -m course drafter course/tasks/9_drafter.py:Mine                   some five minutes
+    python -m course drafter course/tasks/9_drafter.py:Mine                   some three minutes
     python -m course drafter course/tasks/9_drafter.py:Mine --model embedded  one: nonsense text
 
 Forty prompts are continued: talk, code, and texts that are mostly copied; and one of one token. You
