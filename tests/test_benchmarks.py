@@ -21,6 +21,7 @@ from started import serving
 from tqdm import tqdm
 
 import tools as bench
+from runtime.values import RequestError
 from server.curve import Curve
 from tools import audition, lossless, never_loses, pair, servers
 from tools.passes import retype
@@ -479,3 +480,14 @@ def test_what_measures_nothing_is_refused_before_anything_is_loaded(
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (2, "") and message in said.err
     assert message not in UNREADABLE or said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [RequestError("no"), servers.Lost("no"), OSError("no")], ids=repr)
+def test_a_failed_request_ends_a_measurement_and_loses_nothing(error, capsys):
+    with bench.kept_at_the_end(lambda: True):
+        raise error
+    assert capsys.readouterr().err == "ended early: no\n"
+    with pytest.raises(type(error)), bench.kept_at_the_end(lambda: False):
+        raise error
+    with bench.kept_at_the_end(lambda: False):
+        raise KeyboardInterrupt

@@ -215,6 +215,10 @@ def test_what_is_forced_is_proposed_as_the_tokenizer_writes_it(demo_engine):
     matcher = grammar_of(demo_engine, REGEX, re.escape(text) + "[0-9]").matcher()
     tokens = ids_of(demo_engine, text)
     assert matcher.forced(99) == tokens and matcher.forced(3) == tokens[:3]
+    largest = max(tokens)
+    with pytest.MonkeyPatch.context() as patch:  # a model may have fewer tokens
+        patch.setattr(matcher._vocabulary, "size", largest)
+        assert matcher.forced(99) == tokens[: tokens.index(largest)]
     for token in tokens:
         matcher.consume(token)
     assert matcher.forced(99) == []

@@ -5,6 +5,7 @@ requests without a prediction. What is none is refused: see bad_requests.txt.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from conftest import GREEDY, asked, module_client, run
@@ -13,9 +14,10 @@ from started import GENERATE, ROUTES, text_of
 from drafters.auto import Controller
 from drafters.prediction import Expected, PredictionDrafter, count_verified
 from runtime.models import prompts as reading
-from runtime.values import MAX_SPECULATIVE_TOKENS, Draft
+from runtime.values import MAX_SPECULATIVE_TOKENS, Draft, Request
 from server import core
 from server.options import MOST_K
+from server.prediction import expecting as read
 from server.prediction import prediction_ids
 
 client = module_client(max_tokens=20)
@@ -213,3 +215,15 @@ def test_its_ids_are_those_of_the_text_alone(demo_engine, monkeypatch):
     for text in ("def f(x):", "x" * 30_000):
         assert prediction_ids(text, Marking(), 1 << 20) == (*tokenizer(text)["input_ids"],)
     assert sizes == [9, 30_000]
+
+
+def test_a_prediction_with_tokens_that_the_model_lacks_is_not_read(demo_engine):
+    target = SimpleNamespace(
+        tokenizer=demo_engine.target.tokenizer,
+        max_length=100,
+        vocab_size=demo_engine.target.vocab_size,
+    )
+    request = Request([5], drafter="auto")
+    assert read(request, {"prediction": "a b"}, target)[0].prediction
+    target.vocab_size = 1
+    assert read(request, {"prediction": "a b"}, target)[0].prediction == ()
