@@ -19,7 +19,6 @@ That takes 8 bytes a token, where an index that grows takes 400.
 """
 
 import json
-import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,8 +26,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from runtime.models.loading import PROGRESS
 from runtime.values import in_short
 
+from .pool import LOG
 from .suffix import DEPTH, END, MOST, Match
 
 MOST_TOKENS = 8_000_000  # that are read, and ends of texts: 64 MB
@@ -36,7 +37,6 @@ FIELDS = "text", "completion", "response", "output", "answer"
 _PIECE = 1 << 18  # characters that are encoded at once
 _LONGEST_LINE = 1 << 24  # characters
 _TOLD = 8  # pieces between two lines of progress
-LOG, PROGRESS = logging.getLogger("drafters"), logging.getLogger("progress")
 
 
 class Corpus:

@@ -236,7 +236,7 @@ def _read_prompt(values: Json, target: Model) -> tuple[Any, int]:
     read = chat.chat_ids if values.get("chat") else prompt_ids
     prompt = read(values.get("prompt"), target.tokenizer, context)
     if (count := values.get("truncate_prompt_tokens")) is not None:
-        if count == -1:  # an answer that is to be longer than half of the context gets that
+        if count == -1:  # the answer is left its room, but no more than half of the context
             count = context - (1 if most == -1 else min(most, context // 2))
         if count < len(prompt):
             is_right = values.get("truncation_side") == "right"

@@ -260,9 +260,9 @@ class Relay:
             opened.callback(self._going.discard, line)
             request.environ.get(WHEN_LEFT, lambda act: None)(partial(cut_off, line))
 
-        is_short = request.method == "GET"  # which must not keep /health from its threads
-        engine, limit_s = self._options.engine, self._options.request_timeout
-        limit_s = _QUESTION_S if is_short else limit_s
+        engine, is_short = self._options.engine, request.method == "GET"
+        # Short questions share their threads with /health.
+        limit_s = _QUESTION_S if is_short else self._options.request_timeout
         head = {name: request.headers[name] for name in _PASSED if name in request.headers}
         return ask(opened, engine, path, limit_s, request.method, data, head, note)
 

@@ -290,7 +290,7 @@ def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (100 << 10)
 
 
-def test_what_cannot_be_written_for_a_template_is_refused_and_ends_no_process(monkeypatch):
+def test_what_cannot_be_written_for_a_template_is_refused_and_ends_no_process():
     """json.dumps has less depth left here than json.loads had before."""
     tokenizer, child = noting(), reading.renderer.start()
     deep = "x"

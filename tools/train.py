@@ -279,7 +279,8 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens", "rate")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
-    target = resolve_model(given.target)
+    # The embedded target is made of text alone: no model is fetched for it.
+    target = given.target if given.kind == "target" else resolve_model(given.target)
     kind = kind_for(target, given.kind)
     is_timed = kind in OPTION and "tokens" not in sizes
     name = f"{Path(target).name}-{sha256(target.encode()).hexdigest()[:8]}"
