@@ -64,6 +64,7 @@ A whole drafter that draws what followed the last token before, and rarely anyth
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -111,15 +112,17 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    stop_rule: Any = None  # of auto/: when a draft stops early; None: never. Set by the pool
+    least_confidence: float = 0.0  # of a draft in all its tokens: see Chain. Set by the pool
     forced: Sequence[int] = ()  # what the grammar puts before the draft. Set by the pool
 
 
 class Chain:
     """A model's draft in the making.
 
-    It may stop early, but under the rule of rejection never because it doubts what was drawn: later
-    drafts would depend on that, and the random numbers after a rejection are used again.
+    It ends where the product of its tokens' confidence falls below `least_confidence`: one more
+    token would hardly be accepted. But under the rule of rejection it never ends because it doubts
+    what was drawn: later drafts would depend on that, and the random numbers after a rejection are
+    used again.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
@@ -128,7 +131,7 @@ class Chain:
         forced = state.forced[:limit]
         self.text = [*state.text, *forced]  # with the draft so far
         self._probs: list[Tensor] = []
-        self._confidence = [1.0] * len(forced) if state.stop_rule else []
+        self._confidence = [1.0] * len(forced) if state.least_confidence else []
 
     @property
     def tokens(self) -> list[int]:
@@ -137,10 +140,8 @@ class Chain:
     @property
     def is_open(self) -> bool:
         """Whether one more token is wanted."""
-        stop_rule = self._state.stop_rule
-        if len(self.tokens) >= self._limit:
-            return False
-        return not self._confidence or stop_rule is None or stop_rule(self._confidence)
+        is_sure = prod(self._confidence) >= self._state.least_confidence
+        return is_sure and len(self.tokens) < self._limit
 
     def extend(self, logits: Tensor) -> int:
         """Choose the next token by the drafter's logits [V], as the target does.
@@ -154,7 +155,7 @@ class Chain:
             return 0  # for nobody
         if q is not None:
             self._probs.append(q)
-        if self._state.stop_rule is not None:
+        if self._state.least_confidence:
             self._confidence.append(confidence(logits, token))
         self.text.append(token)
         return token

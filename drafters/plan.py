@@ -25,7 +25,8 @@ class Task(NamedTuple):
 
     drafter: str = ""  # a name, or that of several whose drafts are merged; empty for none
     limit: int = 0  # tokens, at most
-    stop_rule: Any = None  # when a draft stops early; None: never
+    # A draft ends where the product of its tokens' confidence is lower. 0: never.
+    least_confidence: float = 0.0
     decision: Any = None  # auto/'s Decision, with its reasons: to be shown
 
 

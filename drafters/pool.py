@@ -168,7 +168,7 @@ class DrafterPool:
             return False
         drafter, state, is_alone = self.drafters[name], text.states[name], len(text.drafts) == 1
         if drafter.stops_early:
-            state.stop_rule = text.task.stop_rule
+            state.least_confidence = text.task.least_confidence
         if drafter.branches:
             state.tree = None if is_alone else tree.TreeBuilder
         can = drafter.accepts_forced_prefix or drafter.drafts_forced

@@ -23,7 +23,7 @@ def show(engine: Engine, options: Options, flags: Namespace) -> int:
     """One generation, streamed to the terminal with the origin of each token, then its figures.
 
     Of the first cycles, as many as --explain says, every step is shown before the text; the
-    prefill is one of them. Those that are only timed do not count. Returns 0, the exit status.
+    prefill is one of them. Returns 0, the exit status.
     """
     left = flags.explain
     request = request_of(flags.prompt, engine, options, stop=flags.stop, trace=bool(left))
@@ -32,11 +32,9 @@ def show(engine: Engine, options: Options, flags: Namespace) -> int:
         print(REASONS[request.sampling.rule])
     text = "\n" + engine.target.tokenizer.decode(request.prompt)
     for s, cycle in engine.generate(request):
-        shown, decision = event(s, cycle), s.drafting.task.decision
+        shown = event(s, cycle)
         text += mark(shown["pieces"])
-        if left and decision and decision.is_timing:
-            print(f"\ncycle {cycle.number}: {decision}")
-        elif left:
+        if left:
             print(f"\n{explain(shown)}")
             left -= 1
         if not left or s.finish_reason:
@@ -52,7 +50,7 @@ def show(engine: Engine, options: Options, flags: Namespace) -> int:
         f" · ms: prompt {figures.prompt_ms:.0f}, draft {figures.draft_ms:.0f}, "
         f"verify {figures.verify_ms:.0f}, other {figures.other_ms:.0f}"
     )
-    if decision:
+    if decision := s.drafting.task.decision:
         print(f"the controller's last choice: {decision}")
     if not request.sampling.is_greedy:
         print(f"seed {request.seed}")

@@ -4,7 +4,6 @@ So a token that a compiled draft chooses is the one that Python would choose fro
 and scores without numbers are refused by both.
 """
 
-import ctypes
 import itertools
 import math
 
@@ -13,11 +12,9 @@ import pytest
 import torch
 from conftest import needs_compiler
 
-from drafters.auto.estimates import StopRule
 from drafters.tree import ranked
 from runtime import sampling as module
 from runtime.kernels import sampling as compiled
-from runtime.kernels.library import load
 from runtime.sampling import Noise, choose, confidence, survivors
 from server import core
 
@@ -86,20 +83,6 @@ def test_c_is_as_sure_of_a_token_as_python():
         own = torch.tensor([no_number, 0.0])
         assert both(confidence, own, 0) == pytest.approx([0, 0])
     assert both(confidence, torch.tensor([0.0, math.nan]), 0) == [0, 0]
-
-
-@needs_compiler
-def test_c_stops_a_draft_where_the_controller_s_record_does():
-    random, answers = np.random.default_rng(0), []
-    for _ in range(300):
-        chances, sure = random.uniform(0, 1, 10).tolist(), random.uniform(0, 1, 3).tolist()
-        least, alpha = float(random.uniform(0, 0.3)), float(random.uniform(0.3, 1))
-        python, c = StopRule(chances, alpha, least), compiled.stop_rule_of(chances, alpha, least)
-        for drafted in ([], sure, [0.9, 1.0], [0.0, 0.1], [0.8999999999999999]):
-            numbers = (ctypes.c_double * len(drafted))(*drafted)
-            answers.append(bool(load().goes_on(ctypes.byref(c), numbers, len(drafted))))
-            assert answers[-1] == python(drafted)
-    assert 100 < sum(answers) < 1400
 
 
 def test_of_equal_times_the_lower_id_wins(monkeypatch):

@@ -10,8 +10,9 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import product, takewhile
+from itertools import accumulate, product, takewhile
 from math import inf
+from operator import mul
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -22,7 +23,7 @@ from conftest import ScriptedDrafter, before, finish, run
 
 from drafters import base
 from drafters.auto import Controller, Planner, estimates
-from drafters.auto.estimates import Acceptance, Agreement, Calibration, Certainty, Costs, Lengths
+from drafters.auto.estimates import Acceptance, Agreement, Certainty, Costs, Lengths
 from drafters.auto.planner import CHOICE_BUDGET, CHOSEN, REUSED, Candidate, Guess
 from drafters.plan import DraftedText, FixedK, Task
 from drafters.pool import DrafterPool
@@ -93,7 +94,6 @@ def engine_of(demo_engine, shares, **scripts):
     loaded |= {n: demo_engine.pool.drafters[n] for n in shares if n not in scripts}
     controller = Controller(100, shares)
     controller.costs.observe_pass = lambda *_: None
-    controller.costs.is_due = lambda _: False
     engine = core.Engine(demo_engine.target, loaded, "auto", controller=controller)
     engine.planner.record_cycle = lambda *_: None  # so that it chooses in every cycle
     return engine
@@ -151,26 +151,6 @@ def test_certainty_is_of_raw_logits_and_of_the_tokens_that_the_text_got(steady, 
     assert len(noted) > 3
 
 
-def test_a_copy_of_the_target_is_not_doubted_where_the_target_doubts(demo_engine):
-    drafters = scripted(copy=None, other=None)
-    drafters["copy"].is_copy = True
-    controller = Controller.of(demo_engine.target, drafters)
-    copy, other = (controller.record(name, "greedy").calibration for name in ("copy", "other"))
-    assert copy.stop_rule(0.5, 0.9)([0.3, 0.4, 0.3]) and not other.stop_rule(0.5, 0.9)([0.3])
-
-
-def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(controller):
-    """Confidence is judged by what became of it: here .35 is as good as .95, and .65 is bad."""
-    record = controller.record("model", "greedy")
-    for _ in range(200):
-        for sure, accepted in ((0.35, 2), (0.95, 2), (0.65, 0)):
-            record.calibration.observe([sure, 0.95], accepted)
-    for sure, chance in (([0.35], 1.0), ([0.95, 0.35], 1.0), ([0.65], 0.0), ([0.95, 0.65], 0.0)):
-        assert record.calibration.stop_rule(0.9 * 0.8, 0.8)(sure) is bool(chance)
-    assert controller.record("model", "greedy").calibration is record.calibration
-    assert controller.record("other", "greedy").calibration.chances[6] == 0.65
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 def test_what_a_step_must_bring_is_what_it_costs(batch):
     """In tokens: plain decoding's rate times a step and a row; the first pays for the call, too.
@@ -187,26 +167,32 @@ def test_what_a_step_must_bring_is_what_it_costs(batch):
     assert decision.least_chance == pytest.approx(rate * (1 / batch + 0.2), rel=0.1)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "copy"])
 def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, monkeypatch):
-    """The controller's rule is asked after each token; but where rejection judges, the length of a
-    draft would tell later cycles of tokens that were never judged."""
-    sampling = core.Sampling(temperature=0.8, verification=rule)
+    """Where it is so unlikely that a further one is not worth its step. But where rejection judges,
+    the length of a draft would tell later cycles of tokens that were never judged. Whoever drafts
+    what a copy of the target is sure of is right whether it is sure or not."""
+    verification = "rejection" if rule == "rejection" else "coupled"
+    sampling = core.Sampling(temperature=0.8, verification=verification)
     request = Request(prompts["hard_docs"], 40, "mtp", 5, sampling=sampling)
     engine = engine_of(demo_engine, {"mtp": 1})
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
-    sure_enough = estimates.StopRule([0.0] * 8 + [1.0] * 2, 1.0, 0.5)  # .8 is
-    stop_rule = Mock(return_value=sure_enough)
-    monkeypatch.setattr(Calibration, "stop_rule", stop_rule)
-    monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)  # for C see test_choosing
-    drafts = [cycle.draft for _, cycle in engine.generate(request) if cycle.draft.tokens]
+    engine.controller.copies = ["mtp"] if rule == "copy" else []
+    monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)  # for C see test_kernels
+    drafts, least = [], []
+    for s, cycle in engine.generate(request):
+        if cycle.draft.tokens:
+            drafts.append(cycle.draft)
+            least.append(s.drafting.task.least_confidence)
     if rule == "coupled":
-        assert {asked.args[0] for asked in stop_rule.mock_calls} == {0.25}
-        assert all(min(d.confidence[:-1], default=1) > 0.8 for d in drafts)
-        assert len({len(d.tokens) for d in drafts if d.confidence[-1] <= 0.8}) > 1
+        assert len({*least}) > 3 and min(least) >= 0.25
+        for draft, limit in zip(drafts, least, strict=True):
+            *sure, likely = accumulate(draft.confidence, mul)
+            assert min(sure, default=1) >= limit and (len(draft.tokens) == 5 or likely < limit)
+        assert len({len(draft.tokens) for draft in drafts}) > 1
     else:
-        assert drafts and not stop_rule.called and not any(d.confidence for d in drafts)
+        assert drafts and not any(least) and not any(draft.confidence for draft in drafts)
     fixed = engine.generate(replace(request, fixed_k=True))
     assert [len(cycle.proposals) for _, cycle in fixed if cycle.number][:4] == [5] * 4
 
@@ -603,17 +589,6 @@ def test_where_drafts_gain_time_is_worth_more_so_drafts_are_shorter():
     assert controller.worth[1] == pytest.approx(1, rel=0.01)  # what plain decoding makes of it
 
 
-def test_plain_cycles_are_measured_again_now_and_then(costs):
-    """What they take has to be known, whatever drafts bring; in batches of each size."""
-    assert all(costs.is_due(4) and costs.is_due(1) for _ in range(4))
-    assert not costs.is_due(1) and not costs.is_due(4)
-    plain = 0
-    for _ in range(650):
-        plain += (is_due := costs.is_due(1))
-        costs.observe_pass(1, 1 if is_due else 5, 10.0)
-    assert plain == 10 and not costs.is_due(7)
-
-
 def on_a_clock(engine, monkeypatch, choice_ms):
     """Let it measure: a cycle takes 3 ms of a made-up clock. Returns its choices: (of, batch)."""
     made, clock = [], [0.0]
@@ -673,23 +648,6 @@ def test_a_fixed_k_drafts_in_every_cycle_whatever_serves_on(steady, prompts):
     cycles = [steady.step([first, second])[second] for _ in range(8)]
     assert [len(cycle.draft.tokens) for cycle in cycles] == [0] + [4] * 7 and kinds == {REUSED}
     finish(steady, [first, second])
-
-
-def test_where_plain_cycles_are_timed_it_says_so_and_knows_what_was_missed(steady, prompts):
-    """And a request that wants its K gets it all the same."""
-    controller, known = steady.controller, []
-    controller.costs.is_due = Mock(side_effect=[False] * 2 + [True] * 2 + [False] * 99)
-    request = Request(prompts["code_class"], 30, "model", 2)
-    first, second = (steady.open(replace(request, fixed_k=fixed)) for fixed in (False, True))
-    for _ in range(4):
-        cycle = steady.step([first, second])
-    assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
-    assert second.statistics.drafted_at == [3, 3] and second.drafting.task.decision is None
-    decision = first.drafting.task.decision
-    assert decision.is_timing and "plain cycles are timed" in str(decision)
-    before(controller, "decide", lambda asks, *_: known.append(asks[0].able["model"].unread))
-    finish(steady, [first, second])
-    assert known[0] == 2
 
 
 def test_passes_are_measured_without_choosing_or_prefills(demo_engine, prompts, monkeypatch):
@@ -865,15 +823,3 @@ def test_while_prompts_are_read_no_model_reads_another_text(steady, prompts):
     assert len(drafted) > 2 and not any(drafted)
     finish(steady, [first, second])
     assert first.statistics.num_draft_tokens > 0
-
-
-def test_a_temperature_has_records_of_its_own_and_begins_with_the_nearest(controller):
-    for temperature, accepted in ((0.1, 4), (0.8, 0)):
-        record = controller.record("free", "coupled", temperature)
-        for _ in range(200):
-            record.observe(4, accepted, 4)
-    first, second, third = (
-        controller.record("free", "coupled", t).reach(1)[0] for t in (0.2, 0.9, 5.0)
-    )
-    assert first > 0.95 and second < 0.1 and third < 0.1
-    assert controller.record("free", "greedy").reach(2) == Acceptance().reach(2)

@@ -28,7 +28,6 @@ from families import save_small
 from test_heads import new_eagle3, target_folder  # noqa: F401
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
-from drafters.auto.estimates import StopRule
 from runtime import kernels
 from runtime.folders import own_folder
 from runtime.kernels import chain, library
@@ -539,9 +538,6 @@ def test_nor_is_it_where_python_calls_the_kernels(tmp_path, unloaded):
 
 
 # ----------------------------------------------------------------------------------- chains
-STOP_RULE = StopRule([0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3)
-
-
 @pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
 def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
     """An engine, and its drafter that drafts several tokens in one call."""
@@ -553,14 +549,14 @@ def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
     return engine, engine.pool.drafters[request.param]
 
 
-def drafts_of(engine, drafter, texts, limits, sampling, stop_rule=None):
+def drafts_of(engine, drafter, texts, limits, sampling, least_confidence=0.0):
     """Drafts for all texts at once, and how many tokens the drafter's cache then holds of each."""
     sequences = [engine.open(Request(text, 8, None)) for text in texts]
     engine.step(sequences)
     begin = partial(conftest.fresh_state, engine, drafter) if drafter.needs_hidden else drafter.open
     states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
     for state, s in zip(states, sequences, strict=True):
-        state.stop_rule = stop_rule
+        state.least_confidence = least_confidence
         state.row = s.row if drafter.name == "self_int8" else state.row
     drafts = drafter.propose_batch(states, limits)
     cache = drafter._cache if drafter.needs_hidden else drafter._draft.cache
@@ -577,7 +573,7 @@ def test_a_draft_in_one_call_is_that_of_steps(drafting, stops, temperature, prom
     engine, drafter = drafting
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
-    asked = engine, drafter, texts, limits, sampling, STOP_RULE if stops else None
+    asked = engine, drafter, texts, limits, sampling, 0.35 if stops else 0.0
     counted = Mock(wraps=chain.draft_chain)
     for module in (chain, kernels):
         monkeypatch.setattr(module, "draft_chain", counted)

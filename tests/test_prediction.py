@@ -43,7 +43,6 @@ def test_auto_takes_the_prediction_where_it_is_best(demo_engine, prompts, plain)
     for prediction, least in ((text, 0.85), (different, 0.5)):
         controller = Controller.of(demo_engine.target, demo_engine.pool.drafters)
         controller.costs.observe_pass = lambda *_: None
-        controller.costs.is_due = lambda _: False
         given = demo_engine.target, demo_engine.pool.drafters, "auto"
         engine = core.Engine(*given, controller=controller)
         engine.planner.record_cycle = lambda *_: None  # so that it chooses in every cycle

@@ -15,7 +15,6 @@ class Decision(NamedTuple):
     break_even: float = 1.0  # the chance of being accepted at which a draft of a token pays
     least_chance: float = 0.0  # the least acceptance at which one more drafted token pays
     expected_speedup: float = 1.0  # of the whole batch
-    is_timing: bool = False  # nothing was chosen: the clock measures plain cycles
 
     def as_dict(self) -> Json:
         """A dict for JSON, with the sentence."""
@@ -23,8 +22,6 @@ class Decision(NamedTuple):
         return values | {"says": str(self)}
 
     def __str__(self) -> str:
-        if self.is_timing:
-            return "K=0 for now: a few plain cycles are timed, to compare with"
         alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
         if self.num_tokens:
             expected = f"expected {self.expected_speedup:.2f}×"

@@ -12,16 +12,16 @@ measured too fast. So medians count, and a few measurements are doubted if they 
 """
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from math import inf, prod
+from math import inf
 from statistics import fmean, median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
 from runtime.values import MAX_SPECULATIVE_TOKENS, Json, TextSequence
 
-PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
+PRIOR = 0.85  # α before anything was seen
 CERTAIN = 0.83  # how certain the target is of its tokens, before anything was seen
 # What other texts taught counts in a text as so many of its own tokens, and as so many judged ones.
 # Of its own at most so many count: texts change.
@@ -29,21 +29,20 @@ _OF_OTHERS, _MOST, _JUDGED_OF_OTHERS, _MOST_JUDGED = 12, 64, 24, 32
 LONGEST = MAX_SPECULATIVE_TOKENS  # positions of a draft
 _PRIORS = [PRIOR**i for i in range(1, LONGEST + 1)]
 # How far a cycle moves what is believed of a request and of all: at least, and as one more case
-# beside what was seen and so many. What is typical moves it, too.
-_RATE, _TYPICAL_RATE, _WEIGHT, _PULL = 0.1, 0.01, 3, 0.06
+# beside what was seen and so many.
+_RATE, _TYPICAL_RATE, _WEIGHT = 0.1, 0.01, 3
 _FORGOTTEN = 1 / 2048  # of what is believed, by a cycle without a draft
 _TEXTS = 64  # whose lengths are known
 _LATEST, _CONFIRMED = 8, 4  # measurements of a kind that are stored; so many are believed
 _TRIED = 2  # passes over so many rows, until a request may draft twice as many
-_DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
 _ROW_SHARE = 0.02  # what each further row costs of a pass, before anything is measured
 _FREE_SHARE = 0.001  # of a pass: a token of a drafter without weights, until that is measured
 _READ_SHARE, READ_ALONG = 0.05, 4  # of a step: a token to read; so many cost next to nothing
 _SLOWER, _STAYS = 1.3, 32  # times as long as usual: an accident, until so many passes are so
+_DOUBTFUL = 1.5  # times as long as expected: no more is believed until it is confirmed
 _EXACT = 34  # rows up to which passes are told apart: a block's end may cost much
 _RENEWED = 8  # passes until prices are made again
 _FEW = 5  # drafted tokens, whose mean time is told
-_PLAIN, _TIMED_AGAIN = 4, 64  # plain cycles at first; with drafts, until another one is timed
 Call = tuple[str, list[int], int, float]  # of a drafter: see Costs.observe_pass
 
 
@@ -92,63 +91,20 @@ class Certainty:
             self.mean += (chance - self.mean) / (self.count + _OF_OTHERS)
 
 
-class StopRule(NamedTuple):
-    """When a draft in the making ends: where one more token is too unlikely to be worth its step.
-
-    `chances` [10] say how often tokens were accepted whose confidence was 0 to .1, .1 to .2, …;
-    `mean` is the share of all tokens of this text, which stands for the token to come.
-
-    Example: chances .05, .15, …, .95, mean .9 and least_chance .3: behind confidences .85 and .42
-    the chance of one more token is .85 · .45 · .9 = .34, so the draft goes on.
-    """
-
-    chances: list[float]
-    mean: float
-    least_chance: float  # of being accepted, of a token that is worth its step
-
-    def __call__(self, confidence: list[float]) -> bool:
-        """Whether a draft goes on behind tokens of such confidence."""
-        chance = prod(self.chances[min(9, int(10 * sure))] for sure in confidence) * self.mean
-        return chance >= self.least_chance
-
-
-class Calibration:
-    """How often a drafter's tokens are accepted, by tenths of its confidence in them."""
-
-    def __init__(self, is_copy: bool = False) -> None:
-        """Before anything was seen it is believed; of a copy of the target it says nothing."""
-        self.chances = [PRIOR_OF_COPY if is_copy else (tenth + 0.5) / 10 for tenth in range(10)]
-        self._seen = [0] * 10
-
-    def observe(self, confidence: list[float], accepted: int) -> None:
-        """A draft with such a confidence in each token; the first `accepted` were accepted."""
-        for i, sure in enumerate(confidence[: accepted + 1]):
-            tenth = min(9, int(10 * sure))
-            self._seen[tenth] += 1
-            rate = max(_TYPICAL_RATE, 1 / (self._seen[tenth] + _WEIGHT))
-            self.chances[tenth] += rate * ((i < accepted) - self.chances[tenth])
-
-    def stop_rule(self, least_chance: float, alpha: float) -> StopRule:
-        """When a draft ends in a text of such an α: where one more token is less likely."""
-        return StopRule(list(self.chances), alpha, least_chance)
-
-
 class Acceptance:
-    """One drafter's record in one request. It begins with what is typical of the drafter, and is
-    drawn to that.
+    """One drafter's record in one request. It begins with what is typical of the drafter.
 
     A drafter may stop before it has drafted what it was asked for. In a draft that branches the
     best tokens stand first, and each is counted whatever became of those before it.
     """
 
-    def __init__(self, typical: "Acceptance | None" = None, is_copy: bool = False) -> None:
+    def __init__(self, typical: "Acceptance | None" = None) -> None:
         """`typical` is the record of all requests, which itself begins with what is likely."""
         self.typical = typical
         # Of each position: that it is drafted and accepted.
         self.chances = typical.chances if typical else _PRIORS
         self.cycles = 0  # in which it was asked
         self.num_read, self.unread = 0, 0  # tokens of the text that it knows, or has to read first
-        self.calibration = typical.calibration if typical else Calibration(is_copy)
         # Records of proposals by their evidence (see Planner.guess).
         self._by_evidence: dict[int, Acceptance] = {}
 
@@ -181,17 +137,16 @@ class Acceptance:
             came = [float(i in hits) for i in range(min(asked, LONGEST))]
             while len(came) < LONGEST:  # a longer draft is thought to go on as this one ended
                 came.append(PRIOR * came[-1])
-            self._move(came, _RATE, self.typical or self)
+            self._move(came, _RATE)
             if self.typical:
-                self.typical._move(came, _TYPICAL_RATE, self.typical)
+                self.typical._move(came, _TYPICAL_RATE)
 
-    def _move(self, came: list[float], rate: float, usual: "Acceptance") -> None:
-        """Move what is believed towards what came, and towards what is usual."""
+    def _move(self, came: list[float], rate: float) -> None:
+        """Move what is believed towards what came."""
         self.cycles += 1
         rate = max(rate, 1 / (self.cycles + _WEIGHT))
         self.chances = [
-            chance + rate * (each - chance) + _PULL * (other - chance)
-            for chance, each, other in zip(self.chances, came, usual.chances, strict=True)
+            chance + rate * (each - chance) for chance, each in zip(self.chances, came, strict=True)
         ]
 
     def _forget(self) -> None:
@@ -220,13 +175,10 @@ class Agreement(Acceptance):
     Example: certainty .95 in this text, and .1 less often right in others -> α .85.
     """
 
-    def __init__(
-        self, certainty: Certainty, typical: "Agreement | None" = None, is_copy: bool = False
-    ) -> None:
-        super().__init__(typical, is_copy)
+    def __init__(self, certainty: Certainty, typical: "Agreement | None" = None) -> None:
+        super().__init__(typical)
         self._certainty = certainty
-        self._prior = typical._prior if typical else (PRIOR_OF_COPY if is_copy else PRIOR) - CERTAIN
-        self.more = typical.more if typical else self._prior
+        self.more = typical.more if typical else PRIOR - CERTAIN
 
     def observe(
         self, drafted: int, accepted: int, asked: int = 0,
@@ -246,7 +198,7 @@ class Agreement(Acceptance):
 
     def _forget(self) -> None:
         for record in filter(None, (self, self.typical)):
-            record.more += _FORGOTTEN * (self._prior - record.more)
+            record.more += _FORGOTTEN * (PRIOR - CERTAIN - record.more)
 
     def reach(self, count: int) -> list[float]:
         alpha = min(0.98, max(0.02, self._certainty.mean + self.more))
@@ -315,8 +267,6 @@ class Costs:
         # By drafter and class of requests that draft: the latest, in what was expected.
         self.drafts: dict[tuple[str, int], deque[float]] = {}
         self._slow = self._fast = 0  # passes in a row that were slower; plain ones, faster
-        # By class of batches: cycles that were to be plain, and passes with drafts since one.
-        self._timed, self._drafted = Counter[int](), Counter[int]()
         self._count = 0  # passes so far
         self._prices: dict[tuple[int, int], Prices] = {}
 
@@ -352,14 +302,6 @@ class Costs:
         """What the curve says of a pass over so many rows, as fast as the machine is now."""
         return self._slowness * between(*self.curve, rows, goes_on=True)
 
-    def is_due(self, batch: int) -> bool:
-        """Whether the next cycle of such batches is to be plain, to know what that takes."""
-        kind = batch.bit_length()
-        if is_due := self._timed[kind] < _PLAIN or self._drafted[kind] >= _TIMED_AGAIN:
-            self._timed[kind] += 1
-            self._drafted[kind] = 0
-        return is_due
-
     def observe_pass(self, batch: int, rows: int, ms: float, calls: Collection[Call] = ()) -> None:
         """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
 
@@ -370,7 +312,6 @@ class Costs:
         rows, ms = rows if rows <= _EXACT else rows // 4 * 4, max(ms, 1e-6)
         ratio = ms / self.expected(rows)
         passes, kind = self.passes, batch.bit_length()
-        self._drafted[kind] = self._drafted[kind] + 1 if rows > batch else 0
         latest = passes.get(kind, {}).get(rows, ())
         if len(latest) >= _CONFIRMED:
             change = ratio / median_low(latest)

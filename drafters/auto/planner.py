@@ -17,7 +17,6 @@ bring most to all together. Two models would run one after the other, so request
 
 import time
 from collections.abc import Collection, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -34,11 +33,10 @@ from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Leng
 CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
 _MOST_EVIDENCE = 8  # of a guess
-_WARMER, _LATELY = 0.5, 0.1  # temperatures told apart; how far a cycle moves the worth of time
+_LATELY = 0.1  # how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
 _EACH, _NOW_AND_THEN = 32, 4  # tokens whose certainty is noted; later in one of so many cycles
-# Kinds of cycle, beside IDLE: drafts chosen now; chosen earlier; none, as plain ones are timed.
-CHOSEN, REUSED, TIMED = "chosen", "reused", "timed"
+CHOSEN, REUSED = "chosen", "reused"  # kinds of cycle, beside IDLE: drafts chosen now, or earlier
 
 
 class Guess(NamedTuple):
@@ -194,10 +192,10 @@ class Controller:
 
     def __init__(self, *sizes: Any, copies: Collection[str] = ()) -> None:
         """The arguments of Costs, and the names of drafters that are copies of the target."""
-        self.costs, self._copies = Costs(*sizes), copies
+        self.costs, self.copies = Costs(*sizes), copies
         self.lengths, self.certainty = Lengths(), Certainty()  # of texts; the usual one
-        # Of all requests so far, by drafter and rule, and by class of temperatures.
-        self._typical: dict[tuple[str, str], dict[int, Acceptance]] = {}
+        # Of all requests so far, by drafter and rule.
+        self._typical: dict[tuple[str, str], Acceptance] = {}
         # Tokens of each request, by class of batches, for a plain cycle's time: half of what drafts
         # gain is counted on.
         self.worth: dict[int, float] = {}
@@ -215,24 +213,18 @@ class Controller:
         return Planner(self, pool)
 
     def record(
-        self, name: str, rule: str, temperature: float = 0.0, certainty: Certainty | None = None,
-        is_merged: bool = False,
-    ) -> Acceptance:  # fmt: skip
+        self, name: str, rule: str, certainty: Certainty | None = None, is_merged: bool = False
+    ) -> Acceptance:
         """A fresh record for a new request, whose drafts are judged by `rule`.
 
-        It begins with what requests of about this temperature brought; at first there are none,
-        and the nearest ones say what to expect. `certainty` is that of the request's text;
+        It begins with what other requests brought. `certainty` is that of the request's text;
         `is_merged` says that several drafters draft together under this name.
         """
-        heat, known = int(temperature / _WARMER), self._typical.setdefault((name, rule), {})
-        kind, is_copy = Acceptance, name in self._copies
+        kind: Any = Acceptance
         if self.costs.runs_model(name) and not is_merged:
             kind = partial(Agreement, certainty or Certainty())
-        if heat not in known:
-            nearest = min(known, key=lambda other: abs(other - heat), default=heat)
-            known[heat] = deepcopy(known.get(nearest)) or kind(is_copy=is_copy)
-            known[heat].cycles = 0  # it soon goes its own way
-        return kind(known[heat])
+        typical = self._typical.get((name, rule)) or self._typical.setdefault((name, rule), kind())
+        return kind(typical)
 
     def join(self) -> None:
         """A new request has come: what drafts gained in another text is not to be reached in it."""
@@ -266,10 +258,10 @@ class Planner(FixedK):
         """Give each drafter of a new sequence a record, and all of them together."""
         text, sampling = s.drafting, s.request.sampling
         certainty = Certainty(self.controller.certainty.mean)
-        how = sampling.rule, sampling.temperature, certainty
-        records = {name: self.controller.record(name, *how) for name in text.states}
+        record = partial(self.controller.record, rule=sampling.rule, certainty=certainty)
+        records = {name: record(name) for name in text.states}
         if len(self._pool.members(text, text.merge)) > 1:
-            records[text.merge] = self.controller.record(text.merge, *how, is_merged=True)
+            records[text.merge] = record(text.merge, is_merged=True)
         self.candidates[s] = Candidate({}, records=records, certainty=certainty)
         self.controller.join()
 
@@ -286,10 +278,7 @@ class Planner(FixedK):
         if not batch:  # all wait
             return Plan([])
         plan = Plan([])
-        if self.controller.costs.is_due(len(batch)):
-            plan.kind, self._owed_ms, self._chosen = TIMED, 0.0, {}
-            plan.tasks = list(map(self._timed, batch))
-        elif self._owed_ms > 0 and self._chosen:  # who joins waits for the next choice
+        if self._owed_ms > 0 and self._chosen:  # who joins waits for the next choice
             plan.kind, plan.tasks = REUSED, list(map(self._reused, batch))
         else:
             plan.kind = CHOSEN if self._choose(plan, batch) else IDLE
@@ -307,14 +296,6 @@ class Planner(FixedK):
         can = task.limit and self._pool.members(s.drafting, task.drafter)
         return task._replace(limit=min(task.limit, limit_of(s))) if can else nothing(s)
 
-    def _timed(self, s: TextSequence) -> Task:
-        """No draft where plain cycles are timed, but for a request with a fixed K."""
-        if s.request.fixed_k or not (s.drafting.states and s.num_steps):
-            return fixed(s)
-        before = s.drafting.task.decision or Decision("", 0)
-        timing = before._replace(num_tokens=0, expected_speedup=1.0, is_timing=True)
-        return Task(decision=timing)
-
     def _choose(self, plan: Plan, batch: list[TextSequence]) -> list[Decision]:
         """Choose for a batch. Returns the decisions on requests that have a choice."""
         began, asking, self._chosen = time.perf_counter(), list[TextSequence](), {}
@@ -331,11 +312,11 @@ class Planner(FixedK):
         candidates = [self.candidates[s] for s in asking]
         decisions = self.controller.decide(candidates, len(batch), may_read)
         for s, decision in zip(asking, decisions, strict=True):
-            self.decisions[decision.drafter], stop_rule = decision, None
-            if decision.num_tokens and s.request.sampling.is_coupled:  # else see Chain
-                record = self.candidates[s].records[decision.drafter]
-                stop_rule = record.calibration.stop_rule(decision.least_chance, record.reach(1)[0])
-            self._chosen[s] = Task(decision.drafter, decision.num_tokens, stop_rule, decision)
+            name, count, alpha = decision[:3]
+            self.decisions[name], least = decision, 0.0
+            if count and s.request.sampling.is_coupled and name not in self.controller.copies:
+                least = min(1.0, decision.least_chance / alpha)  # for the rule of rejection: Chain
+            self._chosen[s] = Task(name, count, least, decision)
         plan.choice_ms = (time.perf_counter() - began) * 1e3
         return decisions
 
@@ -409,9 +390,6 @@ class Planner(FixedK):
             # What a cut has left of a draft does not say that the drafter stopped.
             asked = text.task.limit if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
-            if sure := cycle.draft.confidence:
-                judged = [sure[i] for i in cycle.path[: cycle.num_drafted]]
-                record.calibration.observe(judged, cycle.num_accepted)
         elif draft is not None:
             seen = _came_true(draft.longest().tokens, tokens)
         else:

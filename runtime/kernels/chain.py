@@ -16,7 +16,7 @@ from runtime.values import Draft, KeyCache
 
 from .decoder import MOST_ROWS, Decoder, Rows
 from .library import address
-from .sampling import choice_of, stop_rule_of
+from .sampling import choice_of
 from .structs import STRUCTS
 
 _LOOKED_AT = 8192  # of a text's latest tokens: a guess is what followed the same words there
@@ -92,10 +92,10 @@ def draft_chain(
     drawn = iter(
         Draft(
             tokens[each.before : each.before + each.count].tolist(),
-            confidence=sure[: each.count] if stop_rule else [],
+            confidence=sure[: each.count] if each.least_confidence else [],
             num_forwards=each.forwards,
         )
-        for each, (tokens, sure, stop_rule) in zip(drafts, memory, strict=True)
+        for each, (tokens, sure) in zip(drafts, memory, strict=True)
     )
     return [next(drawn) if asked else Draft() for asked in is_asked]
 
@@ -103,14 +103,12 @@ def draft_chain(
 def _fill(each: ctypes.Structure, state: Any, limit: int, before: list[int]) -> tuple[Any, ...]:
     """Say in chain.h's `draft` how a text's tokens are drawn; `before` are those it may copy.
 
-    Returns what it points to: the tokens, their confidence, and when to stop, if at all.
+    Returns what it points to: the tokens, and their confidence.
     """
     tokens, sure = array("q", [*before, *[0] * limit]), (ctypes.c_double * limit)()
-    stop_rule = stop_rule_of(*state.stop_rule) if state.stop_rule else None
     seed = 0 if state.sampling.is_greedy else state.noise.seed
     each.how, each.limit = choice_of(state.sampling.transforms, seed), limit
     each.before, each.sure = len(before), ctypes.addressof(sure)
     each.tokens = tokens.buffer_info()[0] + 8 * len(before)
-    if stop_rule:
-        each.may_stop = ctypes.pointer(stop_rule)
-    return tokens, sure, stop_rule
+    each.least_confidence = state.least_confidence
+    return tokens, sure

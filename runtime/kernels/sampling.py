@@ -24,11 +24,6 @@ def choice_of(transforms: Transforms, seed: int = 0) -> ctypes.Structure:
     return STRUCTS["choice"](temperature, top_p, min_p, seed, max(0, min(top_k, _MOST_TOKENS)))
 
 
-def stop_rule_of(chances: list[float], mean: float, least: float) -> ctypes.Structure:
-    """sampling.h's `stop_rule`, by which a draft stops."""
-    return STRUCTS["stop_rule"](tuple(chances), mean, least)
-
-
 def can_choose() -> bool:
     """Whether tokens are chosen in C: that is wanted, and can be compiled here."""
     return is_wanted and _is_compiled()

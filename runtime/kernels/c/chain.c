@@ -31,6 +31,13 @@ static int guess(const draft *a, int most) {
   return count;
 }
 
+// Whether a draft goes on: drafters/base.py's Chain does the same sums.
+static int is_sure(const draft *a) {
+  double product = 1;
+  for (int i = 0; i < a->count && a->least_confidence > 0; ++i) product *= a->sure[i];
+  return product >= a->least_confidence;
+}
+
 // `f` feeds each text what it lacks, and wants the logits behind the last token of each; of a model that reads states
 // it asks for those that a step leaves to the next. `most_wanted` rows at once, or one for each text, may be chosen from.
 // Returns 0, or what run_decoder() or choose() gives in its place.
@@ -84,9 +91,9 @@ int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary 
         }
         is_right = j < guessed[i] && token == a->tokens[a->count];
         a->tokens[a->count] = token;
-        if (a->may_stop) a->sure[a->count] = confidence(scores, words, (int)token);
+        if (a->least_confidence > 0) a->sure[a->count] = confidence(scores, words, (int)token);
         ++a->count;
-        goes = a->count < a->limit && (!a->may_stop || goes_on(a->may_stop, a->sure, a->count));
+        goes = a->count < a->limit && is_sure(a);
       }
       if (failed || !goes) continue;
       if (held) memcpy(states + left * width, f->states + wanted[i] * width, width * sizeof *states);

@@ -7,12 +7,12 @@
 
 typedef struct {  // a text's draft by a chain of forwards (chain.c)
   choice how;
-  const stop_rule *may_stop;  // or NULL: a draft has as many tokens as it may
+  double least_confidence;  // the draft ends where the product of its tokens' confidence is lower; 0: never
   int32_t limit, count;    // of tokens: at most, and how many were drawn
   int32_t before, forwards;  // forwards that it took
   int64_t position;        // of the first one in the text
   int64_t *tokens;         // [limit], behind `before` tokens of the text, from which further ones are guessed
-  double *sure;            // [limit] confidence in them, where a draft may stop
+  double *sure;            // [limit] confidence in them, where a draft may end early
 } draft;
 
 // Words of a vocabulary of its own, as a head's: which of the `count` words that are chosen from each of them is.

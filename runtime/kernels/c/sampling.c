@@ -474,9 +474,3 @@ double confidence(const float *scores, int vocab, int token) {
   }
   return sum > 0 && sum < INFINITY ? 1 / sum : 0;
 }
-
-int goes_on(const stop_rule *d, const double *sure, int count) {
-  double chance = 1;
-  for (int i = 0; i < count; ++i) chance *= d->chances[sure[i] < 0.9 ? (int)(10 * sure[i]) : 9];
-  return chance * d->mean >= d->least;
-}

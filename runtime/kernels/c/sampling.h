@@ -15,10 +15,3 @@ int64_t choose(const choice *how, const float *scores, int vocab, int64_t positi
 
 // How likely a token is by its scores alone, without any transform: what a drafter is sure of.
 double confidence(const float *scores, int vocab, int token);
-
-// Whether one more token is worth its step (runtime/values.py: StopRule): the chances of those
-// drafted, by tenths of their confidence, and of one more have to come to `least`.
-typedef struct {
-  double chances[10], mean, least;
-} stop_rule;
-int goes_on(const stop_rule *d, const double *sure, int count);
