@@ -26,10 +26,6 @@ READY = {"#demo-prompt option >> nth=1": 1}  # the prompts are there
 DONE = {"#status": "Finished"}
 WATCH = """document.addEventListener("securitypolicyviolation",
     (event) => console.error("policy: " + event.violatedDirective));"""
-SLIDE = """(slider, value) => {
-    slider.value = slider[value] || value;  // "min", "max", or a number
-    slider.dispatchEvent(new Event("input", {bubbles: true}));
-}"""
 # What is wrong in a window: what should be in sight and is not, is too wide, or has small letters.
 FLAWS = """(inside) => {
     const flaws = [...document.querySelectorAll("#workbench :not(.bars, .marks)")].filter((one) => {
@@ -83,8 +79,8 @@ class Visitor:
         Or fields, which are filled in before a click. Who looks does nothing.
         """
         for what, where, expected in steps:
-            if isinstance(what, int | float) or what in ("min", "max"):
-                self.locator(where).evaluate(SLIDE, what)
+            if isinstance(what, int | float):
+                self.fill(where, str(what))
             elif isinstance(what, tuple):
                 self._drag(self.locator(where), *what)
             elif isinstance(what, dict):
@@ -119,12 +115,11 @@ class Visitor:
 
     def _drag(self, figure, at, to):
         """From one value of a figure's axis to another, with the mouse."""
-        box, data = figure.bounding_box(), figure.evaluate("svg => ({...svg.dataset})")
-        begin, end, left, right = (float(data[name]) for name in ("from", "to", "left", "right"))
-        for step, place in ((self.mouse.down, at), (self.mouse.up, to)):
-            x = left + (right - left) * (place - begin) / (end - begin)
-            self.mouse.move(box["x"] + x, box["y"] + box["height"] / 2)
-            step()
+        axis = figure.evaluate("({dataset: d}) => [d.from, d.to, d.left, d.right].map(Number)")
+        begin, end, left, right = axis
+        x, other = (left + (right - left) * (value - begin) / (end - begin) for value in (at, to))
+        places = {"source_position": {"x": x, "y": 9}, "target_position": {"x": other, "y": 9}}
+        figure.drag_to(figure, **places)
 
     def fill_in(self, **fields):
         """Fill in a part of the form, which shows its settings for that."""

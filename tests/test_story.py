@@ -290,7 +290,7 @@ def test_each_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_si
             assert [each for each in words if each not in said.text_content()] == []
             page.act(*steps if size == WIDE else ())
             for slider in page.locator("#scene-movers input").all():
-                for end in ("max", "min"):
+                for end in ("End", "Home"):
                     page.act((end, f"#{slider.get_attribute('id')}", {}))
                     assert page.flaws(*IN_SIGHT) == [], (chapter, end)
             for word in article.locator(".word").all():
@@ -303,14 +303,8 @@ def test_each_chapter_asks_first_and_what_it_answers_and_shows_is_true_and_in_si
 # --------------------------------------------------------------------- the recording's workbench
 
 
-OTHERS = [{"prompt": "mine"}, {"temperature": 1}, {"json_schema": "{}"}]
-REFUSAL = "This page has no server", "ngram", "08_speculative_decoding.py --port 5000"
-
-
 @pytest.mark.browser
-def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
-    site, exported, open_page
-):
+def test_each_recorded_run_is_the_answer_to_its_request(site, exported, open_page):
     page, told = open_page(f"{site}export/", DONE), read(exported, "embedded")
     prompts, day = told["prompts"], f"Recorded on {told['recorded_at']} with {told['model']} on "
     page.see({"#demo-prompt option": 1 + len(prompts), "#server": day + told["machine"]})
@@ -318,36 +312,32 @@ def test_each_recorded_run_is_the_answer_to_its_request_and_others_are_refused(
     sampled = [f"sampled, {r['verification']}" for r in requests if r["temperature"]]
     offered = page.locator("#drafter option").all_text_contents()
     assert offered == [*dict.fromkeys(request["drafter"] for request in requests), *sampled]
-
-    def ask(request, seen):
-        return f"#{urlencode(request | {'at': 99})}", "", seen
-
     for run in told["runs"]:
         answer, last, request = run["events"][-1], len(cycles_of(run)) - 1, run["request"]
         raced, tokens = answer["compare"], answer["usage"]["completion_tokens"]
         seen = DONE | {
             "#whole-text": exactly(f"The whole text: {answer['text']}"),
             "#drafter": value(request["drafter"]), COUNT: f"{last} of {last}"}  # fmt: skip
-        request |= {"prompt": prompts[run["prompt"]]}
-        page.act(ask(request, seen))
+        address = urlencode(request | {"prompt": prompts[run["prompt"]], "at": 99})
+        page.act((f"#{address}", "", seen))
         # Of a story nobody may have drafted, and `auto` nothing where the machine is busy.
         if run["prompt"] == "copy" and request["drafter"] != "auto" or request["temperature"]:
             same = "identical" if raced["identical"] else "not compared"
             page.act(("click", "#race", seen | {
-                COUNT: f"of {last}",
+                COUNT: f"of {last}", "#lane-speculative .text": exactly(answer["text"]),
+                "#lane-plain .text": exactly(raced["plain"]["text"]),
+                "#chart-race .row:not(.scale)": 2,
                 "#lane-plain .counts": f"{tokens} tokens · {tokens - 1} passes",
                 "#lane-speculative .counts": f"{tokens} tokens · {last} passes",
                 "#race-says": (same, times(raced["measured_speedup"]))}))  # fmt: skip
-    first = told["runs"][0]["request"]
-    page.act(
-        *(ask(first | other, {"#error": (*REFUSAL, told["recorded_at"])}) for other in OTHERS),
-        ask(first | {"drafter": "foo"}, {"#error": "“foo” is not offered here"}))  # fmt: skip
 
 
 KEPT = DONE | {"#cycle-says": "tells most"}
-REFUSED = KEPT | {"#error": "This page has no server", "#track:visible": 0}
 FIRST, TITLE = TOLD["prompts"]["first"], "#cycle-title"  # where a click does nothing
-FOLDS = ("#more", "#statistics")
+OTHERS = [{"prompt": "mine"}, {"json_schema": "{}"}, {"temperature": 1}]  # than were recorded
+REFUSAL = "This page has no server", "ngram", "08_speculative_decoding.py --port 5000"
+REFUSED = KEPT | {"#error": (*REFUSAL, TOLD["recorded_at"]), "#track:visible": 0}
+BY_REJECTION = TOLD["runs"][-1]["events"][-1]
 RACED_NOW = DONE | {"#race-says": "Medians of three runs"}
 
 
@@ -360,15 +350,6 @@ def speaks_of_no_server(workbench):
     return re.findall(".{30}[Ss]erver.{30}", workbench.text_content()) == []
 
 
-def is_sampled(rule):
-    """A step to the sampled run by a rule, which begins by itself."""
-    (text,) = (run["events"][-1]["text"] for run in TOLD["runs"] if run["request"]["temperature"]
-               and run["request"]["verification"] == rule)  # fmt: skip
-    return ({"drafter": f"sampled, {rule}"}, TITLE, DONE | {
-        "#settings-now": f"temperature 0.8, {rule}", "#demo-prompt": value("new"),
-        "#whole-text": exactly(f"The whole text: {text}")})  # fmt: skip
-
-
 @pytest.mark.browser
 def test_a_recorded_page_shows_a_run_that_nobody_asked_for_and_each_that_is_chosen(open_story):
     """It speaks of no server, keeps what it shows where no other was recorded, and needs no mouse.
@@ -378,9 +359,10 @@ def test_a_recorded_page_shows_a_run_that_nobody_asked_for_and_each_that_is_chos
     page = open_story()
     page.act(
         ("look", "", KEPT | {"html": is_left_alone, "#workbench": speaks_of_no_server,
-                             "#settings-now": "K = 5, greedy",
-                             **{f"{fold}[open]": 0 for fold in FOLDS}}),
-        (f"#{urlencode({'prompt': FIRST, 'temperature': 1})}", "", REFUSED),
+                             "#settings-now": "K = 5, greedy", "#workbench details[open]": 0}),
+        (f"#{urlencode({'prompt': FIRST, 'drafter': 'foo'})}", "", {
+            "#error": "“foo” is not offered here"}),
+        *((f"#{urlencode({'prompt': FIRST} | other)}", "", REFUSED) for other in OTHERS),
         ("click", "#race", REFUSED),
         ({"drafter": "mtp"}, TITLE, KEPT | {"#cycle-says": "mtp proposed"}),
         ("click", "#race", RACED_NOW | {"#workbench": speaks_of_no_server}))  # fmt: skip
@@ -389,8 +371,9 @@ def test_a_recorded_page_shows_a_run_that_nobody_asked_for_and_each_that_is_chos
     page.act(
         ("click", "[data-chapter=sampling] .quiet", DONE | {  # has settings that are not as usual
             "#settings-now": "temperature 0.8", "#track:visible": 0, "#more[open]": 1}),
-        is_sampled("rejection"),
-        is_sampled("coupled"),
+        ({"drafter": "sampled, rejection"}, TITLE, DONE | {
+            "#settings-now": "temperature 0.8, rejection", "#demo-prompt": value("new"),
+            "#whole-text": exactly(f"The whole text: {BY_REJECTION['text']}")}),
         ({"demo-prompt": "copy"}, TITLE, KEPT | {
             "#settings-now": "greedy", "#error": exactly(""),
             "#drafter option:checked": exactly("draft_model")}),
