@@ -11,7 +11,7 @@ import shutil
 from contextlib import ExitStack
 
 import pytest
-from started import ROOT, until
+from started import ROOT, events_of, until
 
 try:
     import playwright.sync_api as api
@@ -129,8 +129,11 @@ class Visitor:
             is_choice = self.locator(f"select#{name}").count()
             (self.select_option if is_choice else self.fill)(f"#{name}", str(value))
 
-    def run(self, button="#run", **fields):
-        self.act((fields, button, DONE))
+    def run(self, **fields):
+        """Run what the form says then. Returns the events that came."""
+        with self.expect_response("**/generate") as response:
+            self.act((fields, "#run", DONE))
+        return events_of(response.value.body())
 
     def mock(self, body, status=200, **answer):
         """/generate answers so from now on."""

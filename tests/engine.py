@@ -108,9 +108,9 @@ def has_left(connection):
 
 
 @contextmanager
-def replaying():
-    """The recorded vLLM for a while."""
-    server = Replay()
+def replaying(kind=Replay, *given):
+    """The recorded vLLM for a while, or another server of its kind."""
+    server = kind(*given)
     try:
         yield server
     finally:

@@ -3,9 +3,10 @@
 import json
 import math
 import random
-import threading
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from itertools import repeat
+
+from engine import Replay, replaying
 
 MODELS = {"data": [{"id": "fake"}]}
 
@@ -28,51 +29,31 @@ def fair(asked):
     }
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers what the server's `answer` returns for a request's fields, and notes these.
+class Fake(Replay):
+    """Answers what `reply` returns for a request's fields, and notes these.
 
     That is a body, (status, text), or bytes as they are. None waits, and ... does not end.
     """
 
-    def do_GET(self):
-        self.send(self.server.models)
+    def __init__(self, reply, models=MODELS):
+        super().__init__()
+        self.socket.listen(64)  # by default those in company have to ask twice
+        self.reply, self.models, self.asked = reply, models, []
 
-    def do_POST(self):
-        fields = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(fields)
-        self.send(self.server.answer(fields | {"key": self.headers["Authorization"]}))
-
-    def send(self, said):
+    def answer(self, handler, fields):
+        said = self.models
+        if fields:
+            self.asked.append(fields)
+            said = self.reply(fields | {"key": handler.headers["Authorization"]})
         if said is None:
-            self.server.is_over.wait()
+            self.go_on.wait()
         elif isinstance(said, bytes):
-            self.wfile.write(said)
+            handler.close_connection = True
+            handler.wfile.write(said)
         else:
             status, text = (200, json.dumps(said)) if isinstance(said, dict) else said
-            self.send_response(status)
-            self.send_header("Location", "http://127.0.0.1:9/elsewhere")
-            self.end_headers()
-            with suppress(OSError):  # it may be read no further
-                while text is ...:
-                    self.wfile.write(b" " * 4096)
-                self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        """Say nothing."""
+            handler.say(status, repeat(" " * 4096) if text is ... else [text])
 
 
-@contextmanager
-def fake(answer, models=MODELS):
-    """An endpoint that answers so; .asked are the requests, .url is where."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.socket.listen(64)  # by default those in company have to ask twice
-    server.answer, server.models, server.asked = answer, models, []
-    server.is_over, server.daemon_threads = threading.Event(), True
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.is_over.set()
-        server.shutdown()
-        server.server_close()
+# An endpoint for a while: .asked are the requests, .url is where.
+fake = partial(replaying, Fake)

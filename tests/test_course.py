@@ -71,6 +71,7 @@ NAMED = [  # mistakes that the checks name themselves: a task, code of its solut
     ("other read", 2, READS, "text[target.length : -1]"),
     ("learns from draft", 3, "+ max_tokens]", "+ max_tokens] + (self.observe(state, [7]) or [])"),
     ("other draft", 3, "[start : start + max_tokens]", "[start:]"),
+    ("state", 3, '"text": []', "'text': self.__dict__.setdefault('text', [])"),
     ("state", 4, "list(prompt)}", "self.__dict__.setdefault('text', list(prompt))}"),
     ("draft not truncated", 4, 'state["row"].truncate', "str"),
     ("draft forgets", 4, '(state["text"]) + accepted', '(state["text"])'),
@@ -96,19 +97,6 @@ NAMED = [  # mistakes that the checks name themselves: a task, code of its solut
 SOLVED = {number: lab.path_of(number, "solutions").read_text("utf-8") for number in (4, 5)}
 # The same mistakes in other words: a task, the mistake, and a solution by another author.
 OTHERS = [
-    (3, "state", """
-class Ngram:
-    def open(self, prompt):
-        self.text = list(prompt)
-    def observe(self, state, tokens):
-        self.text += tokens
-    def propose(self, state, count):
-        text = self.text
-        for i in range(len(text) - 1, 1, -1):
-            if text[i - 2:i] == text[-2:]:
-                return text[i:i + count]
-        return []
-"""),
     (7, "stand alone", "def tokens(alpha, k): return 1 + k * alpha"),
     # The row of the text that drafted last; it matters where two draft before both hear.
     (4, "state", SOLVED[4].replace("draft = []", "draft, self.row = [], state['row']").replace(

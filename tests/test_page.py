@@ -17,7 +17,7 @@ from browsing import DONE, FIRST, NARROW, READY, SIZES, answer_of, event, exactl
 from engine import replaying
 from started import COLOURS as COLOUR_LIST
 from started import ENDLESS as COUNTING
-from started import Gate, events_of, module_server, serving, until
+from started import Gate, module_server, serving, until
 
 pytestmark = pytest.mark.browser
 browser, open_page = browsing.browser, browsing.open_page
@@ -39,11 +39,6 @@ chatting = module_server("--drafter", "auto", "--num-speculative-tokens", "3", c
 @pytest.fixture
 def page(open_page, server):
     return open_page(server)
-
-
-def traced(server, fields):
-    """What the server answers to the fields of a run, whose verification is coupled."""
-    return server.generate(**fields, verification="coupled", trace=True)[1]
 
 
 # ------------------------------------------------- views of a run: what is done, what is seen then
@@ -192,13 +187,12 @@ def test_what_is_done_is_seen(views, page, subtests):
 STYLES = {"accepted": "solid", "recovered": "dashed", "bonus": "double", "plain": "dotted"}
 
 
-def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page, server):
+def test_a_run_marks_each_token_by_its_origin_and_leads_to_its_cycles(page):
     """By tokens, the slider, buttons and arrow keys; first the cycle is shown that tells most."""
-    page.run(**SAMPLED | COUPLED)
-    answer = traced(server, SAMPLED)
+    *cycles, answer = page.run(**SAMPLED | COUPLED)
     texts = {"#text .prompt": SAMPLED["prompt"], "#text .tokens": answer["text"]}
     page.see({part: exactly(text) for part, text in texts.items()})
-    metrics, cycles = answer["metrics"]["speculative_decoding"], answer["trace"]
+    metrics = answer["metrics"]["speculative_decoding"]
     for kind, style in STYLES.items():
         one = f"{TOKENS}.{kind} >> nth=0"
         own = [  # what follows no draft is plain, which the metrics call a bonus, too
@@ -244,7 +238,7 @@ def fates_in(cycle):
 
 
 def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(page, server):
-    answer, num_tokens = traced(server, SAMPLED), 0
+    answer, num_tokens = server.generate(**SAMPLED | COUPLED, trace=True)[1], 0
     page.fill_in(**SAMPLED)
     for step, cycle in enumerate(answer["trace"][:6]):
         num_tokens += cycle["emitted_count"]
@@ -267,9 +261,8 @@ def test_step_advances_one_cycle_run_on_shows_the_rest_and_stop_frees_the_slot(p
 def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, server):
     if not server.health()["trees"]:
         pytest.skip("no compiled blocks here")
-    with page.expect_response("**/generate") as response:
-        page.run(**SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0})
-    *cycles, answer = events_of(response.value.body())
+    fields = SAMPLED | {"drafter": "tree", "num_speculative_tokens": 8, "temperature": 0}
+    *cycles, answer = page.run(**fields)
     share = answer["metrics"]["speculative_decoding"]["draft_acceptance_rate"]
     page.see({"[data-figure='draft acceptance rate']": f"{share:.2f}".lstrip("0")})
     labels = []
@@ -292,12 +285,11 @@ SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
 SCHEMA = json.dumps(SCHEMA | {"required": ["colour"], "additionalProperties": False})
 
 
-def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page, server):
-    page.run(**FEW, json_schema=SCHEMA)
-    answer = traced(server, FEW | {"json_schema": SCHEMA})
+def test_the_reasons_tell_what_a_grammar_forbade_and_forced(page):
+    *cycles, answer = page.run(**FEW, json_schema=SCHEMA)
     page.see({"#text .tokens": exactly(answer["text"])})
-    told = [place for cycle in answer["trace"] for place in cycle["grammar"]]
-    texts = {i: text for cycle in answer["trace"] for i, text in cycle["texts"].items()}
+    told = [place for cycle in cycles for place in cycle["grammar"]]
+    texts = {i: text for cycle in cycles for i, text in cycle["texts"].items()}
     kinds = [(place["forced"], place["overruled"]) for place in told]
     assert {forced for forced, _ in kinds} == {over for _, over in kinds} == {False, True}
     for is_forced, is_overruled in set(kinds):

@@ -80,18 +80,17 @@ def open_story(site, open_page):
 # ------------------------------------------------------------------------- what was recorded
 
 
-def runs_of(prompt):
-    """The greedy runs of a prompt, by drafter: events of the cycles."""
-    runs = (r for r in TOLD["runs"] if r["prompt"] == prompt and not r["request"]["temperature"])
-    return {run["request"]["drafter"]: cycles_of(run) for run in runs}
+def lanes_of(prompt):
+    """The cycles of plain decoding, and of each drafter's greedy run of a prompt."""
+    runs = [r for r in TOLD["runs"] if r["prompt"] == prompt and not r["request"]["temperature"]]
+    drafted = {run["request"]["drafter"]: cycles_of(run) for run in runs}
+    return {"plain": [e["plain"] for e in runs[0]["events"] if "plain" in e]} | drafted
 
 
 def spent(prompt):
-    """The ms of plain decoding's cycles behind the prefill, and of each drafter's but auto's."""
-    plain = next(run["events"] for run in TOLD["runs"] if run["prompt"] == prompt)
-    lanes = {"plain": [e["plain"] for e in plain if "plain" in e]} | runs_of(prompt)
-    ms = {name: sum(sum(c["ms"].values()) for c in lane[1:]) for name, lane in lanes.items()}
-    return {name: each for name, each in ms.items() if name != "auto"}
+    """The ms of all cycles behind the prefill, by lane; `auto` chooses among the others."""
+    lanes = {name: lane for name, lane in lanes_of(prompt).items() if name != "auto"}
+    return {name: sum(sum(c["ms"].values()) for c in lane[1:]) for name, lane in lanes.items()}
 
 
 def fastest(prompt):
@@ -125,7 +124,7 @@ def times(factor):
 
 
 TOLD = read(FOLDER, "smollm2")
-CYCLES = runs_of("first")["draft_model"]
+CYCLES = lanes_of("first")["draft_model"]
 TEXT = "".join(cycle["text"] for cycle in CYCLES)
 CUT = next(cycle for cycle in CYCLES if cycle["rejected"])
 WHOLE = next(len(c["proposals"]) for c in CYCLES[1:] if len(c["tokens"]) > len(c["proposals"]))
@@ -156,8 +155,7 @@ def pays(alpha, k, c):
 
 def race(way):
     """Steps to a race's end, with a bar for each token of each drafter and of plain decoding."""
-    drafted = runs_of(way)
-    bars = sum(len(cycle["tokens"]) for cycle in drafted["ngram"]) * (1 + len(drafted))
+    bars = sum(len(cycle["tokens"]) for lane in lanes_of(way).values() for cycle in lane)
     return [("click", f"[data-way={way}]", {}), (100, "#move-share", {"#scene-plot .fate": bars})]
 
 
@@ -166,7 +164,7 @@ def rounds():
 
     What the recorded target said judges; the drafter's own cycles from there are its score.
     """
-    first, *rivals = runs_of("new")["draft_model"]
+    first, *rivals = lanes_of("new")["draft_model"]
     said, mine, theirs = [token["id"] for c in rivals for token in c["tokens"]], 0, 0
     for number, (wrong, gives) in enumerate([([], 5), ([1], 2), ([0, 2], 1), ([3], 4)], 1):
         for at, token in enumerate(said[mine : mine + 4]):
