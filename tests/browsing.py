@@ -233,17 +233,16 @@ FIRST = event(0, [("a", "bonus")])  # a prefill's
 
 
 def lines(*events):
-    """Events as the server writes them into a stream, which ends behind an answer."""
-    is_whole = "finish_reason" in (events or [{}])[-1]
-    end = "data: [DONE]\n\n" if is_whole else ""
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + end
+    """Events as the server writes them into a stream."""
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
 
-def answer_of(cycles, **more):
-    """The last event of a stream with these cycles."""
+def whole(*cycles, **more):
+    """A whole stream: these cycles, and an answer with these fields."""
     told = {"drafter": "draft_model", "num_draft_tokens": 1, "target_passes": 1}
-    return {
+    answer = {
         "text": "".join(cycle["text"] for cycle in cycles),
         "finish_reason": "length", "seed": 1, "warnings": [],
         "metrics": {"speculative_decoding": told | {"tokens_per_pass": 2.0}},
     } | more  # fmt: skip
+    return lines(*cycles, answer) + "data: [DONE]\n\n"

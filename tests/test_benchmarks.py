@@ -269,29 +269,18 @@ def test_turns_take_all_ways_and_end_before_the_time_is_over(clock, limit_s, tur
 
 def statistics_of(drafted=30, accepted=15, **ms):
     """Ten passes of 10 ms, which gave 11 tokens of the target beside the accepted ones."""
-    told = bench.Statistics(target_passes=10, prefills=1, verify_ms=100.0)
-    told.num_recovered_tokens, told.num_draft_tokens = 11, drafted
-    told.num_accepted_draft_tokens = accepted
-    for name, value in ms.items():
-        setattr(told, name, value)
-    return told
+    counts = {"num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted, "prefills": 1}
+    fields = {"num_recovered_tokens": 11, "target_passes": 10, "verify_ms": 100.0}
+    return bench.Statistics(**counts | fields | ms)
 
 
 @pytest.mark.parametrize(("runs", "turns"), [(2, []), (6, []), (9, [1]), (25, [1, 2, 4, 5])])
 def test_ctrl_c_ends_an_audition_with_the_table_of_whole_turns(
-    runs, turns, audition_of, clock, monkeypatch
+    runs, turns, audition_of, monkeypatch
 ):
     """Four ways, so four runs warm up. Without a whole turn nothing is told, in one line."""
-    done = list[None]()
-
-    def together(*_):
-        done.append(None)
-        if len(done) > runs:
-            raise KeyboardInterrupt
-        clock[0] += 1
-        return [bench.Finished([1], statistics_of())]
-
-    monkeypatch.setattr(bench, "run_together", together)
+    done = [[bench.Finished([1], statistics_of())]] * runs
+    monkeypatch.setattr(bench, "run_together", Mock(side_effect=[*done, KeyboardInterrupt]))
     status, out, err = audition_of("--drafters ngram auto")
     shown = [int(line.split()[0]) for line in out.splitlines() if " turns, different" in line]
     assert shown == turns and status == (0 if turns else 130), out
