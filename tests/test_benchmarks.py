@@ -84,10 +84,6 @@ class Never(Bigram):
     name = "never"
     def propose(self, state, max_tokens):
         return Draft()
-class Broken(Bigram):
-    name = "broken"
-    def propose(self, state, max_tokens):
-        raise KeyError("oh")
 class Liar(Bigram):
     name = "liar"
     def propose(self, state, max_tokens):
@@ -214,16 +210,18 @@ def test_an_audition_has_every_drafter_draft_and_its_document_is_all_of_stdout(a
     assert 1 <= len(shares["mtp, K=3"]) <= 3 and "none" not in shares
 
 
-def test_an_audition_races_drafters_from_files_and_says_who_never_drafted(audition_of, mine):
+def test_an_audition_races_drafters_from_files_and_says_who_never_drafted(
+    audition_of, mine, failing_drafter
+):
     """A fault of theirs is one line, with its place, and so is a name that is taken."""
     few = "--minutes 0.0001 --k 2 --drafters"
     status, out, _ = audition_of(f"{few} {mine}:Bigram {mine}:Never auto none")
     notes = {line.split(",")[0]: line for line in out.splitlines() if ", K=2" in line}
     assert status == 0 and notes["never"].endswith("never drafted")
     assert not notes["bigram"].endswith("never drafted")
-    status, _, err = audition_of(f"{few} {mine}:Broken")
-    assert status == 2 and "error: a request was not done as asked: drafter broken failed" in err
-    assert "mine.py, line" in err and "Traceback" not in err
+    status, _, err = audition_of(f"{few} {failing_drafter[1]}")
+    assert status == 2 and "error: a request was not done as asked: drafter fails failed" in err
+    assert "own.py, line" in err and "Traceback" not in err
     mine.write_text(OWN.replace('"bigram"', '"ngram"'))
     assert audition_of(f"{few} {mine}:Bigram")[::2] == (
         2, "error: the name 'ngram' is taken: give your drafter another\n"

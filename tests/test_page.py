@@ -261,9 +261,12 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
     share = answer["metrics"]["speculative_decoding"]["draft_acceptance_rate"]
     page.see({"[data-figure='draft acceptance rate']": f"{share:.2f}".lstrip("0")})
     labels = []
-    for before, cycle in pairwise(cycles[:9]):
-        new = {"#picture .cell.new": cycle["cached"][0] - before["cached"][1]}
-        page.act((cycle["step"], CYCLE, fates_in(cycle) | new))
+    for last, cycle in pairwise(cycles[:9]):
+        before, (verified, kept) = last["cached"][1], cycle["cached"]
+        lengths = [before, verified, kept][: 2 + (kept < verified)]
+        page.act((cycle["step"], CYCLE, fates_in(cycle) | {
+            COUNT: f"{cycle['step']} of", "#picture .cell.new": verified - before,
+            "#picture .length": exactly(" → ".join(map(str, lengths)) + " tokens")}))  # fmt: skip
         labels += page.locator("#picture .slot .label").all_inner_texts()
     assert any(" or " in label for label in labels)
 
