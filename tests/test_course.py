@@ -49,14 +49,11 @@ def raced(solution, prompt):
         solution.cycle(row, text, [text[-1], 5], 0.8, 1)
     return text[len(prompt):][:24]
 
-solutions = {n: lab.path_of(n, "solutions").read_text("utf-8") for n in range(1, 9)}
 given = json.loads(sys.stdin.read())
 prompts = [*map(lab.encode, given["prompts"])]
 print(json.dumps({
-    "solutions": [graded(n, source) for n, source in solutions.items()],
-    "skeletons": [said(grade.check, n, lab.path_of(n)) for n in solutions],
-    "wrong": [graded(n, solutions[n].replace(a, b)) for _, n, a, b in given["wrong"]],
-    "others": [graded(*each) for each in given["others"]],
+    "skeletons": [said(grade.check, n, lab.path_of(n)) for n in range(1, 9)],
+    "graded": [graded(*each) for each in given["files"]],
     "texts": [checks.plain(tuple(p), 24, name) for name in ("target", "draft") for p in prompts],
     "raced": [raced(lab.load(lab.path_of(6, "solutions")), p) for p in prompts],
 }))
@@ -94,24 +91,25 @@ NAMED = [  # mistakes that the checks name themselves: a task, code of its solut
     ("one pass", 8, "logits = ", "target.read([2], [[7]])\n    logits = "),
     ("rectangle", 8, "[0] * (width - len(tokens))", "[]"),
 ]
-SOLVED = {number: lab.path_of(number, "solutions").read_text("utf-8") for number in (4, 5)}
-# The same mistakes in other words: a task, the mistake, and a solution by another author.
-OTHERS = [
-    (7, "stand alone", "def tokens(alpha, k): return 1 + k * alpha"),
+SOLUTIONS = {n: lab.path_of(n, "solutions").read_text("utf-8") for n in NUMBERS}
+FILES = [  # a mistake, its task, and a solution with it
+    *(("", *solved) for solved in SOLUTIONS.items()),
+    *((name, n, SOLUTIONS[n].replace(right, wrong)) for name, n, right, wrong in WRONG + NAMED),
+    # The same mistakes in other words.
+    ("stand alone", 7, "def tokens(alpha, k): return 1 + k * alpha"),
     # The row of the text that drafted last; it matters where two draft before both hear.
-    (4, "state", SOLVED[4].replace("draft = []", "draft, self.row = [], state['row']").replace(
+    ("state", 4, SOLUTIONS[4].replace("draft = []", "draft, self.row = [], state['row']").replace(
         'state["row"].truncate', "self.row.truncate"
     )),
     # Right: what is certain is not asked.
-    (5, "", SOLVED[5].replace("not chance(", "q[i][token] > p[i][token] and not chance(")),
+    ("", 5, SOLUTIONS[5].replace("not chance(", "q[i][token] > p[i][token] and not chance(")),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def told():
-    """What a process makes of all solutions, and what it writes."""
-    others = [(number, source) for number, _, source in OTHERS]
-    given = json.dumps({"others": others, "prompts": PROMPTS, "wrong": [*WRONG, *NAMED]})
+    """What a process makes of all files, and what it writes."""
+    given = json.dumps({"files": [file for _, *file in FILES], "prompts": PROMPTS})
     environ = os.environ | grade.ALONE
     command = [sys.executable, "-c", ALL]
     return json.loads(
@@ -119,23 +117,19 @@ def told():
     )
 
 
-def test_each_solution_passes_and_each_skeleton_fails_with_its_first_sentence(told):
+def test_each_skeleton_fails_with_its_first_sentence(told):
     names = [lab.path_of(number).name for number in NUMBERS]
-    assert told["solutions"] == [""] * len(names)
     assert told["skeletons"] == [SENTENCES["nothing yet"].format(path=name) for name in names]
 
 
-def test_each_wrong_solution_gets_the_sentence_that_was_written_for_it(told):
+def test_each_solution_passes_and_each_wrong_one_gets_the_sentence_of_its_mistake(told):
     """A known one by what it does, any other by the check that fails."""
-    got = dict(zip([*WRONG, *NAMED], told["wrong"], strict=True))
-    own = {name for name, *_ in got if not name.startswith("other")}
-    assert len(own) >= 28 and {number for _, number, *_ in got} == {*NUMBERS}
-    assert [(each, said) for each, said in got.items() if said != SENTENCES[each[0]]] == []
+    own = {name for name, *_ in FILES if name and not name.startswith("other")}
+    assert len(own) >= 28 and {number for name, number, _ in FILES if name} == {*NUMBERS}
+    expected = [name and SENTENCES[name] for name, *_ in FILES]
+    pairs = zip(FILES, told["graded"], expected, strict=True)
+    assert [(file, said) for file, said, right in pairs if said != right] == []
     assert len({*SENTENCES.values()}) == len(SENTENCES)
-
-
-def test_who_makes_a_mistake_in_other_words_gets_its_sentence_too(told):
-    assert told["others"] == [name and SENTENCES[name] for _, name, _ in OTHERS]
 
 
 def test_texts_are_those_of_transformers_generate_and_no_tie_is_near(told, reference):
@@ -160,7 +154,6 @@ def test_the_solution_of_task_6_writes_the_engine_s_own_sampled_text(told, demo_
         assert text == core.plain_decode(demo_engine.target, ids, 24, set(), sampling, seed=1)
 
 
-SOLUTION = lab.path_of(1, "solutions").read_text("utf-8")
 BAD = {  # what is said, or the name of its sentence: a file
     "endless": "def verify(draft, choices):\n    while True:\n        pass",
     "prints": "def verify(draft, choices):\n    while True:\n        print('x' * 1000)",
@@ -205,14 +198,14 @@ def test_the_way_so_far_and_a_picture(monkeypatch, capsys, tmp_path):
     assert said.count("not yet") == 7 and "Next: read course/tasks/2_truncate.py" in said
     monkeypatch.undo()
     path = tmp_path / "mine.py"
-    path.write_text(SOLUTION.replace("choices[: i + 1]", "choices[:i]"), "utf-8")
+    path.write_text(SOLUTIONS[1].replace("choices[: i + 1]", "choices[:i]"), "utf-8")
     told = grade.grade(1, path)
     assert told.sentence == SENTENCES["recovered"] and not told.is_solved
     assert (
         "5 ✓      6 ✗" in told.picture
         and "expected: keeps 5 9\n  yours:    keeps 5" in told.picture
     )
-    path.write_text(f"print('my own words')\n{SOLUTION}", "utf-8")
+    path.write_text(f"print('my own words')\n{SOLUTIONS[1]}", "utf-8")
     assert grade.grade(1, path)[::3] == (True, "my own words\n")
 
 
