@@ -6,16 +6,16 @@ usual parts an answer, and a stream's last chunk, has `metrics.speculative_decod
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from flask import Flask, Response
 
 from runtime import plug
 from runtime.models.prompts import LONG_TEXT, is_text, long_texts, prompt_ids
-from runtime.values import Engine, Json, Model, Request, RequestError, check_prompt
+from runtime.values import Engine, Json, Model, Request, RequestError
 from server.events import trace
 from server.fields import known_fields, wrong
 from server.parsing import KNOWN, model_id, parse_request
@@ -41,13 +41,10 @@ def register_routes(app: Flask, service: Service) -> None:
             raise wrong("echo", "does not go with suffix")
         _fill_in(service, fields)
         prompts, shape = _prompts_of(fields.get("prompt")), Completion(service, fields)
-        shape.num_prompts = len(prompts)
-        if echo or len(prompts) > 1:
-            is_cut = fields.get("truncate_prompt_tokens") is not None
-            sent, prompts = prompts, _ids_of(prompts, service.engine.target, is_cut)
+        shape.num_prompts, fields["prompt"] = len(prompts), prompts[0]
         if echo:
-            shape.begins = _begins(service, fields, sent, prompts)
-        fields["prompt"] = prompts[0]
+            shape.echoed = prompts
+            _score_prompts(fields)
         parse = partial(_parse_list, prompts) if len(prompts) > 1 else None
         return service.respond(fields, shape, parse)
 
@@ -66,36 +63,26 @@ def _at_place(i: int) -> Iterator[None]:
         raise
 
 
-def _ids_of(values: list[Any], target: Model, is_cut: bool) -> list[list[int]]:
-    """The ids of each prompt in a list, which the context can hold, or will when they are cut.
-
-    Raises RequestError.
-    """
-    context = target.max_length
+def _ids_of(values: list[Any], target: Model) -> list[list[int]]:
+    """The ids of each prompt in a list. Raises RequestError."""
     sizes = [len(value) for value in values if isinstance(value, str)]
     are_short = max(sizes, default=0) <= LONG_TEXT  # else one of them takes the turn
     every = list[list[int]]()
     with long_texts.take(sum(sizes) if are_short else 0):
         for i, value in enumerate(values):
-            with _at_place(i) if len(values) > 1 else nullcontext():
-                every.append(prompt_ids(value, target.tokenizer, context))
-                if is_cut:
-                    continue
-                try:
-                    check_prompt(every[-1], context, target.vocab_size, max_tokens=0)
-                except ValueError as error:
-                    raise RequestError(str(error), param="prompt") from error
+            with _at_place(i):
+                every.append(prompt_ids(value, target.tokenizer, target.max_length))
     return every
 
 
-def _parse_list(prompts: list[list[int]], body: Json, engine: Engine, defaults: Json) -> Parsed:
+def _parse_list(prompts: list[Any], body: Json, engine: Engine, defaults: Json) -> Parsed:
     """`parse_request` for each of these prompts: (requests, stream, warnings).
 
     Each has the fields of the body, its seed, too. There are the choices of the first prompt, then
     those of the second, …
     """
     requests, notes = list[Request](), list[str]()
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(_ids_of(prompts, engine.target)):
         with _at_place(i):
             one = body | {"prompt": prompt}
             request, stream, compare, notes = parse_request(one, engine, defaults)
@@ -134,33 +121,13 @@ def _prompts_of(prompt: Any) -> list[Any]:
     return prompt
 
 
-class Begin(NamedTuple):
-    """What an echo repeats of a prompt."""
-
-    text: str
-    first: Json  # its first token, which has no log-probability
-
-
-def _begins(
-    service: Service, fields: Json, sent: list[Any], prompts: list[list[int]]
-) -> list[Begin]:
-    """What an echo repeats of each prompt: `sent` as a text or ids, and its ids.
-
-    It is scored where log-probabilities are asked for, if it can be.
-    """
+def _score_prompts(fields: Json) -> None:
+    """Have prompts scored that are echoed, where log-probabilities are asked for. RequestError."""
     if fields.get("truncate_prompt_tokens") is not None:
         raise wrong("truncate_prompt_tokens", "does not go with echo")
     count, scored = _num_top(fields), fields.get("prompt_logprobs")
     if count is not None and isinstance(scored, int | None):
         fields["prompt_logprobs"] = max(count, scored or 0)
-    has_names, decode = fields.get("return_tokens_as_token_ids") is True, service.tokenizer.decode
-    return [
-        Begin(
-            each if isinstance(each, str) else decode(ids, skip_special_tokens=True),
-            {"id": ids[0], "token": f"token_id:{ids[0]}" if has_names else decode(ids[:1])},
-        )
-        for each, ids in zip(sent, prompts, strict=True)
-    ]
 
 
 def _num_top(fields: Json) -> int | None:
@@ -176,16 +143,17 @@ class Completion(OpenAIShape):
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
-    begins: list[Begin] = []  # for an echo, what stands before the choices of each prompt
+    echoed: list[Any] = []  # the prompts, texts or ids, that are repeated before their choices
 
     def __init__(self, service: Service, fields: Json) -> None:
         super().__init__(fields)
         self._begun = set[int]()  # choices whose prompt is repeated already
+        self._tokenizer = service.tokenizer
         self._places = defaultdict[int, Places](partial(Places, service.tokenizer))  # by choice
 
     def choice(self, index: int, body: Json) -> Json:
         text, logprobs = body["text"], body.get("logprobs")
-        if self.begins:
+        if self.echoed:
             before, scored = self._echo(index, self.scores[index // self.per_prompt])
             text, logprobs = before + text, logprobs if scored is None else [*scored, *logprobs]
         return self._choice(index, text, logprobs, body["finish_reason"])
@@ -195,7 +163,7 @@ class Completion(OpenAIShape):
 
     def _beginning(self, number: int) -> str:
         """Before a choice's first event, a chunk that repeats the prompt."""
-        if not self.begins or number in self._begun or number >= self.num_choices:
+        if not self.echoed or number in self._begun or number >= self.num_choices:
             return ""
         self._begun.add(number)
         # Scores of the prompt, which the first of its choices has.
@@ -217,11 +185,15 @@ class Completion(OpenAIShape):
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
-        begin = self.begins[index // self.per_prompt]
+        sent, ids = self.echoed[index // self.per_prompt], self.runs[index].request.prompt
+        decode = self._tokenizer.decode
+        text = sent if isinstance(sent, str) else decode(ids, skip_special_tokens=True)
         if _num_top(self._fields) is None:
-            return begin.text, None
-        first = {"logprob": None, "top_logprobs": None}
-        return begin.text, [begin.first | first, *filter(None, scores)]
+            return text, None
+        has_names = self._fields.get("return_tokens_as_token_ids")
+        name = f"token_id:{ids[0]}" if has_names else decode(ids[:1])
+        first = {"id": ids[0], "token": name, "logprob": None, "top_logprobs": None}
+        return text, [first, *filter(None, scores)]
 
     def _choice(self, index: int, text: str, logprobs: Logprobs, reason: str | None = None) -> Json:
         """A choice, or a part of it, with the log-probabilities of its tokens."""
