@@ -43,7 +43,7 @@ _NAMES = CHAT_NAMES - {"messages", "n", "logprobs", *OPENAIS_OWN} | {
 }  # fmt: skip
 _KEPT_ELSEWHERE = "previous_response_id", "conversation", "prompt"
 _TEXTS = "input_text", "output_text", "text"
-_KINDS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text")}
+_KINDS: Json = {"message": ("msg", {"role": "assistant"}), "reasoning": ("rs", {"summary": []})}
 
 
 def register_routes(app: Flask, service: Service) -> None:
@@ -133,9 +133,8 @@ class Responses(InParts):
         self._response = head | told | nothing
         self._items = list[Json]()  # those that are done
         self._item: Json | None = None  # the one under way, a message or reasoning
-        self._about, self._texts = Json(), list[str]()  # what its events say of it; its texts
+        self._about, self._content = Json(), Json()  # what its events say of it; what it has
         self._tokenizer, self._untold = service.tokenizer, Untold(service.tokenizer)
-        self._logprobs = list[Json]()  # of the message under way
         self._numbers = count()  # of events
 
     def _event(self, kind: str, **data: Any) -> str:
@@ -160,35 +159,31 @@ class Responses(InParts):
         kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
         is_new = self._item is None or self._item["type"] != kind
         told = self._close() + self._open(kind) if is_new else ""
-        self._texts.append(text)
+        self._content["text"] += text
         said = {"delta": text}
         if kind == "message":
             end = self.readers[index].position
             said["logprobs"] = self._untold.take(end - len(text), end)
-            self._logprobs += said["logprobs"]
-        return told + self._event(f"{_KINDS[kind][1]}.delta", **self._about, **said)
-
-    def _content(self, text: str) -> Json:
-        """What the item under way has, if that is this text."""
-        content = {"type": _KINDS[self._item["type"]][1], "text": text}
-        if self._item["type"] == "reasoning":
-            return content
-        return content | {"annotations": [], "logprobs": self._logprobs}
+            self._content["logprobs"] += said["logprobs"]
+        return told + self._event(f"{self._content['type']}.delta", **self._about, **said)
 
     def _open(self, kind: str) -> str:
         """Begin an item. Returns the events that tell of it."""
-        more = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-        number = f"{_KINDS[kind][0]}_{secrets.token_hex(12)}"
+        prefix, more = _KINDS[kind]
+        number = f"{prefix}_{secrets.token_hex(12)}"
         self._item = {"id": number, "type": kind, "status": "in_progress", "content": []} | more
+        self._content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if kind == "reasoning":
+            self._content = {"type": "reasoning_text", "text": ""}
         self._about = {"item_id": number, "output_index": len(self._items), "content_index": 0}
-        self._texts, self._logprobs, told = [], [], self._added(self._item)
-        return told + self._event("content_part.added", **self._about, part=self._content(""))
+        told = self._added(self._item)
+        return told + self._event("content_part.added", **self._about, part=self._content)
 
     def _close(self, status: str = "completed") -> str:
         """End the item under way, if there is one. Returns the events that tell of it."""
         if self._item is None:
             return ""
-        content = self._content("".join(self._texts))
+        content = self._content
         said = {name: content[name] for name in ("text", "logprobs") if name in content}
         told = self._event(f"{content['type']}.done", **self._about, **said)
         told += self._event("content_part.done", **self._about, part=content)
@@ -234,7 +229,7 @@ class Responses(InParts):
         told = "" if self._items or self._item else self.part(0, "")
         # Tokens of no text are left: of a stop string, or of half a character.
         if self._item and self._item["type"] == "message" and (rest := self._untold.take(0)):
-            self._logprobs += rest
+            self._content["logprobs"] += rest
             told += self._event("output_text.delta", **self._about, delta="", logprobs=rest)
         told += self._close(status)
         given, cached, written, reasoning = to_chat.counts(body)
