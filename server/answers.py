@@ -12,7 +12,16 @@ import torch
 
 from runtime.models.catalogue import entry_of
 from runtime.statistics import FORMULAS, Statistics, ratio
-from runtime.values import PLAIN, Engine, Json, Model, RequestError, TextSequence, engine_failure
+from runtime.values import (
+    PLAIN,
+    Engine,
+    Json,
+    Model,
+    Request,
+    RequestError,
+    TextSequence,
+    engine_failure,
+)
 
 from .events import brief, public, trace
 from .fields import IDS
@@ -149,22 +158,14 @@ class Shape:
     """
 
     opening, closing = "", "data: [DONE]\n\n"  # what a stream begins and ends with
-    num_prompts = 1  # in the request's list
 
-    def __init__(self, fields: Json) -> None:
-        """`fields` are the request's, which may be wrong until a job has begun."""
-        self._fields = fields
-        self.runs: list[Run] = []  # once the job has begun
+    def __init__(self) -> None:
+        self.runs: list[Run] = []  # the job's, once it has begun
 
     @property
-    def per_prompt(self) -> int:
-        """How many texts the request wants of each prompt."""
-        return self._fields.get("n") or 1
-
-    @property
-    def num_choices(self) -> int:
-        """How many texts the request wants."""
-        return self.num_prompts * self.per_prompt
+    def request(self) -> Request:
+        """The request of the job's first run."""
+        return self.runs[0].request
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once; `body` is the service's answer."""
@@ -172,13 +173,13 @@ class Shape:
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event of the run of this number; "" is nothing."""
-        has_choices = self.num_choices > 1
+        has_choices = self.request.texts > 1
         if number > 1 and not has_choices:
             return ""
         text = {"text": "".join(text for text, _ in event["pieces"])}
         if number == 1 and not has_choices:
             return sse({"plain": brief(event) | text | {"ms": event["ms"]}})
-        shown = public(event) if self._fields.get("trace") else brief(event)
+        shown = public(event) if self.request.trace else brief(event)
         if "logprobs" in event:
             shown["logprobs"] = event["logprobs"]
         return sse(({"index": number} if has_choices else {}) | shown | text)

@@ -73,7 +73,7 @@ class Service:
         `parse` makes requests of the fields, where they are not those of one prompt. Raises
         RequestError, and what made its job fail.
         """
-        shape = shape or Shape(fields)
+        shape = shape or Shape()
         job, is_stream, notes = self.begin(fields, parse or parse_one)
         shape.runs = job.runs
         if is_stream:

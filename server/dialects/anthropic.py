@@ -54,7 +54,7 @@ def register_routes(app: Flask, service: Service) -> None:
                 raise wrong("max_tokens", "must be an integer: this protocol has no default")
             _translate(fields, sent)
             new_reader = read_chat(service, fields, sent)
-            return service.respond(fields, Messages(fields, new_reader=new_reader))
+            return service.respond(fields, Messages(new_reader=new_reader))
 
     @app.post(f"{_PATH}/count_tokens")
     def count_tokens() -> Json:
@@ -163,8 +163,8 @@ class Messages(InParts):
 
     closing = ""
 
-    def __init__(self, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
-        super().__init__(fields, new_reader=new_reader)
+    def __init__(self, *, new_reader: Callable[[], AnswerReader]) -> None:
+        super().__init__(new_reader=new_reader)
         self._head = {"id": f"msg_{g.id}", "type": "message", "role": "assistant"}
         self._head["model"] = current_app.extensions["model"]
         self._id, self._content = g.id, list[Json]()  # blocks, of which the last is under way
@@ -173,7 +173,7 @@ class Messages(InParts):
     def opening(self) -> str:
         """A stream begins with the message without its content."""
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = self._head | nothing | {"usage": _usage(len(self._fields["prompt"]))}
+        message = self._head | nothing | {"usage": _usage(len(self.request.prompt))}
         return event("message_start", message=message) + event("ping")
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:

@@ -125,7 +125,7 @@ class Chat(InParts, OpenAIShape):
     def opening(self) -> str:
         """A stream begins with the role, of each choice."""
         said = {"role": "assistant", "content": ""}
-        return "".join(self.chunk(self._choice(i, delta=said)) for i in range(self.num_choices))
+        return "".join(self.chunk(self._choice(i, delta=said)) for i in range(self.request.texts))
 
     def _said(self, index: int, part: Part) -> Json:
         """A part of a choice as a chunk's delta has it."""

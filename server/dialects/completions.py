@@ -17,7 +17,7 @@ from runtime import plug
 from runtime.models.prompts import LONG_TEXT, is_text, long_texts, prompt_ids
 from runtime.values import Engine, Json, Model, Request, RequestError
 from server.events import trace
-from server.fields import known_fields, wrong
+from server.fields import NAMES, known_fields, wrong
 from server.parsing import KNOWN, model_id, parse_request
 from server.service import Parsed, Service, read_body
 
@@ -41,7 +41,7 @@ def register_routes(app: Flask, service: Service) -> None:
             raise wrong("echo", "does not go with suffix")
         _fill_in(service, fields)
         prompts, shape = _prompts_of(fields.get("prompt")), Completion(service, fields)
-        shape.num_prompts, fields["prompt"] = len(prompts), prompts[0]
+        fields["prompt"] = prompts[0]
         if echo:
             shape.echoed = prompts
             _score_prompts(fields)
@@ -125,17 +125,9 @@ def _score_prompts(fields: Json) -> None:
     """Have prompts scored that are echoed, where log-probabilities are asked for. RequestError."""
     if fields.get("truncate_prompt_tokens") is not None:
         raise wrong("truncate_prompt_tokens", "does not go with echo")
-    count, scored = _num_top(fields), fields.get("prompt_logprobs")
-    if count is not None and isinstance(scored, int | None):
-        fields["prompt_logprobs"] = max(count, scored or 0)
-
-
-def _num_top(fields: Json) -> int | None:
-    """How many likeliest tokens are asked for; None: no log-probabilities are."""
-    logprobs = fields.get("logprobs")
-    if isinstance(logprobs, bool):
-        return 0 if logprobs else None
-    return logprobs if isinstance(logprobs, int) else None
+    count, scored = fields.get("logprobs", False), fields.get("prompt_logprobs")
+    if count is not False and isinstance(count, int) and isinstance(scored, int | None):
+        fields["prompt_logprobs"] = max(0 if count is True else count, scored or 0)
 
 
 class Completion(OpenAIShape):
@@ -154,7 +146,7 @@ class Completion(OpenAIShape):
     def choice(self, index: int, body: Json) -> Json:
         text, logprobs = body["text"], body.get("logprobs")
         if self.echoed:
-            before, scored = self._echo(index, self.scores[index // self.per_prompt])
+            before, scored = self._echo(index, self.scores[index // self.request.n])
             text, logprobs = before + text, logprobs if scored is None else [*scored, *logprobs]
         return self._choice(index, text, logprobs, body["finish_reason"])
 
@@ -163,16 +155,16 @@ class Completion(OpenAIShape):
 
     def _beginning(self, number: int) -> str:
         """Before a choice's first event, a chunk that repeats the prompt."""
-        if not self.echoed or number in self._begun or number >= self.num_choices:
+        if not self.echoed or number in self._begun or number >= self.request.texts:
             return ""
         self._begun.add(number)
         # Scores of the prompt, which the first of its choices has.
-        scored = self.runs[number - number % self.per_prompt].sequence
+        scored = self.runs[number - number % self.request.n].sequence
         scores = trace.prompt_logprobs(scored) if trace else []
         return self.chunk(self._choice(number, *self._echo(number, scores)))
 
     def last(self, body: Json) -> Iterator[str]:
-        yield from filter(None, map(self._beginning, range(self.num_choices)))
+        yield from filter(None, map(self._beginning, range(self.request.texts)))
         yield from super().last(body)
 
     def shown(self, event: Json, number: int) -> str:
@@ -180,18 +172,17 @@ class Completion(OpenAIShape):
         beginning = self._beginning(number)
         self.note(event, number)
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
-        is_news = number < self.num_choices and (text or logprobs is not None)
+        is_news = number < self.request.texts and (text or logprobs is not None)
         return beginning + (self.chunk(self._choice(number, text, logprobs)) if is_news else "")
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
-        sent, ids = self.echoed[index // self.per_prompt], self.runs[index].request.prompt
+        sent, ids = self.echoed[index // self.request.n], self.runs[index].request.prompt
         decode = self._tokenizer.decode
         text = sent if isinstance(sent, str) else decode(ids, skip_special_tokens=True)
-        if _num_top(self._fields) is None:
+        if self.request.logprobs is None:
             return text, None
-        has_names = self._fields.get("return_tokens_as_token_ids")
-        name = f"token_id:{ids[0]}" if has_names else decode(ids[:1])
+        name = f"token_id:{ids[0]}" if NAMES in self.request.returns else decode(ids[:1])
         first = {"id": ids[0], "token": name, "logprob": None, "top_logprobs": None}
         return text, [first, *filter(None, scores)]
 
@@ -211,4 +202,4 @@ class Completion(OpenAIShape):
         """The likeliest tokens where one stands, and that one."""
         if (tops := entry["top_logprobs"]) is None:
             return None
-        return {top["token"]: top["logprob"] for top in [*tops[: _num_top(self._fields)], entry]}
+        return {top["token"]: top["logprob"] for top in [*tops[: self.request.logprobs], entry]}

@@ -61,7 +61,7 @@ def register_routes(app: Flask, service: Service) -> None:
         with errors_name(sent):
             _translate(fields, sent)
             new_reader = read_chat(service, fields, sent)
-            return service.respond(fields, Responses(service, fields, told, new_reader))
+            return service.respond(fields, Responses(service, told, new_reader))
 
 
 # ------------------------------------------------------------------------- what clients send
@@ -123,10 +123,10 @@ class Responses(InParts):
     closing = ""
 
     def __init__(
-        self, service: Service, fields: Json, told: Json, new_reader: Callable[[], AnswerReader]
+        self, service: Service, told: Json, new_reader: Callable[[], AnswerReader]
     ) -> None:
         """`told` are the request's fields as they are told again."""
-        super().__init__(fields, new_reader=new_reader)
+        super().__init__(new_reader=new_reader)
         head = {"id": f"resp_{g.id}", "object": "response", "created_at": int(time.time())}
         head |= {"model": current_app.extensions["model"], "background": False, "store": False}
         nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))

@@ -98,7 +98,7 @@ class OpenAIShape(Shape):
 
     def __init__(self, fields: Json) -> None:
         """Raises RequestError where a stream is to have a prompt's scores."""
-        super().__init__(fields)
+        super().__init__()
         self._is_scored = fields.get("prompt_logprobs") is not None
         if self._is_scored and fields.get("stream"):
             raise wrong("prompt_logprobs", "goes with stream: false")
@@ -124,7 +124,7 @@ class OpenAIShape(Shape):
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once, from /generate's answer."""
         every = bodies(body)
-        self.scores = [each.get("prompt_logprobs") for each in every[:: self.per_prompt]]
+        self.scores = [each.get("prompt_logprobs") for each in every[:: self.request.n]]
         # vLLM's form: of what was not asked for there are nulls.
         of_prompts = [
             {"prompt_logprobs": by_id(one) if self._is_scored else None, "prompt_token_ids": None}
@@ -132,7 +132,7 @@ class OpenAIShape(Shape):
         ]
         choices = list[Json]()
         for i, each in enumerate(every):
-            own = of_prompts[i // self.per_prompt] if self.has_own_prompts else {}
+            own = of_prompts[i // self.request.n] if self.has_own_prompts else {}
             choices.append(_stop(each) | {"token_ids": None} | own | self.choice(i, each))
             self._new_ids[i] = each.get("token_ids")
         of_all = {} if self.has_own_prompts else of_prompts[0]
@@ -141,7 +141,7 @@ class OpenAIShape(Shape):
     def note(self, event: Json, number: int) -> None:
         """Count the tokens of an event, and keep their ids for the choice's next chunk."""
         is_told = self._has_ids or "continuous_usage_stats" in self._options
-        if is_told and number < self.num_choices:
+        if is_told and number < self.request.texts:
             ids = [token["id"] for token in event["tokens"]]
             self._new_ids[number] += ids
             self._num_tokens[number] += len(ids)
@@ -193,9 +193,9 @@ class InParts(Shape):
     A stream has each call whole in one part, and no text that may still become a call.
     """
 
-    def __init__(self, fields: Json, *, new_reader: Callable[[], AnswerReader]) -> None:
+    def __init__(self, *given: Any, new_reader: Callable[[], AnswerReader]) -> None:
         """`new_reader` makes what reads a choice's text."""
-        super().__init__(fields)
+        super().__init__(*given)
         self.readers = defaultdict[int, AnswerReader](new_reader)  # by choice
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:
@@ -213,7 +213,7 @@ class InParts(Shape):
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event; its first part has its log-probabilities."""
-        if number >= self.num_choices:  # a comparison's other runs
+        if number >= self.request.texts:  # a comparison's other runs
             return ""
         logprobs, told = event.get("logprobs"), ""
         for part in self.readers[number].feed("".join(text for text, _ in event["pieces"])):
