@@ -140,7 +140,6 @@ class Connection(asyncio.Protocol):
         self.server = server
         self.has_left = False
         self.num_written = 0  # bytes handed to the transport
-        self.num_asked = 0  # bytes of the body that is being answered
         # When nothing was left unread for the last time, and how much had been taken by then.
         self.all_taken_at, self.num_taken = time.monotonic(), 0
         self.is_behind = False  # the client takes an answer more slowly than it is written
@@ -182,16 +181,15 @@ class Connection(asyncio.Protocol):
         self.has_left = True
         self.at_leave()
         self.drop_body()
-        self.ask(0)
         self.server.forget(self)
 
     # -------------------------------------------------------------------- reading a request
 
     def await_request(self, limit_s: float) -> None:
         """Be ready for a request that begins within `limit_s`."""
-        self.ask(0)
         self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.head, self.body = bytearray(), bytearray()
+        self.num_asked = 0  # bytes of the body that is being answered
         self.num_framing = 0  # bytes of the body that are no content
         self.environ: Json = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
         self.at_leave: Callable[[], None] = lambda: None
@@ -273,7 +271,6 @@ class Connection(asyncio.Protocol):
         """Let the application answer with the error, and close then."""
         self.environ[REFUSAL] = error
         self.is_last = True
-        self.drop_body()
         self.answer()
 
     def drop_body(self) -> None:
@@ -281,22 +278,16 @@ class Connection(asyncio.Protocol):
         self.server.hold(-len(self.body))
         self.body = bytearray()
 
-    def ask(self, num_bytes: int) -> None:
-        """Count the bytes of a body that is being answered in place of those before."""
-        self.server.num_asked += num_bytes - self.num_asked
-        self.num_asked = num_bytes
-
     # ------------------------------------------------------------------------- answering
 
     def answer(self) -> None:
         """Have a thread run the application."""
-        body = bytes(self.body)
-        self.drop_body()
-        self.ask(len(body))
-        if self.server.num_asked > _MAX_HELD_BYTES and REFUSAL not in self.environ:
+        if self.server.num_asked + len(self.body) > _MAX_HELD_BYTES:
             why = f"requests of {_MAX_HELD_BYTES} bytes wait already"
-            self.environ[REFUSAL], body = RequestError(why, status=429, code="queue_full"), b""
-            self.ask(0)
+            self.environ.setdefault(REFUSAL, RequestError(why, status=429, code="queue_full"))
+        body = b"" if REFUSAL in self.environ else bytes(self.body)
+        self.drop_body()
+        self.num_asked = len(body)
         self.head = bytearray()
         self.is_last |= bool(self.parser.trailing_data[0])
         # A proxy that parses chunks differently must not get a second request through (smuggling).
@@ -463,7 +454,6 @@ class Server:
         self.connections: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}  # without a whole request, oldest first
         self.num_held = 0  # bytes of bodies that are not complete
-        self.num_asked = 0  # and of those that are being answered
         self.environ = {
             "SERVER_NAME": host,
             "SERVER_PORT": str(port),
@@ -526,6 +516,11 @@ class Server:
         for _ in range(len(self._calls)):
             function, arguments = self._calls.popleft()
             self._loop.call_soon(function, *arguments)
+
+    @property
+    def num_asked(self) -> int:
+        """Bytes of bodies that are being answered."""
+        return sum(connection.num_asked for connection in self.connections)
 
     @property
     def is_busy(self) -> bool:
