@@ -12,16 +12,7 @@ import torch
 
 from runtime.models.catalogue import entry_of
 from runtime.statistics import FORMULAS, Statistics, ratio
-from runtime.values import (
-    PLAIN,
-    Engine,
-    Json,
-    Model,
-    Request,
-    RequestError,
-    TextSequence,
-    engine_failure,
-)
+from runtime.values import PLAIN, Engine, Json, Model, RequestError, TextSequence, engine_failure
 
 from .events import brief, public, trace
 from .fields import IDS
@@ -158,14 +149,7 @@ class Shape:
     """
 
     opening, closing = "", "data: [DONE]\n\n"  # what a stream begins and ends with
-
-    def __init__(self) -> None:
-        self.runs: list[Run] = []  # the job's, once it has begun
-
-    @property
-    def request(self) -> Request:
-        """The request of the job's first run."""
-        return self.runs[0].request
+    job: Job  # once it has begun
 
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once; `body` is the service's answer."""
@@ -173,13 +157,13 @@ class Shape:
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event of the run of this number; "" is nothing."""
-        has_choices = self.request.texts > 1
+        has_choices = self.job.request.texts > 1
         if number > 1 and not has_choices:
             return ""
         text = {"text": "".join(text for text, _ in event["pieces"])}
         if number == 1 and not has_choices:
             return sse({"plain": brief(event) | text | {"ms": event["ms"]}})
-        shown = public(event) if self.request.trace else brief(event)
+        shown = public(event) if self.job.request.trace else brief(event)
         if "logprobs" in event:
             shown["logprobs"] = event["logprobs"]
         return sse(({"index": number} if has_choices else {}) | shown | text)

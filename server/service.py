@@ -75,7 +75,7 @@ class Service:
         """
         shape = shape or Shape()
         job, is_stream, notes = self.begin(fields, parse or parse_one)
-        shape.runs = job.runs
+        shape.job = job
         if is_stream:
             events = stream(job, shape, lambda: self.answer(job.runs, notes))
             return Response(events, mimetype="text/event-stream")

@@ -72,8 +72,8 @@ class Job:
     def __init__(self, requests: Iterable[Request], timeout_s: float) -> None:
         """Choices and texts of a list run side by side, the runs of a comparison in turn."""
         self.runs = [Run(request, number) for number, request in enumerate(requests)]
-        self._first, self._timeout_s = self.runs[0].request, timeout_s
-        count = len(self.runs) if self._first.texts > 1 else 1
+        self.request, self._timeout_s = self.runs[0].request, timeout_s
+        count = len(self.runs) if self.request.texts > 1 else 1
         self.waiting = self.runs[:count]  # for a place
         self.later = self.runs[count:]  # for the place of the run before
         self.is_over = self.cancelled = False
@@ -86,14 +86,14 @@ class Job:
     @property
     def deadline(self) -> float:
         """Each prompt, and each run of a comparison, has as long as if it came alone."""
-        return self.runs[0].submitted + self._timeout_s * (1 + self._num_ended // self._first.n)
+        return self.runs[0].submitted + self._timeout_s * (1 + self._num_ended // self.request.n)
 
     def ready(self) -> list[Run]:
         """The waiting runs that may begin.
 
         A choice waits until the first one has read the prompt, which is in the prefix cache then.
         """
-        firsts = [self.runs[run.number - run.number % self._first.n] for run in self.waiting]
+        firsts = [self.runs[run.number - run.number % self.request.n] for run in self.waiting]
         pairs = zip(self.waiting, firsts, strict=True)
         return [run for run, first in pairs if run is first or first.first_token or first.ended]
 
@@ -319,7 +319,7 @@ class Worker:
             begun = job.ready()[:free]
             self._running += [(job, run) for run in begun]
             job.waiting = [run for run in job.waiting if run not in begun]
-            if begun and (job.runs[0].request.num_prompts > 1 or not job.waiting):
+            if begun and (job.request.num_prompts > 1 or not job.waiting):
                 self._waiting.remove(job)
                 self._waiting += [job] if job.waiting else []
         return self._running[num_running:]

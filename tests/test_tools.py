@@ -75,7 +75,7 @@ class Canned(Service):
 
     def begin(self, fields, prompts=None):
         self.fields = fields
-        job = Job([Request([1])] * (fields.get("n") or 1), LIMIT_S)
+        job = Job(Request([1], n=fields.get("n") or 1).choices, LIMIT_S)
         for run in job.runs:
             self.write(job, run)
             job.end_run()

@@ -173,7 +173,7 @@ class Messages(InParts):
     def opening(self) -> str:
         """A stream begins with the message without its content."""
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = self._head | nothing | {"usage": _usage(len(self.request.prompt))}
+        message = self._head | nothing | {"usage": _usage(len(self.job.request.prompt))}
         return event("message_start", message=message) + event("ping")
 
     def part(self, index: int, part: Part, logprobs: Logprobs = None) -> str:

@@ -125,7 +125,8 @@ class Chat(InParts, OpenAIShape):
     def opening(self) -> str:
         """A stream begins with the role, of each choice."""
         said = {"role": "assistant", "content": ""}
-        return "".join(self.chunk(self._choice(i, delta=said)) for i in range(self.request.texts))
+        every = range(self.job.request.texts)
+        return "".join(self.chunk(self._choice(i, delta=said)) for i in every)
 
     def _said(self, index: int, part: Part) -> Json:
         """A part of a choice as a chunk's delta has it."""

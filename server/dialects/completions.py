@@ -146,7 +146,7 @@ class Completion(OpenAIShape):
     def choice(self, index: int, body: Json) -> Json:
         text, logprobs = body["text"], body.get("logprobs")
         if self.echoed:
-            before, scored = self._echo(index, self.scores[index // self.request.n])
+            before, scored = self._echo(index, self.scores[index // self.job.request.n])
             text, logprobs = before + text, logprobs if scored is None else [*scored, *logprobs]
         return self._choice(index, text, logprobs, body["finish_reason"])
 
@@ -155,16 +155,16 @@ class Completion(OpenAIShape):
 
     def _beginning(self, number: int) -> str:
         """Before a choice's first event, a chunk that repeats the prompt."""
-        if not self.echoed or number in self._begun or number >= self.request.texts:
+        if not self.echoed or number in self._begun or number >= self.job.request.texts:
             return ""
         self._begun.add(number)
         # Scores of the prompt, which the first of its choices has.
-        scored = self.runs[number - number % self.request.n].sequence
+        scored = self.job.runs[number - number % self.job.request.n].sequence
         scores = trace.prompt_logprobs(scored) if trace else []
         return self.chunk(self._choice(number, *self._echo(number, scores)))
 
     def last(self, body: Json) -> Iterator[str]:
-        yield from filter(None, map(self._beginning, range(self.request.texts)))
+        yield from filter(None, map(self._beginning, range(self.job.request.texts)))
         yield from super().last(body)
 
     def shown(self, event: Json, number: int) -> str:
@@ -172,17 +172,17 @@ class Completion(OpenAIShape):
         beginning = self._beginning(number)
         self.note(event, number)
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
-        is_news = number < self.request.texts and (text or logprobs is not None)
+        is_news = number < self.job.request.texts and (text or logprobs is not None)
         return beginning + (self.chunk(self._choice(number, text, logprobs)) if is_news else "")
 
     def _echo(self, index: int, scores: list[Json | None]) -> tuple[str, Logprobs]:
         """The text of a choice's prompt, and with logprobs its tokens."""
-        sent, ids = self.echoed[index // self.request.n], self.runs[index].request.prompt
+        sent, ids = self.echoed[index // self.job.request.n], self.job.runs[index].request.prompt
         decode = self._tokenizer.decode
         text = sent if isinstance(sent, str) else decode(ids, skip_special_tokens=True)
-        if self.request.logprobs is None:
+        if self.job.request.logprobs is None:
             return text, None
-        name = f"token_id:{ids[0]}" if NAMES in self.request.returns else decode(ids[:1])
+        name = f"token_id:{ids[0]}" if NAMES in self.job.request.returns else decode(ids[:1])
         first = {"id": ids[0], "token": name, "logprob": None, "top_logprobs": None}
         return text, [first, *filter(None, scores)]
 
@@ -202,4 +202,4 @@ class Completion(OpenAIShape):
         """The likeliest tokens where one stands, and that one."""
         if (tops := entry["top_logprobs"]) is None:
             return None
-        return {top["token"]: top["logprob"] for top in [*tops[: self.request.logprobs], entry]}
+        return {top["token"]: top["logprob"] for top in [*tops[: self.job.request.logprobs], entry]}

@@ -124,7 +124,7 @@ class OpenAIShape(Shape):
     def whole(self, body: Json) -> Json:
         """The body of a request that is answered at once, from /generate's answer."""
         every = bodies(body)
-        self.scores = [each.get("prompt_logprobs") for each in every[:: self.request.n]]
+        self.scores = [each.get("prompt_logprobs") for each in every[:: self.job.request.n]]
         # vLLM's form: of what was not asked for there are nulls.
         of_prompts = [
             {"prompt_logprobs": by_id(one) if self._is_scored else None, "prompt_token_ids": None}
@@ -132,7 +132,7 @@ class OpenAIShape(Shape):
         ]
         choices = list[Json]()
         for i, each in enumerate(every):
-            own = of_prompts[i // self.request.n] if self.has_own_prompts else {}
+            own = of_prompts[i // self.job.request.n] if self.has_own_prompts else {}
             choices.append(_stop(each) | {"token_ids": None} | own | self.choice(i, each))
             self._new_ids[i] = each.get("token_ids")
         of_all = {} if self.has_own_prompts else of_prompts[0]
@@ -141,14 +141,14 @@ class OpenAIShape(Shape):
     def note(self, event: Json, number: int) -> None:
         """Count the tokens of an event, and keep their ids for the choice's next chunk."""
         is_told = self._has_ids or "continuous_usage_stats" in self._options
-        if is_told and number < self.request.texts:
+        if is_told and number < self.job.request.texts:
             ids = [token["id"] for token in event["tokens"]]
             self._new_ids[number] += ids
             self._num_tokens[number] += len(ids)
 
     def _usage(self, index: int) -> Json:
         """What a choice has taken so far."""
-        prompt, new = len(self.runs[index].request.prompt), self._num_tokens[index]
+        prompt, new = len(self.job.runs[index].request.prompt), self._num_tokens[index]
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _with_ids(self, choices: Sequence[Json]) -> Json:
@@ -162,7 +162,7 @@ class OpenAIShape(Shape):
             if index not in self._told and (self.has_own_prompts or not self._told):
                 self._told.add(index)
                 place = parts[-1] if self.has_own_prompts else of_all
-                place["prompt_token_ids"] = self.runs[index].request.prompt
+                place["prompt_token_ids"] = self.job.runs[index].request.prompt
         return {"choices": parts} | of_all
 
     def chunk(self, *choices: Json, **more: Any) -> str:
@@ -213,7 +213,7 @@ class InParts(Shape):
 
     def shown(self, event: Json, number: int) -> str:
         """What a stream shows of an event; its first part has its log-probabilities."""
-        if number >= self.request.texts:  # a comparison's other runs
+        if number >= self.job.request.texts:  # a comparison's other runs
             return ""
         logprobs, told = event.get("logprobs"), ""
         for part in self.readers[number].feed("".join(text for text, _ in event["pieces"])):
