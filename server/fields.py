@@ -54,7 +54,7 @@ def integer(low: int, high: int) -> Check:
     return number(low, high, int, "an integer")
 
 
-def list_of(is_valid: Callable[[Any], Any], least: int, most: int) -> Callable[[Any], bool]:
+def list_of(is_valid: Callable[[Any], Any], least: int, most: float) -> Callable[[Any], bool]:
     """What tells whether a value is a list of so many valid ones."""
     return lambda values: (
         isinstance(values, list) and least <= len(values) <= most and all(map(is_valid, values))

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from math import inf
 from typing import Any
 
 from runtime.grammars import OPEN, POSSIBLE, Grammar, source_of, vocabulary_of
@@ -26,7 +27,7 @@ from runtime.grammars.measure import (
 from runtime.models.prompts import Conversation, Tokenizer, is_text
 from runtime.values import Engine, Json, TextSequence, one_line
 
-from .fields import wrong
+from .fields import list_of, wrong
 
 if not find_spec("llguidance"):  # which computes masks, and is imported when it is asked
     raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
@@ -36,11 +37,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "json_schema": (JSON, lambda value: isinstance(value, dict | bool), "a JSON schema"),
     "regex": (REGEX, is_text, "a regular expression, not empty"),
     "grammar": (LARK, is_text, "a grammar, in the form of Lark or GBNF"),
-    "choice": (
-        CHOICE,
-        lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
-        "a list of texts, none of them empty",
-    ),
+    "choice": (CHOICE, list_of(is_text, 1, inf), "a list of texts, none of them empty"),
 }
 FIELDS = ("response_format", *_KINDS)
 

@@ -264,7 +264,7 @@ def _drafter(known: Json, default: str | None, drafters: Collection[str]) -> str
 def _check_choices(count: int, seed: int, compare: bool) -> None:
     """Raises RequestError for several choices together with fields that they do not go with."""
     if compare and count > 1:
-        raise RequestError("n must be 1 with compare: one text is compared", param="n")
+        raise wrong("n", "must be 1 with compare: one text is compared")
     if seed + count > 1 << 64:
-        why = f"seed must be at most {(1 << 64) - count} with n {count}"
-        raise RequestError(f"{why}: choices have the seeds behind it", param="seed")
+        most = f"must be at most {(1 << 64) - count} with n {count}"
+        raise wrong("seed", f"{most}: choices have the seeds behind it")

@@ -5,8 +5,10 @@ from typing import Any
 
 from drafters.pool import AUTO, TREE
 from runtime.models.chat import joined
-from runtime.models.prompts import Tokenizer, bad_field, is_text, tokenize
+from runtime.models.prompts import Tokenizer, is_text, tokenize
 from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Model, Request, RequestError
+
+from .fields import wrong
 
 _PREDICTION = "prediction"  # the name of the field, and of its drafter
 
@@ -18,7 +20,7 @@ def expecting(request: Request, known: Json, target: Model) -> tuple[Request, li
         ids = prediction_ids(given, target.tokenizer, target.max_length)
         ids = ids if max(ids, default=0) < target.vocab_size else ()  # the model lacks some
     if known.get("drafter") == _PREDICTION and not ids:
-        raise RequestError("drafter prediction goes with a prediction", param="drafter")
+        raise wrong("drafter", "prediction goes with a prediction")
     request, notes = replace(request, prediction=ids), list[str]()
     if ids and request.drafter not in (AUTO, TREE, _PREDICTION):
         notes = [f"prediction was not used: the drafter is {request.drafter or PLAIN}"]
@@ -37,11 +39,11 @@ def prediction_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> tuple[i
     text = joined(value.get("content")) if is_content else value
     if not isinstance(text, str):
         what = 'a text, or {"type": "content", "content": a text or a list of parts of type text}'
-        raise bad_field(f"prediction must be {what}")
+        raise wrong(_PREDICTION, f"must be {what}")
     if not text:
         return ()
     if not is_text(text):
-        raise bad_field("prediction holds a lone surrogate")
+        raise wrong(_PREDICTION, "holds a lone surrogate")
     ids = tokenize(text, tokenizer, max_length, name="prediction", add_special_tokens=False)
     if len(ids) > max_length:
         what = f"the prediction's {len(ids)} tokens are more than a context of {max_length} holds"

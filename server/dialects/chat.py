@@ -20,7 +20,7 @@ from runtime.models.prompts import Tokenizer
 from runtime.models.token_bytes import bytes_of
 from runtime.models.tools import read_tools
 from runtime.values import Json, RequestError
-from server.fields import known_fields
+from server.fields import known_fields, wrong
 from server.formats import FIELDS, constraint_of, reasoning_of
 from server.parsing import KNOWN
 from server.service import Service, read_body
@@ -84,12 +84,12 @@ def read_chat(service: Service, fields: Json, sent: dict[str, str]) -> Callable[
 def _translate(fields: Json, sent: dict[str, str]) -> None:
     """Rename the fields that chat names differently, and note the client's names in `sent`."""
     if not isinstance(fields.get("logprobs"), bool | None):
-        raise RequestError("logprobs must be true or false", param="logprobs")
+        raise wrong("logprobs", "must be true or false")
     if (top := fields.pop("top_logprobs", None)) is not None:
         if isinstance(top, bool):
-            raise RequestError("top_logprobs must be an integer", param="top_logprobs")
+            raise wrong("top_logprobs", "must be an integer")
         if not fields.get("logprobs"):
-            raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
+            raise wrong("top_logprobs", "goes with logprobs: true")
         fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
 
 

@@ -88,7 +88,7 @@ def _parse_list(prompts: list[Any], body: Json, engine: Engine, defaults: Json) 
             request, stream, compare, notes = parse_request(one, engine, defaults)
         requests.append(replace(request, num_prompts=len(prompts)))
     if compare:
-        raise RequestError("compare goes with one prompt", param="compare")
+        raise wrong("compare", "goes with one prompt")
     if trace:
         total = sum(len(request.prompt) for request in requests)
         trace.check_scores(total, requests[0].prompt_logprobs, requests[0].n)
