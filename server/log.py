@@ -163,10 +163,9 @@ def _write(head: Json, error: str | None, job: Job | None, arrived: float) -> No
         texts = job.runs[: first.request.texts]  # without a comparison's other runs
         line["prompt_tokens"] = sum(len(run.request.prompt) for run in texts[:: first.request.n])
         if s:
-            begun = [run.sequence for run in texts if run.sequence]
-            line["tokens"] = sum(len(each.output) for each in begun)
-            total = sum((each.statistics for each in begun), Statistics())
-            line["passes"] = total.passes or None
+            begun = (run.sequence.statistics for run in texts if run.sequence)
+            total = sum(begun, Statistics())
+            line |= {"tokens": total.completion_tokens, "passes": total.passes or None}
             line["acceptance"] = total.draft_acceptance_rate
         for name, moment in {"queue_ms": first.began, "first_token_ms": first.first_token}.items():
             line[name] = None if moment is None else _ms(moment - arrived)

@@ -18,11 +18,11 @@ from flask import Flask, request
 from runtime import plug
 from runtime.models.catalogue import abandon
 
-from .connection import MAX_ACCEPTED, Server
 from .http import base_app, check_head, url_of
 from .log import Progress, log_to_stderr
 from .options import Options
 from .parsing import model_id
+from .sockets import MAX_ACCEPTED, Server
 from .start import wait_for
 from .worker import Worker, unavailable
 

@@ -81,7 +81,7 @@ class Job:
         self._num_ended = 0
         self._changed = threading.Condition()
         self._news: list[tuple[int, Json]] = []  # events that nobody has taken yet
-        self._is_read, self._rests_until = True, 0.0
+        self.is_read, self._rests_until = True, 0.0  # whether a thread takes the news
 
     @property
     def deadline(self) -> float:
@@ -97,16 +97,12 @@ class Job:
         pairs = zip(self.waiting, firsts, strict=True)
         return [run for run, first in pairs if run is first or first.first_token or first.ended]
 
-    def needs_events(self, run: Run) -> bool:
-        """Whether anybody will read them; an answer's log-probabilities are of the events, too."""
-        return self._is_read or run.request.trace or run.request.logprobs is not None
-
     def push_event(self, run: Run, event: Json) -> None:
         """Hand an event to the thread that reads."""
         if run.request.trace:
             run.events.append(event)
         with self._changed:
-            if self._is_read:
+            if self.is_read:
                 self._news.append((run.number, event))
                 if time.monotonic() >= self._rests_until:
                     self._changed.notify()
@@ -140,7 +136,7 @@ class Job:
     def wait(self) -> None:
         """Until all has ended, or is cancelled. Raises what `read` raises."""
         with self._changed:
-            self._is_read, self._news = False, []
+            self.is_read, self._news = False, []
             while not self.is_over:
                 self._sleep(threading.TIMEOUT_MAX)
         if self.failure:
@@ -356,7 +352,8 @@ class Worker:
                 if s.num_steps >= _GETS_ON:
                     self._failures_in_a_row = 0
                 try:
-                    if job.needs_events(run):
+                    # An answer's log-probabilities are of the events, too.
+                    if job.is_read or run.request.trace or run.request.logprobs is not None:
                         job.push_event(run, event(s, cycles[s]))
                 except Exception as error:
                     s.fail(error)

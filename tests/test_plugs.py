@@ -129,7 +129,7 @@ PLUGS = {
     "anthropic": Plug(("server/dialects/anthropic.py",), "/v1/messages"),
     "responses": Plug(("server/dialects/responses.py",), "/v1/responses"),
     "completions": Plug(("server/dialects/completions.py",), "/v1/completions"),
-    "connection": Plug(in_room("server", "serving.py", "connection.py", "log.py")),
+    "connection": Plug(in_room("server", "serving.py", "sockets.py", "connection.py", "log.py")),
     "comparison": Plug(("server/comparison.py",), fields="compare"),
     "curve": Plug(("server/curve.py", "server/measurement.py"), "/curve"),
     "generation": Plug(("server/generation.py",)),
