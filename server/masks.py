@@ -51,8 +51,6 @@ def _bad_words(words: list[str], target: Model) -> list[tuple[int, ...]]:
 
 def masked(request: Request, sent: Json, target: Model) -> Request:
     """The request with what these checked fields ask for. Raises RequestError, naming the field."""
-    if not sent.keys() & CHECKS.keys():
-        return request
     for name in ("stop_token_ids", "allowed_token_ids"):
         if (largest := max(sent.get(name, []), default=0)) >= target.vocab_size:
             raise wrong(name, f"has token id {largest}: the largest one is {target.vocab_size - 1}")

@@ -199,7 +199,7 @@ def parse_request(
     request = Request(
         prompt,
         max_tokens,
-        _drafter(known, values["drafter"], engine.pool.choices),
+        _drafter(values, engine.pool.choices),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=seed,
         sampling=sampling,
@@ -251,14 +251,14 @@ def _read_prompt(values: Json, target: Model) -> tuple[Any, int]:
     return prompt, most
 
 
-def _drafter(known: Json, default: str | None, drafters: Collection[str]) -> str | None:
+def _drafter(values: Json, drafters: Collection[str]) -> str | None:
     """The name of the drafter that is asked for; None for plain decoding."""
-    name = known.get("drafter", default)
-    if "drafter" in known and name not in (*drafters, PLAIN):
+    name = values["drafter"]
+    if name not in (None, *drafters, PLAIN):
         choices = ", ".join(sorted([*drafters, PLAIN]))
         why = f"there is no drafter {_shown(name)} here; choose: {choices}"
         raise RequestError(why, param="drafter")
-    return None if name == PLAIN or not known.get("speculative", True) else name
+    return None if name == PLAIN or not values.get("speculative", True) else name
 
 
 def _check_choices(count: int, seed: int, compare: bool) -> None:

@@ -338,8 +338,7 @@ class Worker:
     def _step(self) -> None:
         """A cycle of all that runs. A fault in it fails only the job that it belongs to."""
         try:
-            sequences = [run.sequence for _, run in self._running]
-            engine = self._engine
+            engine, sequences = self._engine, [run.sequence for _, run in self._running]
             cycles = retry.step(engine, sequences) if retry else engine.step(sequences)
         except Exception as error:
             for job, run in list(self._running):

@@ -27,7 +27,7 @@ from server.service import Service, read_body
 
 from .chat import NAMES as CHAT_NAMES
 from .chat import OPENAIS_OWN, errors_name, read_chat
-from .shapes import InParts, Logprobs, event, figures
+from .shapes import InItems, Logprobs, event, figures
 from .translation import objects, text_at, text_of, wrong
 
 _PATH = "/v1/messages"
@@ -158,10 +158,8 @@ def _read_call(block: Json, path: str) -> Json:
 # --------------------------------------------------------------------------- what they read
 
 
-class Messages(InParts):
+class Messages(InItems):
     """A message of blocks; or a stream of events, each with a name, that tell of them in turn."""
-
-    closing = ""
 
     def __init__(self, *, new_reader: Callable[[], AnswerReader]) -> None:
         super().__init__(new_reader=new_reader)
@@ -195,17 +193,13 @@ class Messages(InParts):
         count = len(self._content)
         return event("content_block_stop", index=count - 1) if count else ""
 
-    def whole(self, body: Json) -> Json:
-        """The message."""
-        for part in [*self.parts(0, body)] or [""]:
-            self.part(0, part)
-        return self._head | {"content": self._content} | self._ending(body) | _figures(body)
-
     def last(self, body: Json) -> Iterator[str]:
         """The rest of the blocks, and why the message ended, with figures."""
         yield from (self.part(0, part) for part in self.rest(0, body))
         yield ("" if self._content else self.part(0, "")) + self._stop()
-        yield event("message_delta", delta=self._ending(body), **_figures(body))
+        ending, told = self._ending(body), _figures(body)
+        self.answer = self._head | {"content": self._content} | ending | told
+        yield event("message_delta", delta=ending, **told)
         yield event("message_stop")
 
     def failed(self, error: RequestError) -> str:

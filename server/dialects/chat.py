@@ -149,7 +149,8 @@ class Chat(InParts, OpenAIShape):
 
     def choice(self, index: int, body: Json) -> Json:
         """A message, with its calls and its reasoning."""
-        deltas = [self._said(index, part) for part in self.parts(index, body)]
+        parts = [*self.readers[index].feed(body["text"]), *self.rest(index, body)]
+        deltas = [self._said(index, part) for part in parts]
         content, thought = (
             "".join(delta.get(name, "") for delta in deltas)
             for name in ("content", "reasoning_content")

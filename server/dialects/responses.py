@@ -28,7 +28,7 @@ from server.service import Service, read_body
 
 from .chat import NAMES as CHAT_NAMES
 from .chat import OPENAIS_OWN, errors_name, log_probabilities, read_chat
-from .shapes import InParts, Logprobs, Untold, event, figures
+from .shapes import InItems, Logprobs, Untold, event, figures
 from .translation import objects, text_at, text_of, wrong
 
 # What an answer tells again of its request, and what it tells of absent fields.
@@ -117,10 +117,8 @@ def _read_input(instructions: Any, given: Any, sent: dict[str, str]) -> list[Jso
 # --------------------------------------------------------------------------- what they read
 
 
-class Responses(InParts):
+class Responses(InItems):
     """A response with items; or a stream of events, each with a name, that tell of them in turn."""
-
-    closing = ""
 
     def __init__(
         self, service: Service, told: Json, new_reader: Callable[[], AnswerReader]
@@ -208,37 +206,25 @@ class Responses(InParts):
         is_cut = to_chat.arguments_of(call) is None
         return told + self._done(item | said | {"status": "incomplete" if is_cut else "completed"})
 
-    def whole(self, body: Json) -> Json:
-        """The response with all its items."""
-        self.part(0, "", body.get("logprobs") or [])
-        for part in self.parts(0, body):
-            self.part(0, part)
-        self._end(body)
-        return self._response
-
     def last(self, body: Json) -> Iterator[str]:
         """The rest of the items, and the whole response."""
         yield from (self.part(0, part) for part in self.rest(0, body))
-        yield self._end(body)
-        yield self._event(self._response["status"], response=self._response)
-
-    def _end(self, body: Json) -> str:
-        """End the response. Returns the events that are left of its items."""
         why = {"reason": "max_output_tokens"} if body["finish_reason"] == "length" else None
         status = "incomplete" if why else "completed"
-        told = "" if self._items or self._item else self.part(0, "")
+        if not (self._items or self._item):
+            yield self.part(0, "")
         # Tokens of no text are left: of a stop string, or of half a character.
         if self._item and self._item["type"] == "message" and (rest := self._untold.take(0)):
             self._content["logprobs"] += rest
-            told += self._event("output_text.delta", **self._about, delta="", logprobs=rest)
-        told += self._close(status)
+            yield self._event("output_text.delta", **self._about, delta="", logprobs=rest)
+        yield self._close(status)
         given, cached, written, reasoning = to_chat.counts(body)
         usage = {"input_tokens": given, "output_tokens": written, "total_tokens": given + written}
         usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
         usage["output_tokens_details"] = {"reasoning_tokens": reasoning}
         more = figures(body) | {"usage": usage, "incomplete_details": why}
-        self._response = self._state(status, **more)
-        return told
+        self.answer = self._state(status, **more)
+        yield self._event(status, response=self.answer)
 
     def failed(self, error: RequestError) -> str:
         about = {"code": error.code or "server_error", "message": error.message}

@@ -202,11 +202,6 @@ class InParts(Shape):
         """What a stream shows of a part of a choice."""
         raise NotImplementedError
 
-    def parts(self, index: int, body: Json) -> Iterator[Part]:
-        """The parts of a choice's whole answer."""
-        yield from self.readers[index].feed(body["text"])
-        yield from self.rest(index, body)
-
     def rest(self, index: int, body: Json) -> list[Part]:
         """The parts that are left of a choice whose text is whole."""
         return self.readers[index].finish(is_cut=body["finish_reason"] == "length")
@@ -226,3 +221,16 @@ class InParts(Shape):
             for part in self.rest(index, each):
                 yield self.part(index, part)
         yield from super().last(body)
+
+
+class InItems(InParts):
+    """A shape of one choice, whose stream tells in turn of the items that the whole answer has."""
+
+    closing = ""
+    answer: Json  # when all is told
+
+    def whole(self, body: Json) -> Json:
+        """What the events of a stream tell of, without them."""
+        self.shown({"pieces": [(body["text"], "")], "logprobs": body.get("logprobs")}, 0)
+        deque(self.last(body), maxlen=0)
+        return self.answer
