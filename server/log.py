@@ -33,10 +33,6 @@ _HALF = 10_000  # characters at each end of a traceback
 class _Handler(QueueHandler):
     """Hands lines to a thread that writes: a full pipe must not stop an answer."""
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Leave the record as it is: the base class would turn its dictionary into text."""
-        return record
-
     def handleError(self, record: logging.LogRecord) -> None:
         """The queue is full: the line is lost, and not the request."""
 
@@ -115,14 +111,14 @@ def log_to_stderr() -> Callable[[], bool]:
     Returns what waits for the last lines, for a second at most, and says if all are written.
     """
     lines: queue.Queue[Any] = queue.Queue(_MAX_LINES)
-    writer = logging.StreamHandler(sys.stderr)
-    writer.setFormatter(_Words() if sys.stderr.isatty() else _Format())
-    logging.getLogger().handlers = [_Handler(lines)]
+    handler = _Handler(lines)
+    handler.setFormatter(_Words() if sys.stderr.isatty() else _Format())
+    logging.getLogger().handlers = [handler]
     LOG.setLevel(logging.INFO)
     for name in ("kernels", "engine", "progress"):  # what was chosen, and is done, at the start
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("progress.once").handlers = []  # the terminal's
-    QueueListener(lines, writer).start()
+    QueueListener(lines, logging.StreamHandler(sys.stderr)).start()
 
     def flush() -> bool:
         deadline = time.monotonic() + 1
