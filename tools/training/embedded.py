@@ -14,7 +14,7 @@ from transformers import MellumConfig, MellumForCausalLM, PreTrainedModel
 
 from .corpus import MIX, VOCAB_SIZE, Corpus
 from .heads import save_model
-from .recipe import TRAIN, Training, hidden_states
+from .recipe import TRAIN, Training
 
 REAL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 64}
 REAL |= {"num_attention_heads": 3, "num_key_value_heads": 1}
@@ -36,7 +36,7 @@ def new_target(sizes: dict[str, int]) -> MellumForCausalLM:
 
 def next_token_loss(model: PreTrainedModel, ids: Tensor, begin: int = 0) -> Tensor:
     """Mean nats per token of ids [B, T] behind number `begin`, each given all before it."""
-    hidden = hidden_states(model, ids[:, :-1]).last_hidden_state[:, begin:]
+    hidden = model.get_decoder()(ids[:, :-1], use_cache=False)[0][:, begin:]
     logits = model.get_output_embeddings()(hidden).float()
     return F.cross_entropy(logits.flatten(0, 1), ids[:, begin + 1 :].flatten())
 

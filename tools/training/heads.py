@@ -30,7 +30,7 @@ from runtime.models.files import is_gguf
 from runtime.models.mimo import MiMoConfig
 from runtime.models.weights import FILE, fill, read_folder
 
-from .recipe import TRAIN, Batch, Data, Student, additive, every_state, hidden_states, pick, unroll
+from .recipe import TRAIN, Batch, Data, Student, additive, every_state, pick, unroll
 
 SHARED = (  # what a head's config takes from its target's
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
@@ -342,7 +342,8 @@ class Draft(Student):
         if self.OTHERS:  # rare words have their turns, or they would never learn to be silent
             others = torch.randint(self.embedding.num_embeddings, (self.OTHERS,))
             self.words = torch.cat([self.common, others]).unique()
-        hidden, last = hidden_states(self.module, batch.tokens)[0], batch.tokens.shape[1] - 1
+        hidden = self.module.model(batch.tokens, use_cache=False)[0]
+        last = batch.tokens.shape[1] - 1
         for step in range(self.num_steps):
             yield pick(hidden, (places + 1 + step).clamp(max=last))
 

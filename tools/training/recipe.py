@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from . import answers
@@ -45,6 +45,8 @@ TOLD_TOKENS = 200_000  # between two lines of the log
 CONSTANT = 0.6  # of the training, before the learning rate falls
 TRIED = 6  # steps, to know what one takes
 PATIENCE, GAIN = 4, 0.004  # measurements in which tokens a pass have to rise by so much
+# transformers' matmul, softmax, matmul: faster to train through than sdpa, on a CPU in bfloat16.
+TRAIN = "eager"
 
 
 # ------------------------------------------------------------------------------------ numbers
@@ -72,23 +74,6 @@ def mixed() -> torch.autocast:
     return torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=enabled)
 
 
-def attention(module, query, key, value, mask, scaling, dropout=0.0, **_):  # noqa: ANN001, ANN003
-    """matmul, softmax, matmul: on a CPU in bf16 30 % faster to train through than sdpa.
-
-    query [B, H, T, D]; key, value [B, Hkv, S, D]; mask additive [B or 1, 1, T, S].
-    """
-    b, h, t, d = query.shape
-    groups, s = key.shape[1], key.shape[2]
-    scores = (query.reshape(b, groups, h // groups * t, d) @ key.transpose(-1, -2)).view(b, h, t, s)
-    weights = torch.softmax(scores * scaling + mask, -1).to(query.dtype)
-    out = weights.view(b, groups, h // groups * t, s) @ value
-    return out.view(b, h, t, d).transpose(1, 2).contiguous(), None
-
-
-TRAIN = "train"  # as transformers knows it
-AttentionInterface.register(TRAIN, attention)
-
-
 def additive(seen: Tensor) -> Tensor:
     """What is seen, as bools [B, T, S] -> a mask [B, 1, T, S]."""
     return torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None]
@@ -99,17 +84,10 @@ def causal(length: int) -> Tensor:
     return torch.ones(1, length, length, dtype=torch.bool).tril()
 
 
-def hidden_states(model: PreTrainedModel, ids: Tensor) -> Any:
-    """What the decoder makes of whole texts [B, T]; its last_hidden_state is [B, T, D]."""
-    length = ids.shape[1]
-    mask, positions = additive(causal(length)), torch.arange(length)[None]
-    return model.get_decoder()(ids, attention_mask=mask, position_ids=positions, use_cache=False)
-
-
 def every_state(target: PreTrainedModel, ids: Tensor) -> tuple[Tensor, ...]:
     """All states of a target [B, T, D] in whole texts [B, T], without gradients.
 
-    It attends by sdpa, which is half as fast again as `attention` where nothing is trained.
+    It attends by sdpa, which is half as fast again as TRAIN where nothing is trained.
     """
     return target.get_decoder()(ids, use_cache=False, output_hidden_states=True).hidden_states
 
