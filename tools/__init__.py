@@ -21,7 +21,7 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -170,6 +170,18 @@ def kept_at_the_end(has_some: Callable[[], bool]) -> Iterator[None]:
         print(f"ended early: {in_short(error)}", file=sys.stderr)
 
 
+def write_whole(file: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file in one piece, or none of it: it gets its name at the end."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    try:
+        with open(part, "wb") as opened:
+            write(opened)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 # --------------------------------------------------------------------------------------- clocks
 class Calls(NamedTuple):
     """All calls of a method: how long each took, and what it returned."""
@@ -249,10 +261,8 @@ def report(
 
     `readable` makes a table's row of a result's.
     """
-    for rows in results.values():
-        if not flags.json and rows and isinstance(rows[0], dict):
-            print_table(list(map(readable, rows)))
-            print()
+    if not flags.json:
+        print(tables(results, readable), end="")
     print(json.dumps(document(module, arguments, flags) | results, default=str))
 
 
@@ -282,7 +292,13 @@ def _commit() -> str | None:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def tables(results: dict[str, Any], readable: Callable = dict) -> str:
+    """The lists of rows among the results as tables, with an empty line behind each."""
+    lists = (rows for rows in results.values() if rows and isinstance(rows[0], dict))
+    return "".join(f"{table(list(map(readable, rows)))}\n\n" for rows in lists)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
     """Keys are headings. Words go to the left, numbers to the right, None is a dash."""
     columns = []
     for key in rows[0]:
@@ -295,8 +311,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         columns.append([t.ljust(width) for t in [*heading, *(align(t, width) for t in texts)]])
     height = max(map(len, columns))
     padded = [[" " * len(column[0])] * (height - len(column)) + column for column in columns]
-    for line in zip(*padded, strict=True):
-        print("  ".join(line).rstrip())
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
 def _text(value: Any, decimals: int) -> str:

@@ -159,8 +159,7 @@ def show(turns: Turns) -> None:
     """Print the table so far."""
     count = len({turn[PLAIN].prompt for turn in turns})
     print(f"\n{len(turns)} turns, different prompts: {count}, noise: {noise_of(turns):.2f}")
-    bench.print_table(table_of(turns))
-    sys.stdout.flush()
+    print(bench.table(table_of(turns)), flush=True)
 
 
 def accepted(turns: Turns, kinds: bench.Kinds) -> list[dict[str, Any]]:

@@ -21,10 +21,9 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from itertools import islice, zip_longest
 from math import inf, log
 from pathlib import Path
@@ -396,13 +395,10 @@ def examine(given: dict[str, Any], bar: Any = bench.tqdm) -> tuple[int, str, dic
         return 2, str(error), {}
     if exam:
         found = exam.found + found
-    with redirect_stdout(StringIO()) as printed:
-        tables = exam.tables if exam else {}
-        flags = argparse.Namespace(**given, passed=not found, json=False)
-        words = bench.as_words({name: given[name] for name in given if name != "drafter"})
-        bench.report("course drafter", [given["drafter"], *words], flags, tables)
-    *lines, document = printed.getvalue().splitlines()
-    return int(bool(found)), "\n".join(lines), json.loads(document) | {"found": found}
+    tables, flags = exam.tables if exam else {}, argparse.Namespace(**given, passed=not found)
+    words = bench.as_words({name: given[name] for name in given if name != "drafter"})
+    document = bench.document("course drafter", [given["drafter"], *words], flags)
+    return int(bool(found)), bench.tables(tables)[:-1], document | tables | {"found": found}
 
 
 if __name__ == "__main__":

@@ -320,12 +320,7 @@ def draw(told: Json) -> dict[str, str]:
 # --------------------------------------------------------------------------------------- files
 def write(path: Path, text: str) -> None:
     """Write a file in one piece, or none of it."""
-    part = path.with_suffix(".part")
-    try:
-        part.write_text(text, "utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    bench.write_whole(path, lambda part: part.write(text.encode()))
 
 
 def act(arguments: list[str] | None) -> int:

@@ -50,12 +50,19 @@ def answering(
             yield response
 
 
-def events_of(port: int, path: str, fields: dict[str, Any]) -> Iterator[tuple[float, Any]]:
-    """A stream's events as they come, or the one answer, and milliseconds until each came.
+class Told(NamedTuple):
+    """What came of one request: the events of a stream, or the one answer; and when each came."""
+
+    at_ms: tuple[float, ...]
+    events: tuple[dict[str, Any], ...]
+
+
+def ask(port: int, path: str, fields: dict[str, Any]) -> Told:
+    """One request to its end.
 
     Raises what `answering` does, and Lost for an error, or if the stream does not end with [DONE].
     """
-    began, last = time.perf_counter(), b""
+    began, last, told = time.perf_counter(), b"", list[tuple[float, dict[str, Any]]]()
     with answering(port, "POST", path, json.dumps(fields)) as response:
         for line in response:
             ms, last = (time.perf_counter() - began) * 1e3, line.strip() or last
@@ -65,21 +72,10 @@ def events_of(port: int, path: str, fields: dict[str, Any]) -> Iterator[tuple[fl
                 event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise Lost(f"a request was not done as asked: {event}")
-                yield ms, event
+                told.append((ms, event))
     if fields.get("stream") and last != b"data: [DONE]":
         raise Lost("the stream ended without [DONE]")
-
-
-class Told(NamedTuple):
-    """What came of one request: the events of a stream, or the one answer; and when each came."""
-
-    at_ms: tuple[float, ...]
-    events: tuple[dict[str, Any], ...]
-
-
-def ask(port: int, path: str, fields: dict[str, Any]) -> Told:
-    """One request to its end. Raises what `events_of` does."""
-    return Told(*zip(*events_of(port, path, fields), strict=True))
+    return Told(*zip(*told, strict=True))
 
 
 def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Told]]:

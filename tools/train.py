@@ -140,7 +140,7 @@ def check_work(plan: Plan) -> None:
     file = plan.work / "target.txt"
     if file.exists() and (other := file.read_text("utf-8")) != plan.target:
         raise SystemExit(f"error: {plan.work} has answers of {other}: give another --work")
-    corpus.write_whole(file, lambda part: part.write(plan.target.encode()))
+    tools.write_whole(file, lambda part: part.write(plan.target.encode()))
 
 
 def fitted(plan: Plan) -> Plan:
@@ -168,7 +168,7 @@ def fitted(plan: Plan) -> Plan:
     said = "{:,} tokens of answers: {:.0f} minutes to write them, {:.0f} to read, {:.0f} to learn"
     print(said.format(tokens, *minutes), file=sys.stderr)
     decided = json.dumps({"minutes": plan.minutes, "tokens": tokens})
-    corpus.write_whole(file, lambda part: part.write(decided.encode()))
+    tools.write_whole(file, lambda part: part.write(decided.encode()))
     return replace(plan, tokens=tokens)
 
 

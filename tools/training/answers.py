@@ -56,7 +56,7 @@ def save(file: Path, texts: list[Text]) -> None:
         "lengths": np.array([len(text.tokens) for text in texts], np.uint32),
         "prompt_lengths": np.array([text.prompt_length for text in texts], np.uint32),
     }
-    corpus.write_whole(file, lambda part: np.savez_compressed(part, **arrays))
+    tools.write_whole(file, lambda part: np.savez_compressed(part, **arrays))
 
 
 def files(folder: Path, num_tokens: float = inf) -> list[Path]:

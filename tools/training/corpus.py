@@ -12,10 +12,9 @@ import hashlib
 import importlib.util
 import random
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
+
+from tools import write_whole
 
 from . import synthetic
 
@@ -37,15 +38,6 @@ VOCAB_SIZE = 4096
 END = "<|endoftext|>"
 LITTLE = 400_000  # bytes of a source, where a little text is enough
 Documents = dict[tuple[str, str], list[tuple[str, bool]]]
-
-
-def write_whole(file: Path, write: Callable[[Any], Any]) -> None:
-    """Write a file under another name first, so that none is half there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    with open(part, "wb") as opened:
-        write(opened)
-    part.rename(file)
 
 
 def _number(name: str) -> int:

@@ -35,9 +35,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from tools import write_whole
+
 from . import answers
 from .answers import Text
-from .corpus import write_whole
 
 HELD_OUT = 40  # one text in so many of a file is for validation
 MEASURED = 64  # held-out texts
