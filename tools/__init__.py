@@ -108,10 +108,9 @@ CHATS = by_kind(prompts_of(ROOT / "tools" / "chat.jsonl"))
 
 def chats(engine: Engine, each: int) -> Kinds:
     """Token ids of CHATS, or of the demo prompts if there is no chat template; `each` of a kind."""
-    is_raw = not engine.target.tokenizer.chat_template
-    kinds = by_kind(read_prompts()) if is_raw else CHATS
+    kinds = CHATS if engine.target.tokenizer.chat_template else by_kind(read_prompts())
     few = {kind: dict(islice(texts.items(), each)) for kind, texts in kinds.items()}
-    return {kind: ids_of(texts, engine.target, is_raw) for kind, texts in few.items()}
+    return {kind: ids_of(texts, engine.target) for kind, texts in few.items()}
 
 
 def flat(prompts: Kinds) -> dict[str, list[int]]:
@@ -289,7 +288,8 @@ def _commit() -> str | None:
     """The repository's short hash, with a plus if files differ from it. None outside of git."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--dirty=+"]
     with suppress(OSError):
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() or None
 
 
 def tables(results: dict[str, Any], readable: Callable = dict) -> str:

@@ -69,7 +69,7 @@ class Answers(NamedTuple):
 
     ms: float  # a client's, on average
     texts: list[str]
-    last_ms: float = 0.0  # until all are there
+    last_ms: float  # until all are there
 
 
 Round = dict[str, Answers]  # by way
@@ -176,6 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     before = memory_gb_per_s()
     with started(our_command(**models, max_running=max(flags.clients))) as server:
         rounds = measure(server, cells, flags)
+    if not rounds:
+        raise SystemExit("interrupted before the first round was over")
     memory = {"memory_gb_per_s": [before, memory_gb_per_s()]}
     rows = sorted((row_of(*each) for each in rounds.items()), key=lambda row: row["auto_of_plain"])
     found = memory | {"results": rows, "summary": summary(rows)}

@@ -90,7 +90,7 @@ def measure(name: str, path: str, flags: Any) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    options = bench.parser(__doc__, 5)
+    options = bench.parser(__doc__)
     options.add_argument("--llama", required=True, help="the program llama-batched-bench")
     options.add_argument("--weights", nargs="*", choices=KINDS, default=list(KINDS))
     options.add_argument("--file", nargs="*", default=[], help="GGUF files of your own")

@@ -28,9 +28,7 @@ from tools.servers import PAUSE_S, at_once, our_command, started
 
 CASES = {
     "embedded": {"model": "embedded"},
-    "float32": {"model": "smollm2", "dtype": "float32"},
-    "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
-    "int8": {"model": "smollm2", "dtype": "int8"},
+    **{dtype: {"model": "smollm2", "dtype": dtype} for dtype in ("float32", "bfloat16", "int8")},
 }
 METHODS = ("here", "whole", "streamed")
 

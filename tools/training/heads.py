@@ -147,10 +147,8 @@ class DFlash(Student):
     weights = tuple(0.78**step for step in range(num_steps))
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
-        """The layers begin as the target's last ones, which must be of Qwen3's kind."""
+        """The layers begin as the target's last ones, which are of Qwen3's kind (train.FITS)."""
         own, decoder = target.config, target.get_decoder()
-        if not hasattr(decoder.layers[-1].self_attn, "q_norm"):
-            raise SystemExit("error: a DFlash head begins as a target of Qwen3's kind")
         self.target, self.words = target, torch.arange(own.vocab_size)
         ids = tuple(i - 1 for i in self.layers_of(own.num_hidden_layers))
         mask = own.eos_token_id
@@ -271,7 +269,7 @@ class Mtp(Student):
     def save(self, folder: Path) -> None:
         own = {"t2d": torch.isin(torch.arange(self.config.vocab_size), self.words)}
         for name, weight in self.module.layers[0].state_dict().items():
-            own[self._key(name)] = weight.bfloat16().contiguous()
+            own[self._key(name)] = weight
         self.config.dtype = "bfloat16"
         _write(folder, self.config.to_diff_dict(), own)
 
@@ -388,7 +386,7 @@ def _cut_layer(old: nn.Module, new: nn.Module, basis: Tensor, square: Tensor) ->
 
 
 def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:
-    """Write the head in the speculators layout, in bfloat16, without the target's embeddings.
+    """Write the head in the speculators layout, without the target's embeddings.
 
     `verifier` names the target as the layout does; `num_tokens` is the K that it was trained for.
     """
@@ -409,17 +407,14 @@ def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_to
             "verifier": verifier,
         },
     }
-    weights = {
-        key: weight.bfloat16() if weight.is_floating_point() else weight
-        for key, weight in head.state_dict().items()
-        if not key.startswith("embed_tokens.")
-    }
+    every = head.state_dict().items()
+    weights = {name: weight for name, weight in every if not name.startswith("embed_tokens.")}
     weights["t2d"] = torch.isin(torch.arange(config.layer.vocab_size), head.target_ids)
     _write(folder, content, weights)
 
 
 def save_dflash(head: DFlashHead, folder: Path) -> None:
-    """Write a head in z-lab's layout, in bfloat16."""
+    """Write a head in z-lab's layout."""
     config = head.config
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}
     content = config.layer.to_diff_dict() | {
@@ -428,12 +423,17 @@ def save_dflash(head: DFlashHead, folder: Path) -> None:
         "dflash_config": own,
         "num_target_layers": config.num_target_layers,
     }
-    _write(folder, content, {name: weight.bfloat16() for name, weight in head.state_dict().items()})
+    _write(folder, content, head.state_dict())
 
 
 def _write(folder: Path, content: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Write a head's config, and its weights in bfloat16; numbers of words stay integers."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / FILE, metadata={"format": "pt"})
+    stored = {
+        name: (weight.bfloat16() if weight.is_floating_point() else weight).contiguous()
+        for name, weight in weights.items()
+    }
+    save_file(stored, folder / FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 

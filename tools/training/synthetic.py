@@ -107,12 +107,13 @@ def table(rng: random.Random) -> str:
     values = {c: rng.sample(pools[c], min(length, len(pools[c]))) for c in columns}
     length = min(map(len, values.values()))
     rows = [{"id": first + i} | {c: values[c][i] for c in columns} for i in range(length)]
+    cells = [[*rows[0]], *([*map(str, row.values())] for row in rows)]
     style = rng.randrange(4)
     if style == 0:
-        return "\n".join([",".join(rows[0]), *(",".join(map(str, r.values())) for r in rows)])
+        return "\n".join(map(",".join, cells))
     if style == 1:
-        lines = ["| " + " | ".join(rows[0]) + " |", "|" + "|".join("---" for _ in rows[0]) + "|"]
-        return "\n".join(lines + ["| " + " | ".join(map(str, r.values())) + " |" for r in rows])
+        heading, *lines = (f"| {' | '.join(line)} |" for line in cells)
+        return "\n".join([heading, "|" + "---|" * len(rows[0]), *lines])
     if style == 2:
         return "[\n" + ",\n".join("  " + json.dumps(r) for r in rows) + "\n]"
     return json.dumps({rng.choice(["users", "items", "rows", "people"]): rows}, indent=2)
