@@ -101,10 +101,6 @@ class Server:
             stdout=log, stderr=log,
         )  # fmt: skip
 
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
     def health(self) -> dict[str, Any]:
         """GET /health. Raises what `answering` does."""
         with answering(self.port, "GET", "/health", timeout_s=10.0) as response:
@@ -113,7 +109,7 @@ class Server:
     def wait_for_health(self) -> dict[str, Any]:
         """The first /health with a 200. Raises RuntimeError if there is none."""
         until = time.monotonic() + START_S
-        while time.monotonic() < until and self.is_alive:
+        while time.monotonic() < until and self.process.poll() is None:
             try:
                 return self.health()
             except (OSError, http.client.HTTPException, Lost):
