@@ -181,6 +181,11 @@ def write_whole(file: Path, write: Callable[[IO[bytes]], Any]) -> None:
         part.unlink(missing_ok=True)
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write a text in one piece, or none of it."""
+    write_whole(file, lambda part: part.write(text.encode()))
+
+
 # --------------------------------------------------------------------------------------- clocks
 class Calls(NamedTuple):
     """All calls of a method: how long each took, and what it returned."""

@@ -365,15 +365,9 @@ def act(arguments: list[str] | None) -> int:
     return 0
 
 
-def end_with_status(act: Callable[[list[str] | None], int], arguments: list[str] | None) -> None:
-    """Run a command line as the demo's is run: a mistake is one line."""
-    if status := demo.exit_status(partial(act, arguments)):
-        raise SystemExit(status)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
-    end_with_status(act, arguments)
+    """Run the command line as the demo's is run: a mistake is one line."""
+    sys.exit(demo.exit_status(partial(act, arguments)))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ import numpy as np
 import tools as bench
 from runtime.statistics import ratio
 from runtime.values import PLAIN, Json, in_short, one_line
+from server import demo
 from server.comparison import costs_of
 from server.curve import Curve
 from server.options import Options
@@ -318,11 +319,6 @@ def draw(told: Json) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------- files
-def write(path: Path, text: str) -> None:
-    """Write a file in one piece, or none of it."""
-    bench.write_whole(path, lambda part: part.write(text.encode()))
-
-
 def act(arguments: list[str] | None) -> int:
     """Measure or read, draw, and write. Returns the exit status."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -343,14 +339,14 @@ def act(arguments: list[str] | None) -> int:
         text = flags.stored.read_text("utf-8")
     else:
         text = json.dumps(measure(flags, *checked, arguments), indent=1, default=str)
-        write(folder / MEASUREMENTS, text)  # whatever comes of the pictures
+        bench.write_text(folder / MEASUREMENTS, text)  # whatever comes of the pictures
     try:
         drawn = draw(json.loads(text))
     except Exception as error:  # anything may stand in a file
         why = in_short(error, has_kind=True)
         raise ValueError(f"{flags.stored or MEASUREMENTS} cannot be drawn: {why}") from error
     for name, content in ({MEASUREMENTS: text} | drawn).items():
-        write(folder / name, content)
+        bench.write_text(folder / name, content)
     left_out = [name for name in PICTURES if f"{name}.svg" not in drawn]
     for name in left_out:  # no other measurements' picture stays
         (folder / f"{name}.svg").unlink(missing_ok=True)
@@ -361,8 +357,8 @@ def act(arguments: list[str] | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
-    audition.end_with_status(act, arguments)
+    """Run the command line as the demo's is run: a mistake is one line."""
+    sys.exit(demo.exit_status(partial(act, arguments)))
 
 
 if __name__ == "__main__":

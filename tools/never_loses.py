@@ -89,7 +89,7 @@ def ask(server: Server, is_chat: bool, bodies: list[dict[str, Any]], way: str) -
 
 def in_order(count: int, order: str, chance: random.Random) -> list[int]:
     """The cells of a run: by chance, or so that each comes behind each other one."""
-    if order == "pairs":
+    if order == "pairs" and count > 1:
         return [i for pair in permutations(range(count), 2) for i in pair]
     return chance.sample(range(count), count)
 
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     with started(our_command(**models, max_running=max(flags.clients))) as server:
         rounds = measure(server, cells, flags)
     if not rounds:
-        raise SystemExit("interrupted before the first round was over")
+        raise KeyboardInterrupt
     memory = {"memory_gb_per_s": [before, memory_gb_per_s()]}
     rows = sorted((row_of(*each) for each in rounds.items()), key=lambda row: row["auto_of_plain"])
     found = memory | {"results": rows, "summary": summary(rows)}

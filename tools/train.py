@@ -140,7 +140,7 @@ def check_work(plan: Plan) -> None:
     file = plan.work / "target.txt"
     if file.exists() and (other := file.read_text("utf-8")) != plan.target:
         raise SystemExit(f"error: {plan.work} has answers of {other}: give another --work")
-    tools.write_whole(file, lambda part: part.write(plan.target.encode()))
+    tools.write_text(file, plan.target)
 
 
 def fitted(plan: Plan) -> Plan:
@@ -167,8 +167,7 @@ def fitted(plan: Plan) -> Plan:
     minutes = [tokens * s / 60 for s in each_s]
     said = "{:,} tokens of answers: {:.0f} minutes to write them, {:.0f} to read, {:.0f} to learn"
     print(said.format(tokens, *minutes), file=sys.stderr)
-    decided = json.dumps({"minutes": plan.minutes, "tokens": tokens})
-    tools.write_whole(file, lambda part: part.write(decided.encode()))
+    tools.write_text(file, json.dumps({"minutes": plan.minutes, "tokens": tokens}))
     return replace(plan, tokens=tokens)
 
 
