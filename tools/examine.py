@@ -126,16 +126,14 @@ def cells_of(tokens: Sequence[int], qs: Sequence[Tensor]) -> list[tuple[float, f
 
     Each frequent token has a cell; the others have two, of about the same share, by their ids.
     """
-    counts, total = Counter(tokens), torch.stack([*qs]).double().sum(0)
-    least = max(10, len(tokens) / 16)
-    often = {i for i in counts if counts[i] >= least}
-    often.update((total >= least).nonzero().flatten().tolist())
-    cells = [(float(counts[i]), float(total[i])) for i in sorted(often)]
-    total[[*often]] = 0
-    middle = int((total.cumsum(0) < total.sum() / 2).sum())
-    rare = [i for i in counts.elements() if i not in often]
-    low = float(sum(i < middle for i in rare)), float(total[:middle].sum())
-    return [*cells, low, (len(rare) - low[0], float(total[middle:].sum()))]
+    expected = torch.stack([*qs]).double().sum(0)
+    drawn = torch.tensor(tokens, device=expected.device).bincount(minlength=len(expected))
+    both = torch.stack([drawn.double(), expected], 1)  # [V, 2]
+    is_often = both.amax(1) >= max(10, len(tokens) / 16)
+    rare = both.masked_fill(is_often[:, None], 0)
+    middle = int((rare[:, 1].cumsum(0) < rare[:, 1].sum() / 2).sum())
+    cells = [*both[is_often], rare[:middle].sum(0), rare[middle:].sum(0)]
+    return [tuple(cell.tolist()) for cell in cells]
 
 
 def groups_of(drafts: list[Draft]) -> dict[tuple, list[tuple[int, Tensor]]]:

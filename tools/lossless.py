@@ -14,7 +14,7 @@ test of homogeneity for the comparison.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import replace
 from operator import ne
 from typing import Any, NamedTuple
@@ -65,19 +65,14 @@ def p_value_of(statistic: float, degrees: int) -> float:
     return float(torch.special.gammaincc(*halves))
 
 
-def same_distribution(ours: Iterable[Hashable], theirs: Iterable[Hashable]) -> ChiSquared:
+def same_distribution(ours: list[Hashable], theirs: list[Hashable]) -> ChiSquared:
     """Do two samples come from one distribution? Cells too rare to count (< 10) are pooled."""
-    samples = Counter(ours), Counter(theirs)
+    seen = Counter([*ours, *theirs])
+    samples = [Counter(x if seen[x] >= 10 else None for x in each) for each in (ours, theirs)]
     both = samples[0] + samples[1]
-    cells = [[x] for x, n in both.items() if n >= 10]
-    if rare := [x for x, n in both.items() if n < 10]:
-        cells.append(rare)
-    observed, expected = list[float](), list[float]()
-    for sample in samples:
-        share = sample.total() / both.total()
-        observed += [sum(sample[x] for x in cell) for cell in cells]
-        expected += [sum(both[x] for x in cell) * share for cell in cells]
-    return chi_squared(observed, expected, len(cells) - 1)
+    observed = [sample[cell] for sample in samples for cell in both]
+    expected = [both[cell] * s.total() / both.total() for s in samples for cell in both]
+    return chi_squared(observed, expected, len(both) - 1)
 
 
 def compare(ours: list[tuple], theirs: list[tuple]) -> dict[str, ChiSquared]:

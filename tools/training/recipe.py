@@ -305,9 +305,7 @@ def acceptance(student: Student, rows: Tensor, data: Data) -> list[float]:
 # ----------------------------------------------------------------------------------- training
 def rate_at(done: float) -> float:
     """The learning rate after this share of the training, as a share of the largest."""
-    if done < CONSTANT:
-        return min(1.0, done / 0.02)
-    return max(0.02, (1 - done) / (1 - CONSTANT))
+    return min(1.0, done / 0.02, max(0.02, (1 - done) / (1 - CONSTANT)))
 
 
 class Training:
