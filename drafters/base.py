@@ -73,7 +73,7 @@ from torch import Tensor
 from runtime.sampling import Noise, NothingLeft, confidence, sample
 from runtime.values import Draft, Model, Output, Request, Sampling, Verdict
 
-from .plan import DraftedText, UnseenCycle
+from .plan import DraftedText
 
 MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 
@@ -168,18 +168,6 @@ class Chain:
         return Draft(self.tokens, probs, confidence=self._confidence)
 
 
-def side_by_side(layers: Sequence[int], parts: list[dict[int, Tensor]]) -> Tensor:
-    """States [tokens, D] by layer: of each part these layers side by side, one part after another.
-
-    One layer of one part is handed out as it is, and not copied.
-    """
-
-    def joined(tensors: list[Tensor], dim: int) -> Tensor:
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-
-    return joined([joined([part[i] for i in layers], -1) for part in parts], 0)
-
-
 class Drafter(ABC):
     """Proposes tokens; never decides. Whatever it proposes, the target's output stays the same.
 
@@ -234,11 +222,7 @@ class Drafter(ABC):
 
     def wanted_states(self, output: Output, count: int) -> Tensor | None:
         """Its layers' states [count, D] of the first tokens of a pass over one text."""
-        if not self.needs_hidden:
-            return None
-        return side_by_side(
-            self.hidden_layers, [{i: states[0][:count] for i, states in output.hidden.items()}]
-        )
+        return self.hidden_of([{i: states[0][:count] for i, states in output.hidden.items()}])
 
     def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
         """`propose` for several requests, each with its limit; models share passes here."""
@@ -280,11 +264,18 @@ class Drafter(ABC):
         """Whether it has a `guess` of its own."""
         return getattr(self.guess, "__func__", None) is not Drafter.guess
 
-    def hidden_of(self, cycles: list[UnseenCycle]) -> Tensor | None:
-        """The states [tokens, D] that it needs of these cycles, layers side by side, if any."""
+    def hidden_of(self, parts: list[dict[int, Tensor]]) -> Tensor | None:
+        """What it needs of a text's states by layer: its layers side by side, part behind part.
+
+        One layer of one part is handed out as it is, and not copied.
+        """
         if not self.needs_hidden:
             return None
-        return side_by_side(self.hidden_layers, [cycle.hidden for cycle in cycles])
+
+        def joined(tensors: list[Tensor], dim: int) -> Tensor:
+            return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+        return joined([joined([part[i] for i in self.hidden_layers], -1) for part in parts], 0)
 
     def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
         """What `then`, if given, makes of a method's result. The pool calls all methods so."""

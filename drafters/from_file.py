@@ -20,29 +20,25 @@ def load(name: str, context: Context) -> Drafter:
     """
     changed = set[str]()
     with restoring_settings(changed):
-        drafter = _load(name, context)
+        drafter_class = class_from_file(name)
+        try:
+            inner = drafter_class.build(context)
+            check_drafter(inner, context)
+            drafter = TimedDrafter(inner, context.timeout_s)
+        except ValueError:
+            raise
+        except (Exception, SystemExit) as error:
+            file, fault = getfile(drafter_class), Fault.of(error)
+            what = f"drafter {name} failed to start: {fault}"
+            if place := line_of(fault, file):
+                raise ValueError(what + place) from error
+            line = getsourcelines(drafter_class)[1]  # nothing of it ran
+            needs = "write def __init__(self), or a class method build(cls, context)"
+            if isabstract(drafter_class):
+                needs = "write def propose(self, state, max_tokens)"
+            raise ValueError(f"{what} ({file}, line {line}): {needs}") from error
     drafter.changed_settings |= changed
     return drafter
-
-
-def _load(name: str, context: Context) -> TimedDrafter:
-    drafter_class = class_from_file(name)
-    try:
-        drafter = drafter_class.build(context)
-        check_drafter(drafter, context)
-        return TimedDrafter(drafter, context.timeout_s)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:
-        file, fault = getfile(drafter_class), Fault.of(error)
-        what = f"drafter {name} failed to start: {fault}"
-        if place := line_of(fault, file):
-            raise ValueError(what + place) from error
-        line = getsourcelines(drafter_class)[1]  # nothing of it ran
-        needs = "write def __init__(self), or a class method build(cls, context)"
-        if isabstract(drafter_class):
-            needs = "write def propose(self, state, max_tokens)"
-        raise ValueError(f"{what} ({file}, line {line}): {needs}") from error
 
 
 def check_drafter(drafter: Drafter, context: Context) -> None:

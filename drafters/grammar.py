@@ -9,21 +9,14 @@ drawn: q is one-hot.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import ClassVar
 
 from runtime.sampling import Noise
 from runtime.values import Sampling, Verdict
 
 from .base import GuessingDrafter
 from .plan import DraftedText
-
-
-@dataclass(slots=True)
-class GrammarState:
-    """A request's place in its grammar."""
-
-    matcher: Any = None
 
 
 class GrammarDrafter(GuessingDrafter):
@@ -33,19 +26,19 @@ class GrammarDrafter(GuessingDrafter):
     needs = "grammar"
     drafts_forced = True
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> GrammarState:
-        return GrammarState()
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> SimpleNamespace:
+        return SimpleNamespace(matcher=None)  # where the text stands in its grammar
 
-    def attach(self, state: GrammarState, text: DraftedText) -> None:
+    def attach(self, state: SimpleNamespace, text: DraftedText) -> None:
         state.matcher = text.matcher
 
-    def guess(self, state: GrammarState, max_tokens: int) -> list[int]:
+    def guess(self, state: SimpleNamespace, max_tokens: int) -> list[int]:
         """What the grammar forces next."""
         return state.matcher.forced(max_tokens) if state.matcher else []
 
-    def evidence(self, state: GrammarState) -> int:
+    def evidence(self, state: SimpleNamespace) -> int:
         """How long the forced text is, in tokens: short ones are mostly cut into others."""
         return len(state.matcher.forced(8))
 
-    def observe(self, state: GrammarState, verdict: Verdict) -> None:
+    def observe(self, state: SimpleNamespace, verdict: Verdict) -> None:
         """The engine has told the matcher already."""

@@ -102,8 +102,7 @@ class DrafterPool:
     def layers(self, texts: list[DraftedText]) -> tuple[int, ...]:
         """The layers whose hidden states the drafters of these texts want."""
         present = {name for text in texts for name in text.states}
-        wanted = [d.hidden_layers for name in present if (d := self.drafters[name]).needs_hidden]
-        return tuple(sorted({layer for layers in wanted for layer in layers}))
+        return tuple(sorted({i for name in present for i in self.drafters[name].wanted_layers}))
 
     def close(self, text: DraftedText, only: str | None = None) -> None:
         """Give the drafters' states back, or that of one."""
@@ -190,7 +189,8 @@ class DrafterPool:
         if cycles := text.unseen.pop(name, None):
             with self.containing(text, name, "observe"):
                 tokens = [token for cycle in cycles for token in cycle.tokens]
-                verdict = Verdict(0, len(tokens) - 1, tokens, drafter.hidden_of(cycles))
+                hidden = drafter.hidden_of([cycle.hidden for cycle in cycles])
+                verdict = Verdict(0, len(tokens) - 1, tokens, hidden)
                 drafter.call("observe", text.states[name], verdict)
 
     def _ask(self, name: str, texts: list[DraftedText]) -> list[Draft]:
@@ -254,7 +254,8 @@ class DrafterPool:
         came = [UnseenCycle([], states) for states in text.hidden.values()]
         came, judged = [*came, UnseenCycle(verdict.tokens, hidden)], text.draft
         text.hidden, text.draft, text.forced = {}, None, None
-        self.remember_prompt(text, [each.hidden for each in came])
+        states = [each.hidden for each in came]
+        self.remember_prompt(text, states)
         for name, draft in text.drafts.items():
             if name not in text.states:
                 continue
@@ -263,7 +264,7 @@ class DrafterPool:
             if is_last and not drafter.keeps_outputs:
                 continue
             with self.containing(text, name, "observe"):
-                whole = replace(verdict, hidden=drafter.hidden_of(came))
+                whole = replace(verdict, hidden=drafter.hidden_of(states))
                 parts = [whole] if draft is judged else split_verdict(whole, draft)
                 for part in parts:
                     drafter.call("observe", text.states[name], part)

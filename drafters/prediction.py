@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from runtime.sampling import Noise
-from runtime.values import Draft, Sampling, Verdict
+from runtime.values import Draft, Sampling
 
 from .base import GuessingDrafter
 from .plan import DraftedText
@@ -103,9 +103,7 @@ class PredictionDrafter(GuessingDrafter):
         """How many tokens of the output stand before the proposal in the prediction."""
         return state.matched
 
-    def observe(self, state: Expected, verdict: Verdict) -> None:
-        state.extend(verdict.tokens)
-
+    # `observe` is Drafter's: the place moves by the new tokens.
     def count(self, text: DraftedText, draft: Draft, judged: Draft, came: list[int]) -> None:
         num_verified, num_kept = count_verified(draft.tokens, judged, came)
         text.predicted["accepted"] += num_kept

@@ -110,16 +110,12 @@ def _mask(scores: Tensor, sampling: Sampling, text: list[int], draft: Draft) -> 
     tail = text[len(text) - min(generated, max(map(len, words), default=0)) :]
     for row, path in enumerate([[], *draft.paths()]):
         end = (*tail, *(draft.tokens[i] for i in path))
-        ids = [word[-1] for word in words if _ends_with(end, word[:-1])]
+        ids = [word[-1] for word in words if end[len(end) + 1 - len(word) :] == word[:-1]]
         ids += sampling.end_ids if generated + len(path) < least else ()
         masked += [(row, token) for token in ids if token < size]
     if masked:
         rows, columns = zip(*masked, strict=True)
         scores[list(rows), list(columns)] = -inf
-
-
-def _ends_with(text: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
-    return len(tokens) <= len(text) and text[len(text) - len(tokens) :] == tokens
 
 
 def _untypical(scores: Tensor, sampling: Sampling) -> np.ndarray:

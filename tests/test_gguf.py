@@ -530,9 +530,9 @@ def test_a_pip_that_says_much_or_nothing_is_quoted_in_one_sentence():
 
 def test_without_what_reads_gguf_files_they_are_refused(files, monkeypatch):
     """One line says which file is missing. Who names no model gets the embedded one."""
-    for name in ("gguf_loading", "gguf_hub", "fetch"):
+    for name in ("gguf_model", "gguf_hub", "fetch"):
         monkeypatch.setitem(sys.modules, f"runtime.models.{name}", None)
-    names = {files["q8_0"]: "gguf_loading", "x/y-GGUF:Q8_0": "gguf_hub", "smollm2": "fetch"}
+    names = {files["q8_0"]: "gguf_model", "x/y-GGUF:Q8_0": "gguf_hub", "smollm2": "fetch"}
     for name, file in names.items():
         with pytest.raises(loading.StartError, match=rf"needs runtime/models/{file}\.py"):
             loading.load_pretrained(str(name), Options(model=str(name)))

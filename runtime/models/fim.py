@@ -95,11 +95,6 @@ def fim_of(tokenizer: Tokenizer) -> Fim | None:
     return None
 
 
-def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """What ends a text that fills a gap, beside the model's own ends."""
-    return fim.ends if (fim := fim_of(tokenizer)) else frozenset()
-
-
 @lru_cache(4)
 def _backend_of_text(tokenizer: Tokenizer) -> Backend | None:
     """A tokenizer's parts without its special and added tokens; None of one in Python.

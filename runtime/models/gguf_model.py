@@ -2,15 +2,17 @@
 
     open_model  ->  config_of (gguf_config.py)  ->  load_model  ->  compare (gguf_compare.py)
 
+`read_file` does all but the last, and reads the tokenizer, too.
+
 transformers' loader would parse the file three times, 5 s each where the vocabulary is large,
 and unpack on one core, with a second copy of every tensor. Here a tensor goes from the file to its
 place in pieces, on all cores. Where matrices stay as they are, all else is float32.
 """
 
-import logging
 import re
 import sys
 from copy import deepcopy
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,11 +31,33 @@ from . import StartError
 from .gguf_config import config_of, refuse_unread
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
 from .gguf_tensors import Tables, Weights, for_all_tensors, unpacked
+from .gguf_tokenizer import tokenizer_of
+from .loading import LOG, Loaded, ModelOptions, explained
 
-LOG = logging.getLogger("loading")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
 Matrices = dict[str, PackedMatrix | list[PackedMatrix]]  # by the parameter's name
 Report = dict[str, Any]  # what transformers tells of the weights: missing_keys and so on
+opened: dict[str, GgufFile] = {}  # until they are read, so that headers are parsed once
+
+
+def read_file(name: str, dtype: str, options: ModelOptions) -> Loaded:
+    """Read a GGUF file, in a dtype of torch or packed."""
+    with opened.pop(name, None) or open_model(name) as file:
+        config = config_of(file)
+        with explained(name, "its tokenizer: ", options):
+            tokenizer = tokenizer_of(file)
+        reason = why_not_packed(file)
+        if dtype == "packed" and reason:
+            if options.dtype == "packed":
+                raise StartError(f"{name} cannot be served as it is: {reason} (give --dtype auto)")
+            LOG.info("%s is unpacked to bfloat16: %s", name, reason)
+            dtype = "bfloat16"
+        is_packed = dtype == "packed"
+        model, report = load_model(
+            file, config, None if is_packed else getattr(torch, dtype), options.dtype == "packed"
+        )
+        copy = None if is_packed or reason else partial(pack_copy, file.name)
+        return Loaded(model, tokenizer, report, file.fingerprint if is_packed else None, copy)
 
 
 def open_model(path: str) -> GgufFile:

@@ -107,7 +107,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     if dtype == "packed" and not is_file:
         raise StartError(f"--dtype packed is for GGUF files, and {name} is none")
     with explained(place, "", options):
-        read = required("runtime.models.gguf_loading", name).read_file if is_file else _read_folder
+        read = required("runtime.models.gguf_model", name).read_file if is_file else _read_folder
         loaded = read(place, dtype, options)
         check_weights(place, loaded.report)
         loaded.model = loaded.model.to(device).eval()
@@ -117,8 +117,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     if chat := plug("runtime.models.chat"):
         named = explained(place, "its chat_template: ", options)
         chat.prepare(loaded.tokenizer, named)
-    if fim := plug("runtime.models.fim"):
-        loaded.more_ends = fim.ends_of(loaded.tokenizer)
+    if (fim := plug("runtime.models.fim")) and (tokens := fim.fim_of(loaded.tokenizer)):
+        loaded.more_ends = tokens.ends
     loaded.structure = _fit(loaded.model, name, options)
     loaded.length = loaded.structure.length
     return loaded

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from .catalogue import resolve_model
 from .files import is_gguf
 from .gguf_file import Texts
-from .gguf_loading import opened
-from .gguf_model import open_model
+from .gguf_model import open_model, opened
 from .loading import ModelOptions, check_folder, explained
 
 
