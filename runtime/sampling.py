@@ -214,11 +214,6 @@ def truncated_softmax(
     return torch.from_numpy(result).to(scores.device)
 
 
-def log_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
-    """log p [n, V] float64 of penalised logits [n, V]: temperature, then top-k, top-p, min-p."""
-    return truncated_softmax(scores, *sampling.transforms).double().log()
-
-
 def total(weights: np.ndarray) -> float:
     """The sum of weights, the largest of which is 1. It does not depend on their order."""
     return float(np.rint(weights * _WHOLE).astype(np.int64).sum()) / _WHOLE

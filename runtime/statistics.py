@@ -65,9 +65,9 @@ class Statistics:
             self.num_spec_steps += 1
             self.num_draft_tokens += drafted + beside
             self.num_accepted_draft_tokens += accepted
-            count_first(self.drafted_at, drafted)
-            count_first(self.reached_at, min(drafted, accepted + 1))
-            count_first(self.accepted_at, accepted)
+            self.drafted_at = _summed(self.drafted_at, [1] * drafted)
+            self.reached_at = _summed(self.reached_at, [1] * min(drafted, accepted + 1))
+            self.accepted_at = _summed(self.accepted_at, [1] * accepted)
 
     def record_times(self, times: list[float], is_prefill: bool) -> None:
         """Count one cycle's seconds: began, drafted, verified, done."""
@@ -86,10 +86,8 @@ class Statistics:
         total = Statistics()
         for name, mine in vars(self).items():
             theirs = getattr(other, name)
-            if isinstance(mine, list):  # position by position
-                setattr(total, name, list(map(sum, zip_longest(mine, theirs, fillvalue=0))))
-            else:
-                setattr(total, name, mine + theirs)
+            both = _summed(mine, theirs) if isinstance(mine, list) else mine + theirs
+            setattr(total, name, both)
         return total
 
     @property
@@ -200,9 +198,6 @@ def ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-def count_first(counts: list[int], number: int) -> None:
-    """Add one to each of the first `number` counts, which grow as needed."""
-    known = len(counts)
-    for i in range(min(number, known)):
-        counts[i] += 1
-    counts += [1] * (number - known)
+def _summed(counts: list[int], more: list[int]) -> list[int]:
+    """The sums of both, position by position; one of them may be longer."""
+    return [mine + theirs for mine, theirs in zip_longest(counts, more, fillvalue=0)]

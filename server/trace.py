@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.models.prompts import Tokenizer
-from runtime.sampling import log_probabilities
+from runtime.sampling import truncated_softmax
 from runtime.scoring import TokenScores, scores_of
 from runtime.values import Cycle, Json, RequestError, TextSequence
 
@@ -98,7 +98,7 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     kept, sampling = scores[: cycle.num_kept], s.request.sampling
     p, judged, noise = kept.softmax(-1), kept, None
     if not sampling.is_greedy:
-        log_p = log_probabilities(kept, sampling)
+        log_p = truncated_softmax(kept, *sampling.transforms).double().log()
         p = log_p.exp()
         if sampling.is_coupled:
             judged, noise = log_p, _noise(s, kept)

@@ -176,7 +176,10 @@ def test_the_bytes_of_all_tokens_are_those_of_each(make):
     found = all_bytes(tokenizer)
     assert len(found) == len(tokenizer)
     for i, word in found.items():
-        assert word == bytes_of(i, tokenizer), i
+        text = tokenizer.decode([i], clean_up_tokenization_spaces=False)
+        assert word == bytes_of(i, tokenizer) and ("\ufffd" in text or word == text.encode()), i
+    text = "a é 🙃"  # of characters that are no tokens
+    assert b"".join(found[i] for i in tokenizer(text)["input_ids"]) == text.encode()
 
 
 def translation(target, draft, ends=frozenset([0]), sizes=()):

@@ -3,6 +3,8 @@
 Not covered: WordPiece, whose words have no space and whose parts begin with ##.
 """
 
+from functools import lru_cache
+
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -12,32 +14,25 @@ _SPACE, _PIECES_SPACE = "Ġ", "▁"  # how the two kinds of tokenizers write a s
 
 def bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
     """What a token is in UTF-8, or a part of it; nothing for an id that the tokenizer lacks."""
-    if (word := tokenizer.convert_ids_to_tokens(token)) is None:  # the model has more rows
-        return b""
-    if _is_byte(word):
-        return bytes.fromhex(word[3:5])
-    if word.startswith(_PIECES_SPACE):  # which decoding it alone would lose
-        return word.replace(_PIECES_SPACE, " ").encode()
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    is_part = "\ufffd" in text and all(character in _BYTES for character in word)
-    return bytes(map(_BYTES.__getitem__, word)) if is_part else text.encode()
+    word = tokenizer.convert_ids_to_tokens(token)
+    return b"" if word is None else _in_utf8(word, _is_byte_level(tokenizer))
 
 
 def all_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes of all tokens by id, each as it stands inside a text: with the space before it."""
-    ids = tokenizer.get_vocab()
-    is_byte_level = any(_SPACE in word for word in ids)
-    found = dict[int, bytes]()
-    for word, i in ids.items():
-        if is_byte_level and all(character in _BYTES for character in word):
-            found[i] = bytes(map(_BYTES.__getitem__, word))
-        elif _is_byte(word):
-            found[i] = bytes.fromhex(word[3:5])
-        else:
-            found[i] = word.replace(_PIECES_SPACE, " ").encode()
-    return found
+    is_byte_level = _is_byte_level(tokenizer)
+    return {i: _in_utf8(word, is_byte_level) for word, i in tokenizer.get_vocab().items()}
 
 
-def _is_byte(word: str) -> bool:
-    """Whether it is written as one byte of a vocabulary of pieces. Example: <0x0A>."""
-    return word.startswith("<0x") and word.endswith(">") and len(word) == len("<0xFF>")
+@lru_cache(4)
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether its words are of characters that each stand for a byte, and not of pieces."""
+    return any(_SPACE in word for word in tokenizer.get_vocab())
+
+
+def _in_utf8(word: str, is_byte_level: bool) -> bytes:
+    if is_byte_level and all(character in _BYTES for character in word):
+        return bytes(map(_BYTES.__getitem__, word))
+    if word.startswith("<0x") and word.endswith(">") and len(word) == len("<0x0A>"):
+        return bytes.fromhex(word[3:5])  # a byte in a vocabulary of pieces
+    return word.replace(_PIECES_SPACE, " ").encode()
