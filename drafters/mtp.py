@@ -11,6 +11,7 @@ Source: arXiv 2412.19437. Not covered: layers with a window of attention.
 """
 
 import re
+from copy import copy, deepcopy
 from typing import Any, ClassVar
 
 import torch
@@ -104,37 +105,31 @@ def run_layer(
 def _load(model: PreTrainedModel, num_layers: int) -> MtpModel:
     """The MTP layers of a target, whose config says in transformers' words what they are.
 
-    Where it does not, this writes to the config, and to the model what weights are not the target's
-    own. If loading fails, that is taken back.
+    Where it does not, a copy of the target is told: of its config, and of what it says of weights.
     """
-    text, ignored = model.config.get_text_config(), model._keys_to_ignore_on_load_unexpected
-    fields, conversions = dict(vars(text)), getattr(model, "_weight_conversions", None)
-    try:
-        text.num_mtp_layers = num_layers
-        for name, kind in {"layer_types": "full_attention", "mlp_layer_types": "sparse"}.items():
-            if getattr(text, name, None) and not getattr(text, f"mtp_{name}", None):
-                setattr(text, f"mtp_{name}", [kind] * num_layers)
-        # Some families store MTP layers as further numbered layers; transformers knows the numbers
-        # of the published checkpoints only.
-        if any(re.match(r"model\\\.layers", pattern) for pattern in ignored or ()):
-            numbers = range(text.num_hidden_layers, text.num_hidden_layers + num_layers)
-            model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
-        if any("mtp_layers" in pattern for pattern in ignored or ()):
-            text.mtp_hidden_states_first = True
-            names = {f"{theirs}\\.": f"{ours}." for ours, theirs in MIMO.items()}
-            names["eh_proj\\."] = "eh_proj."  # transformers renames a part of it
-            names[""] = "mtp_block."  # of what is left
-            model._weight_conversions = [*(conversions or [])] + [
-                WeightRenaming(_MIMO_LAYER + old, rf"layers.\1.{new}") for old, new in names.items()
-            ]
-        return MtpModel.from_pretrained(model)
-    except Exception:
-        vars(text).clear()
-        vars(text).update(fields)
-        model._keys_to_ignore_on_load_unexpected = ignored
-        raise
-    finally:
-        model._weight_conversions = conversions
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    model = copy(model)  # its modules are the target's
+    model.config = deepcopy(model.config)
+    text = model.config.get_text_config()
+    text.num_mtp_layers = num_layers
+    for name, kind in {"layer_types": "full_attention", "mlp_layer_types": "sparse"}.items():
+        if getattr(text, name, None) and not getattr(text, f"mtp_{name}", None):
+            setattr(text, f"mtp_{name}", [kind] * num_layers)
+    # Some families store MTP layers as further numbered layers; transformers knows the numbers
+    # of the published checkpoints only.
+    if any(re.match(r"model\\\.layers", pattern) for pattern in ignored):
+        numbers = range(text.num_hidden_layers, text.num_hidden_layers + num_layers)
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
+    if any("mtp_layers" in pattern for pattern in ignored):
+        text.mtp_hidden_states_first = True
+        names = {f"{theirs}\\.": f"{ours}." for ours, theirs in MIMO.items()}
+        names["eh_proj\\."] = "eh_proj."  # transformers renames a part of it
+        names[""] = "mtp_block."  # of what is left
+        renamed = [
+            WeightRenaming(_MIMO_LAYER + old, rf"layers.\1.{new}") for old, new in names.items()
+        ]
+        model._weight_conversions = [*(getattr(model, "_weight_conversions", None) or []), *renamed]
+    return MtpModel.from_pretrained(model)
 
 
 def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None]:
