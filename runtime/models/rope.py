@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _KINDS = ("dynamic", "longrope")
 
@@ -63,18 +63,10 @@ def fix_rotations(model: nn.Module, length: int) -> None:
     for module in _counting(model):
         module.attn_temperature_tuning = False  # a scale of 1
     for module, layer_type, parameters in rotations(model):
-        kind = parameters["rope_type"]
-        prefix = "" if layer_type is None else f"{layer_type}_"
-        buffer = getattr(module, f"{prefix}inv_freq")
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
-            module.config, buffer.device, seq_len=length, layer_type=layer_type
-        )
-        setattr(module, f"{prefix}inv_freq", frequencies)
-        setattr(module, f"{prefix}attention_scaling", scaling)
-        if layer_type is None:
-            module.rope_type = "default"  # transformers then leaves the frequencies alone
-        else:
-            module.rope_type = {**module.rope_type, layer_type: "default"}
+        like, layer = next(module.buffers()), {"layer_type": layer_type} if layer_type else {}
+        module(like, torch.tensor([[length - 1]], device=like.device), **layer)  # which chooses
+        # transformers then leaves the frequencies alone.
+        module.rope_type = {**module.rope_type, layer_type: "default"} if layer else "default"
         if "long_mscale" in parameters:  # Phi-3.5-MoE scales by the length as well
             is_long = length > parameters["original_max_position_embeddings"]
             module.config = deepcopy(module.config)
