@@ -5,25 +5,20 @@
 What one's own drafter is asked, it may hand on to this one, with fewer tokens to draft.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from runtime import kernels
-from runtime.models.loading import LONGEST_DEFAULT, check, load_pretrained, prepare, refusal
+from runtime.models.loading import (
+    LONGEST_DEFAULT,
+    ModelOptions,
+    check,
+    load_pretrained,
+    prepare,
+    refusal,
+)
 
 from .base import MANY_WEIGHTS, Context, ModelDrafter
 from .draft_model import DraftModelDrafter
-
-
-@dataclass(frozen=True)
-class _Options:
-    """How the model is loaded: the ModelOptions of loading.py."""
-
-    device: str
-    allow_pickle: bool
-    max_model_len: int | None
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    is_embedded: bool = False
 
 
 def small_drafter(name: str, context: Context) -> ModelDrafter:
@@ -35,7 +30,7 @@ def small_drafter(name: str, context: Context) -> ModelDrafter:
     """
     target = context.target
     length = target.max_length if target.max_length > LONGEST_DEFAULT else None
-    options = _Options(str(target.cache.device), context.allow_pickle, length)
+    options = ModelOptions(str(target.cache.device), context.allow_pickle, length)
     loaded = load_pretrained(name, options)
     model = type(target)(loaded, name, target.cache.num_rows)
     prepare(model, loaded.structure)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -32,18 +32,16 @@ _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each 
 plug("runtime.models.mimo")  # then transformers knows MiMo
 
 
-class ModelOptions(Protocol):
-    """The options of the command line that say how a model is loaded."""
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is loaded. The command line's options, server/options.py, have all this, too."""
 
-    dtype: str
     device: str
     allow_pickle: bool
-    trust_remote_code: bool
     max_model_len: int | None
-
-    @property
-    def is_embedded(self) -> bool:
-        """Whether the target is the one of this repository."""
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    is_embedded: bool = False  # whether the target is the one of this repository
 
 
 @contextmanager
