@@ -171,7 +171,7 @@ class AnswerReader:
         `is_reasoning` says that the prompt has opened reasoning already.
         """
         self.num_calls = 0  # that are whole
-        self._form, self._names = form, names
+        self._names = names
         self._held, self._may_end, self._has_thought, self._num_fed = "", False, False, 0
         # begin → (reason → gap) → text → rest (what is left is content)
         self._state = "reason" if is_reasoning else "begin" if form.thinks else "text"

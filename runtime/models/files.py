@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from torch import Tensor, nn
+from torch import nn
 
 from runtime.values import in_short
 
@@ -58,8 +58,5 @@ def unmap_weights(module: nn.Module) -> None:
     Tied weights stay tied, as each parameter stays the same object.
     """
 
-    def copied(weight: Tensor) -> Tensor:
-        """The weight, or its copy: only what torch allocated can be resized."""
-        return weight if weight.untyped_storage().resizable() else weight.clone()
-
-    module._apply(copied)  # as Module.to does
+    # As Module.to does. Only what torch allocated can be resized.
+    module._apply(lambda w: w if w.untyped_storage().resizable() else w.clone())
