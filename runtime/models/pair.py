@@ -16,20 +16,15 @@ def check_pair(
 
     And what `compare` raises for the names and the tokens of two GGUF files.
     """
-    names, vocabularies = [draft, target], list[Texts | None]()
+    names, vocabularies = [draft, target], list[Texts]()  # of GGUF files
     for name in names:
         with explained(name, "", options):
-            vocabularies.append(_tokens_of(resolve_model(name)))
-    if all(vocabularies) and vocabularies[0].tobytes() != vocabularies[1].tobytes():
+            if is_gguf(place := resolve_model(name)):
+                file = opened[place] = open_model(place)
+                vocabularies.append(file.metadata["tokenizer.ggml.tokens"])
+            else:
+                check_folder(place)
+    if len({each.tobytes() for each in vocabularies}) > 1:
         with explained(draft, "its tokens: ", options):
             ids = [{token: i for i, token in enumerate(tokens)} for tokens in vocabularies]
         compare(names, ids)
-
-
-def _tokens_of(place: str) -> Texts | None:
-    """The vocabulary of a GGUF file; None of other models. Raises BadFile or StartError."""
-    if not is_gguf(place):
-        check_folder(place)
-        return None
-    file = opened[place] = open_model(place)
-    return file.metadata["tokenizer.ggml.tokens"]

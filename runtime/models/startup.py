@@ -13,20 +13,8 @@ from types import TracebackType
 from runtime import plug
 
 _IS_COMMAND = sys.argv[0].endswith("speculative_decoding.py")
+# Of too little memory, or no thread left, which are no faults of the program.
 _SIGNS = "allocate memory", "bad_alloc", "can't start new thread", "out of memory", "map segment"
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether there was too little memory or no thread left, and no fault of the program."""
-    kinds = MemoryError, SystemError  # the latter where Python had no memory to raise the former
-    return isinstance(error, kinds) or any(sign in str(error) for sign in _SIGNS)
-
-
-def report_shortage(error: BaseException) -> int:
-    """Print the last line of the error's message. Returns the exit status."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-    print_error(f"too little memory, or too few threads: {reason[:300]}")
-    return 2
 
 
 def print_error(reason: str) -> None:
@@ -54,8 +42,11 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130)
-    if is_shortage(error):
-        raise SystemExit(report_shortage(error))
+    kinds = MemoryError, SystemError  # the latter where Python had no memory to raise the former
+    if isinstance(error, kinds) or any(sign in str(error) for sign in _SIGNS):
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        print_error(f"too little memory, or too few threads: {reason[:300]}")
+        raise SystemExit(2)
     sys.__excepthook__(kind, error, trace)
 
 
