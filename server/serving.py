@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from flask import Flask, request
 
 from runtime import plug
-from runtime.models.catalogue import abandon
 
 from .http import base_app, check_head, url_of
 from .log import Progress, log_to_stderr
@@ -161,5 +160,6 @@ def _end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
 
 def _quit(*_: Any, status: int = 1) -> NoReturn:
     """End the process at once: what a second signal does."""
-    abandon()
+    if fetch := sys.modules.get("runtime.models.fetch"):  # which may be under way
+        fetch.abandon()
     os._exit(status)

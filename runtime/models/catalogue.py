@@ -5,7 +5,6 @@ A name of PAIRS is a target of the Hugging Face hub with a draft model.
 
 import logging
 import os
-import sys
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -113,8 +112,3 @@ def with_model(options: Any) -> Any:
         PROGRESS.warning("%s. The embedded model runs instead, and it only babbles", error)
         return replace(options, model=FALLBACK)
     return replace(options, model=DEFAULT)
-
-
-def abandon() -> None:
-    """Remove what a fetch has made so far: for a process that is about to end at once."""
-    getattr(sys.modules.get("runtime.models.fetch"), "abandon", lambda: None)()
