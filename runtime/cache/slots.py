@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from runtime import kernels
@@ -52,10 +53,7 @@ class Placement:
 
     def arrange(self, rows: list[Tensor]) -> Tensor:
         """Pad and stack each text's ids [t] to [B, T], or its states [t, D] to [B, T, D]."""
-        arranged = rows[0].new_zeros(*self.positions.shape, *rows[0].shape[1:])
-        for b, row in enumerate(rows):
-            arranged[b, -len(row) :] = row
-        return arranged
+        return pad_sequence(rows, batch_first=True, padding_side="left")
 
     def part(self, result: Tensor) -> list[Tensor]:
         """Split a pass's result [B, T, D] by text, without pads: [counts[b], D]."""
