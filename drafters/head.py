@@ -189,6 +189,7 @@ class AutoregressiveDrafter(HeadDrafter):
             self._kernels = kernels.speed_up_head(
                 head, self.kernel_of, target.max_length, quantize, target.model
             )
+        if self._kernels:
             vocabulary = kernels.vocabulary_of(target.vocab_size, words)
             self._ends = head.embed_tokens, getattr(head, self.output), vocabulary
         self._embed = head.embed_tokens

@@ -45,10 +45,6 @@ def are_used(*_: Any) -> bool:
 can_choose = can_chain = are_used
 
 
-def vocabulary_of(*_: Any) -> None:
-    """The tokens that a draft in C chooses among: there is no such draft."""
-
-
 def num_weights(model: nn.Module) -> int:
     """How many weights a model has."""
     return sum(weight.numel() for weight in model.parameters())
