@@ -59,20 +59,6 @@ told["differs"] = differs
 print(json.dumps(told), flush=True)
 os._exit(0)  # as the server does: torch's threads do not end in order
 """
-# A process that has imported the packages runs acts.py of each folder that it reads, in a fork.
-_FORKS = """import os, runpy, sys
-import flask, torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-for folder in map(str.strip, sys.stdin):
-    if not (child := os.fork()):
-        os.chdir(folder)
-        sys.path.insert(0, folder)
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), number)
-        runpy.run_path("acts.py", run_name="__main__")
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 class Plug(NamedTuple):
@@ -140,45 +126,21 @@ PLUGS = {
     "warming": Plug(("server/warming.py",)),
 }  # fmt: skip
 ORDINARY = "auto", "dialects", "page"  # the others are in the slow run
-ALONE = "kernels", "quick_import"  # in a process that imports all by itself
 MINIMAL = (ROOT / "tests" / "minimal.txt").read_text().split()
 # What the program uses beside the four packages, and beside what those need themselves.
 _BLOCKED = """import sys
 
-class Blocker:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("llguidance", "prometheus_client", "gguf", "ziglang"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocker())
+sys.modules |= dict.fromkeys(("llguidance", "prometheus_client", "gguf", "ziglang"))
 """
 
 
 def run(folder, **environ):
-    """What acts.py of a folder says, in a process of its own."""
+    """What acts.py of a folder says on stdout, and on stderr, in a process of its own."""
     environ = os.environ | {"HF_HUB_OFFLINE": "1"} | environ
     command = [sys.executable, "acts.py"]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def forked():
-    """Like `run`, in forks of one process that has imported the packages."""
-    command = [sys.executable, "-c", _FORKS]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environ = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, env=environ, text=True, **pipes) as process:
-
-        def answers(folder):
-            print(folder, file=process.stdin, flush=True)
-            status = process.stdout.readline()
-            assert status == "0\n", (folder / "stderr").read_text()[-3000:] or status
-            return (folder / "stdout").read_text()
-
-        yield answers
-        process.stdin.close()
+    return json.loads(done.stdout), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -207,16 +169,16 @@ def copy_without(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(copy_without, forked):
+def whole(copy_without):
     """What the whole tree answers."""
-    said = forked(folder := copy_without())
-    assert "going on without" not in (folder / "stderr").read_text()
-    return json.loads(said)
+    answered, said = run(copy_without())
+    assert "going on without" not in said
+    return answered
 
 
-def assert_the_rest_works(folder, said, whole, *plugs):
+def assert_the_rest_works(folder, whole, *plugs, **environ):
     routes = [plug.route for plug in plugs if plug.route]
-    answered = json.loads(said)
+    answered, _ = run(folder, **environ)
     assert answered["refused"].keys() == {field for plug in plugs for field in plug.fields.split()}
     for name, (code, message) in answered["refused"].items():
         assert code == 400
@@ -230,10 +192,8 @@ def assert_the_rest_works(folder, said, whole, *plugs):
 @pytest.mark.parametrize(
     "name", [n if n in ORDINARY else pytest.param(n, marks=pytest.mark.slow) for n in PLUGS]
 )
-def test_without_a_plug_the_rest_writes_the_same(copy_without, forked, whole, name):
-    folder = copy_without(PLUGS[name].paths)
-    said = run(folder) if name in ALONE else forked(folder)
-    assert_the_rest_works(folder, said, whole, PLUGS[name])
+def test_without_a_plug_the_rest_writes_the_same(copy_without, whole, name):
+    assert_the_rest_works(copy_without(PLUGS[name].paths), whole, PLUGS[name])
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +206,7 @@ def minimal(copy_without, tmp_path_factory):
 
 def test_the_minimal_server_writes_the_same(minimal, whole):
     folder, environ = minimal
-    assert_the_rest_works(folder, run(folder, **environ), whole, *PLUGS.values())
+    assert_the_rest_works(folder, whole, *PLUGS.values(), **environ)
 
 
 def test_the_minimal_server_answers_over_http(minimal, whole):
