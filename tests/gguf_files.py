@@ -138,32 +138,27 @@ def tokenizer_of_target(num_tokens):
     }  # fmt: skip
 
 
-def begun(path, architecture, keys, tokenizer=None, **options):
-    """A writer that has these keys under the architecture's name, and a tokenizer's."""
-    writer = gguf.GGUFWriter(path, architecture, **options)
-    tokenizer = tokenizer or tokenizer_of_target(keys["vocab_size"])
-    add_keys(writer, "general", {"name": "tiny"})
-    add_keys(writer, architecture, keys)
-    add_keys(writer, "tokenizer.ggml", tokenizer)
-    return writer
-
-
-def write(path, case, kind=None, more=(), tokenizer=None, without="no name", **options):
+def write(path, case, kind=None, more=(), tokenizer=None, **options):
     """Write a case's file, its matrices in `kind` or float32. Returns the original.
 
-    `more` has keys, and tensors by names that end in .weight or .bias: numbers, or (blocks, their
-    kind). Tensors with `without` in their names are left out; `options` are the writer's.
+    `more` has keys, and tensors by names that end in .weight or .bias: numbers, (blocks, their
+    kind), or None for one that is left out. `options` are the writer's.
     """
     model, keys = original(case), case.header(**dict(more))
-    tensors = {k: v for k, v in tensors_of(model, case.architecture).items() if without not in k}
+    tensors = tensors_of(model, case.architecture)
     tensors |= {name: keys.pop(name) for name in [*keys] if name.endswith((".weight", ".bias"))}
     if tensors.get("rope_freqs.weight", ()) is None:  # what frequencies are divided by
         rotary = model.get_decoder().rotary_emb
         usual = rotary.compute_default_rope_parameters(rotary.config)[0]
         tensors["rope_freqs.weight"] = (usual / rotary.inv_freq).numpy()
+    writer, floats = gguf.GGUFWriter(path, case.architecture, **options), []
+    add_keys(writer, "general", {"name": "tiny"})
+    add_keys(writer, case.architecture, keys)
     tokenizer = tokenizer_of_target(keys["vocab_size"]) | (tokenizer or {})
-    writer, floats = begun(path, case.architecture, keys, tokenizer, **options), []
+    add_keys(writer, "tokenizer.ggml", tokenizer)
     for name, values in tensors.items():
+        if values is None:
+            continue
         if isinstance(values, tuple):
             writer.add_tensor(name, values[0], raw_dtype=values[1])
             continue

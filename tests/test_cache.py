@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import HYBRIDS, load, needs_compiler, only_modules, open_rows
 from families import save_small
+from gguf_files import Q8_0, TINY, write
 from torch import nn
 
 from runtime.kernels import library, reading
@@ -156,16 +157,25 @@ def test_code_that_computes_with_a_packed_weight_itself_says_so():
 
 
 @needs_compiler
+@pytest.mark.parametrize("is_file", [False, True])
 @pytest.mark.parametrize("share", [1e-6, 1e-3])
-def test_a_mistake_is_larger_than_what_roundings_do_to_a_model(tiny_folder, monkeypatch, share):
-    run = reading._run
+def test_a_mistake_is_larger_than_what_roundings_do_to_a_model(
+    tiny_folder, tmp_path, monkeypatch, share, is_file
+):
+    """With it the modules run by themselves, at the next start, too."""
+    run, path = reading._run, tmp_path / "a.gguf" if is_file else tiny_folder("llama")
 
     def moved(*inputs):
-        values, states = run(*inputs)
-        return values + share * values.abs().max(), states
+        logits, states = run(*inputs)
+        for values in (logits, *states.values()):
+            values += share * values.abs().max()
+        return logits, states
 
+    if is_file:
+        write(path, TINY, Q8_0)
     monkeypatch.setattr(reading, "_run", moved)
-    assert load(tiny_folder("llama"), max_running=2).target.compiled.is_compiled == (share < 1e-5)
+    for _ in range(2):
+        assert load(path, max_running=2).target.compiled.is_compiled == (share < 1e-5)
 
 
 def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():

@@ -25,20 +25,16 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from conftest import TARGET, assert_lossless, load, logits_of, needs_compiler
-from gguf_files import Q4_0, Q8_0, TINY, Kind, finish, is_short_line, original, text, write
+from conftest import assert_lossless, load, logits_of, needs_compiler
+from gguf_files import Q4_0, Q8_0, TINY, Kind, is_short_line, original, text, write
 from hypothesis import strategies as st
 from started import LIMIT_S, at_once, free_port
 from test_gguf_config import CASES
-from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from runtime.kernels import library, reading, start
-from runtime.kernels.weights import PackedMatrix
+from runtime.kernels import library, start
 from runtime.models import catalogue, fetch, gguf_tensors, loading
-from runtime.models.gguf_file import BadFile, GgufFile, Texts
-from runtime.models.gguf_tensors import unpacked
-from runtime.models.gguf_tokenizer import tokenizer_of
+from runtime.models.gguf_file import GgufFile, Texts
 from server import answers, core, demo, log, parsing
 from server.options import Options
 
@@ -53,15 +49,6 @@ def files(tmp_path_factory):
 
 
 IDS = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
-
-
-def test_a_file_has_the_tokenizer_that_it_was_made_with(files):
-    """With SmolLM's rule for words. What it computes is in test_gguf_config.py."""
-    ours, theirs = tokenizer_of(GgufFile(files["f32"])), AutoTokenizer.from_pretrained(TARGET)
-    text = "It's 2024, isn't it?  two  spaces\n\n\tWe'll THEY'RE café x=10+y123"
-    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
-    rules = [each.backend_tokenizer.pre_tokenizer for each in (ours, theirs)]
-    assert rules[0].pre_tokenize_str(text) == rules[1].pre_tokenize_str(text)
 
 
 def test_target_and_draft_may_be_quantised_differently(files, prompts, way):
@@ -84,61 +71,7 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way):
     assert accepted > 0.1 * drafted > 0, (accepted, drafted)
 
 
-TYPES = "Q4_0 Q4_1 Q4_K Q5_0 Q5_1 Q5_K Q6_K Q8_0 F16 BF16 F32 IQ4_XS".split()
-
-
-def random_blocks(num_rows, width, kind):
-    """Any bytes are a block."""
-    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    shape = num_rows, width // block * num_bytes
-    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-
-
-def unpacked_matrix(path, blocks, kind):
-    """The numbers of a file's only matrix, by our reading."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("a", blocks, raw_dtype=kind)
-    finish(writer, (), ())
-    with GgufFile(path) as file, np.errstate(invalid="ignore", over="ignore"):
-        return unpacked(file, file.tensors["a"], torch.float32).numpy()
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_weights_are_gguf_s_own_in_every_type(tmp_path, monkeypatch, kind):
-    """Blocks of random bytes, unpacked in pieces of two rows and a half."""
-    packed = random_blocks(17, 1024, kind := Kind[kind])
-    monkeypatch.setattr("runtime.models.gguf_tensors._PIECE", 2560)
-    numbers = unpacked_matrix(tmp_path / "a.gguf", packed, kind)
-    with np.errstate(invalid="ignore", over="ignore"):
-        expected = gguf.dequantize(packed, kind)
-    sound = ~np.isnan(expected)  # where a scale is infinite or none
-    assert sound.any() and np.array_equal(sound, ~np.isnan(numbers))
-    assert np.array_equal(numbers[sound].view(np.int32), expected[sound].view(np.int32))
-
-
-def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
-    with pytest.raises(BadFile, match="unpacked: Q8_K"):
-        unpacked_matrix(tmp_path / "a.gguf", random_blocks(2, 256, Kind.Q8_K), Kind.Q8_K)
-
-
 # ------------------------------------------------------------------------- served as it is
-@needs_compiler
-def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch):
-    """The modules then run by themselves, with the same panels, at the next start, too."""
-    right = reading.Block
-
-    def wrong(*args):
-        """With values where keys belong."""
-        block = right(*args)
-        panels = block.matrices["qkv"]
-        block.struct.qkv = PackedMatrix.side_by_side([panels[0], panels[2], panels[1]])
-        return block
-
-    monkeypatch.setattr(reading, "Block", wrong)
-    for _ in range(2):
-        assert not load(model=files["q8_0"]).target.compiled.is_compiled
-
-
 @needs_compiler
 @pytest.mark.parametrize("fault", ["order", "matrix", "expert"])
 def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_path, fault):
@@ -167,9 +100,10 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
 @needs_compiler
 def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, caplog):
     """Matrices of several types stand side by side in one product."""
-    blocks, kind = random_blocks(64, 32, Kind.IQ4_NL), Kind.IQ4_NL
-    blocks[:, :2] = np.array([0.001], np.float16).view(np.uint8)  # the scale of each row's block
-    values = gguf.quantize(np.random.default_rng(0).normal(size=(16, 32)), Kind.Q5_0)
+    random, kind = np.random.default_rng(0), Kind.IQ4_NL
+    blocks = random.integers(0, 256, (64, 18), np.uint8)  # each row of 32 weights is one
+    blocks[:, :2] = np.array([0.001], np.float16).view(np.uint8)  # its scale
+    values = gguf.quantize(random.normal(size=(16, 32)), Kind.Q5_0)
     others = {"blk.0.ffn_up.weight": (blocks, kind), "blk.1.attn_v.weight": (values, Kind.Q5_0)}
     write(path := tmp_path / "a.gguf", TINY, Q8_0, others)
     with caplog.at_level(logging.INFO, "loading"):
@@ -183,24 +117,13 @@ def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, caplog
     assert fast.is_compiled and forms == ["Q8", "Q8", "Q5"]
 
 
-def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_folder, files):
-    with pytest.raises(loading.StartError, match="--dtype packed is for GGUF files"):
-        load(model=tiny_folder("llama"), dtype="packed")
-    with pytest.raises(loading.StartError, match="cannot be served as it is: the kernels are not"):
-        core.load_engine(Options(model=str(files["q8_0"]), dtype="packed", kernels=False))
-    if library.why_not() is None:
-        with pytest.raises(ValueError, match="self_int8 does not go with packed weights"):
-            load(model=files["q8_0"], drafter="self_int8")
-
-
 @needs_compiler
 def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files):
     """They are smaller than 8 bits, and their numbers are the model's matrix."""
     engine = load(model=files["q4_0"], dtype="float32", drafter="self_int8")
     twin = engine.pool.drafters["self_int8"]._draft
     decoder = twin.compiled.decoder
-    panels = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
-    assert {matrix.form for matrix in (*panels, decoder.output)} == {"Q4"}
+    assert {matrix.form for matrix in decoder.panels - {decoder.embedding}} == {"Q4"}
     assert engine.target.compiled.decoder.output.form == "FLOAT"
     assert torch.equal(logits_of(twin, IDS), logits_of(load(model=files["q4_0"]).target, IDS))
     s = assert_lossless(engine, IDS, 40, "self_int8", num_speculative_tokens=3)
@@ -231,42 +154,6 @@ def test_the_path_of_a_file_is_not_published(files):
 
 
 # ---------------------------------------------------------------------------- broken files
-def asking(good, key, number):
-    """A file whose header asks for so much, before a model of that size is made."""
-    at = good.index(key.encode()) + len(key) + 4
-    return good[:at] + number.to_bytes(4, "little") + good[at + 4 :]
-
-
-BROKEN = [  # a key of a good file, another number for it, and what is said
-    ("llama.embedding_length", 1 << 30, "and its header asks for"),
-    ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
-    ("llama.block_count", 1, "has weights of block 1, and 'llama.block_count' is 1 (fetch it"),
-    ("llama.feed_forward_length", 96, "weights, first model.layers.0.mlp.down_proj.weight: [32"),
-    ("llama.attention.head_count_kv", 0, "says that 'llama.attention.head_count_kv' is 0 (fetch"),
-    ("llama", None, "'martn' are not read from GGUF files (give the model's folder"),
-    (None, None, "is damaged or cut off"),
-]
-
-
-@pytest.mark.parametrize(("key", "number", "reason"), BROKEN)
-def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, key, number, reason):
-    path, good = tmp_path / "broken.gguf", files["q8_0"].read_bytes()
-    if number is not None:
-        path.write_bytes(asking(good, key, number))
-    else:  # an unknown architecture, or half of the file
-        path.write_bytes(good.replace(b"llama", b"martn", 1) if key else good[: len(good) // 2])
-    with pytest.raises(loading.StartError) as error:
-        load(model=path)
-    message = str(error.value)
-    assert reason in message and "broken.gguf" in message and is_short_line(message), message
-
-
-def test_a_mixture_without_a_matrix_of_its_experts_is_refused(tmp_path):
-    write(path := tmp_path / "a.gguf", CASES["qwen3moe"], Q8_0, without="ffn_up_exps")
-    with pytest.raises(loading.StartError, match="gate_up_proj"):
-        load(model=path)
-
-
 HOSTILE = "\0\x1b[31m\r\n\u202e" + "x" * (1 << 17)  # for a terminal
 NAME = text("general.name") + struct.pack("<I", 8) + text("tiny")
 CHANGES = {  # where strangers' words are: some bytes of a good file, and what stands there instead

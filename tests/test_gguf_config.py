@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import LENGTH, NORM, RMS, VOCAB, Case, begun, finish, original, tensors_of, write
+from gguf_files import LENGTH, NORM, RMS, VOCAB, Case, Kind, is_short_line, original, write
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from runtime.kernels import start
@@ -183,9 +183,10 @@ def loaded(path, length, is_packed):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_s_logits_are_those_of_the_model_that_it_was_made_of(path, name):
-    """Unpacked; and as it lies in the file, where the family's matrices can be."""
+def test_a_file_s_logits_are_those_of_the_model_that_it_was_made_of(path, name, monkeypatch):
+    """Unpacked, in pieces; and as it lies in the file, where the family's matrices can be."""
     start.setup(None, "cpu", True)
+    monkeypatch.setattr("runtime.models.gguf_tensors._PIECE", 2560)  # 40 rows
     write(path, CASES[name])
     length, expected = CASES[name].length, expected_of(name)
     with open_model(str(path)) as file:
@@ -222,10 +223,7 @@ def config_with(path):
     """A function for a case: the config of a header that has these keys more."""
 
     def reader_of(case):
-        tokenizer = {"model": "gpt2", "tokens": ["a", "b"]}
-        writer = begun(path, case.architecture, case.header(), tokenizer)
-        names = tensors_of(original(case), case.architecture)
-        finish(writer, (), [(name, np.zeros(1, np.float32), "F32") for name in names])
+        write(path, case)
         file = files.enter_context(open_model(str(path)))
         usual = file.metadata
 
@@ -267,6 +265,13 @@ def test_each_key_that_gguf_knows_is_applied_or_refused(config_with, architectur
     ("llama", {"attention.head_count": [4, 4, 4, 2]}, "head_count is \\[4, 4, 4, 2\\]"),
     ("llama", {"expert_count": 4}, "'llama.expert_count' is 4"),
     ("phi3", {"rope.dimension_count": 7}, "dimension_count is 7"),
+    ("llama", {"embedding_length": 1 << 30}, "and its header asks for"),
+    ("llama", {"block_count": 1 << 31}, "and 'llama.block_count' is 2147483648"),
+    ("llama", {"block_count": 3}, "has weights of block 3, and 'llama.block_count' is 3 .fetch it"),
+    ("llama", {"feed_forward_length": 64}, r"weights, first model.layers.0.mlp.down_proj.*: .64"),
+    ("llama", {"attention.head_count_kv": 0}, "head_count_kv' is 0 .fetch"),
+    ("llama", {"blk.1.ffn_up.weight": (np.zeros((96, 80), np.uint8), Kind.Q8_1)}, "unpacked: Q8_1"),
+    ("qwen3moe", dict.fromkeys(f"blk.{i}.ffn_up_exps.weight" for i in range(4)), "gate_up_proj"),
 ])  # fmt: skip
 def test_what_would_be_another_model_is_refused(path, name, more, reason):
     """In one line with its name, packed or not."""
@@ -275,7 +280,14 @@ def test_what_would_be_another_model_is_refused(path, name, more, reason):
     for dtype in ("auto", "float32"):
         with pytest.raises(StartError, match=reason) as error:
             load_pretrained(str(path), Options(dtype=dtype))
-        assert "model.gguf" in str(error.value) and "\n" not in str(error.value)
+        assert "model.gguf" in str(error.value) and is_short_line(str(error.value))
+
+
+def test_a_file_of_an_unknown_family_is_refused(path):
+    write(path, CASES["llama"])
+    path.write_bytes(path.read_bytes().replace(b"llama", b"martn", 1))
+    with pytest.raises(StartError, match="'martn' are not read from GGUF files .give the model's"):
+        load_pretrained(str(path), Options())
 
 
 @pytest.mark.parametrize(("name", "keys", "field", "expected"), [
