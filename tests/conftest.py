@@ -390,19 +390,6 @@ def together(engine: Any, requests: list[Any]) -> list[Any]:
     return finish(engine, [engine.open(request) for request in requests])
 
 
-def in_turn(engine: Any, requests: list[Any], at_once: int) -> Iterator[Any]:
-    """Requests that begin one by one, so many run at once; the sequence of each that ends."""
-    waiting, running = list(requests), list[Any]()
-    while waiting or running:
-        if waiting and len(running) < at_once:
-            running.append(engine.open(waiting.pop(0)))
-        retry.step(engine, running)
-        for sequence in [s for s in running if s.finish_reason]:
-            engine.close(sequence)
-            running.remove(sequence)
-            yield sequence
-
-
 def failing(engine: Any, monkeypatch: Any, fails: Callable[[int, list[int]], bool]) -> None:
     """The target's forward raises where fails(which call it is, num_logits), its work done."""
     forward, calls = engine.target.forward, itertools.count()

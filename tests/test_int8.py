@@ -4,13 +4,10 @@ Sums of integers are exact, so all bits are equal in any company. A model in flo
 its int8 twin, which shares its KV cache and leaves no trace there.
 """
 
-from dataclasses import replace
-from random import Random
-
 import conftest
 import pytest
 import torch
-from conftest import assemble, assert_lossless, in_turn, load, logits_of, run, together
+from conftest import assemble, assert_lossless, load, logits_of, run
 from test_heads import new_eagle3, target_folder  # noqa: F401
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +17,7 @@ from runtime.kernels.patches import PanelEmbedding, PanelLinear
 from runtime.kernels.reading import decoder_of
 from runtime.models import loading
 from runtime.models.structure import examine
-from runtime.values import Request
-from server import answers, core
+from server import answers
 from server.options import Options
 
 pytestmark = conftest.needs_compiler
@@ -32,11 +28,6 @@ TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
 def twins(tiny_folder):
     """A float target, and itself in int8 to draft."""
     return load(tiny_folder("llama"), drafter="self_int8")
-
-
-def panels_of(decoder):
-    parts = (part for block in decoder.blocks for part in block.matrices.values())
-    return [matrix for part in parts for matrix in part]
 
 
 # ------------------------------------------------------------------------------ a whole model
@@ -87,7 +78,7 @@ def test_a_head_is_quantised_with_its_target(target_folder, tmp_path, head):  # 
     drafter = engine.pool.drafters[head]
     (kernel,) = drafter._kernels
     modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
-    assert {matrix.form for matrix in (*modules, *panels_of(kernel.decoder))} == {"Q8"}
+    assert {matrix.form for matrix in (*modules, *kernel.decoder.panels)} == {"Q8"}
     s = assert_lossless(engine, TEXT, 40, head)
     assert not s.warnings and s.statistics.num_draft_tokens > 10
 
@@ -124,38 +115,6 @@ def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkey
     monkeypatch.setattr(draft, "forward", forward)
     s = assert_lossless(twins, TEXT, 40, "self_int8", num_speculative_tokens=3)
     assert "drafter self_int8 failed (no numbers)" in s.warnings[0]
-
-
-@pytest.mark.parametrize(("family", "dtype"), [("mistral", "bfloat16"), ("gemma2", "float32")])
-def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
-    """Requests of many kinds come and go; each text is the one of plain decoding."""
-    options = {"drafter": "self_int8", "max_model_len": 96, "max_running": 4}
-    engine = load(tiny_folder(family), dtype=dtype, **options)
-    engine.prefill_chunk = 16
-    rng = Random(family)
-    requests = [
-        Request(
-            [rng.randrange(1, 4000) for _ in range(rng.choice([3, 20, 50, 90]))],
-            rng.choice([8, 40, 200]), "self_int8", rng.choice([1, 3, 8, 16]),
-            sampling=core.Sampling(temperature=rng.choice([0.0, 0.9])), seed=i,
-        )
-        for i in range(12)
-    ]  # fmt: skip
-    for s in in_turn(engine, requests, at_once=4):
-        assert not any("failed" in warning for warning in s.warnings)
-        assert s.output == together(engine, [replace(s.request, drafter=None)])[0].output
-    assert engine.target.cache.lengths == [0] * 4
-
-
-@pytest.mark.parametrize(("family", "options", "message"), [
-    ("llama", {"dtype": "int8"}, "self_int8 does not go with an int8 target"),
-    ("llama", {"kernels": False}, "self_int8 needs the kernels in C"),
-    ("gpt_oss", {}, "does not go with a mixture of experts"),
-    ("lfm2", {}, "does not go with recurrent layers"),
-])  # fmt: skip
-def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, options, message):
-    with pytest.raises(ValueError, match=message):
-        assemble(Options(str(tiny_folder(family)), drafter="self_int8", **options))
 
 
 # ------------------------------------------------------------------------------ four bits

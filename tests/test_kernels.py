@@ -240,8 +240,6 @@ def test_without_a_compiler_transformers_modules_run(tiny_folder, unloaded):
     unloaded("no-such-compiler")
     engine = load(tiny_folder("llama"))
     assert engine.target.compiled is None and not engine.target.report.is_exact
-    with pytest.raises(ValueError, match="--dtype int8 needs the kernels in C"):
-        load(tiny_folder("llama"), dtype="int8")
 
 
 SAYS = "echo '{}' >&2\n{}"
@@ -272,15 +270,22 @@ def test_a_compiler_that_refuses_is_not_called_again_and_one_that_could_not_work
 @pytest.mark.parametrize(("compiler", "mode", "reason"), [
     ('"x', 0o700, "CC is no command: No closing quotation"),
     ("", 0o777, "or others may write there"),
-], ids=["no command", "a folder where others may write"])  # fmt: skip
-def test_a_line_says_why_nothing_is_compiled(compiler, mode, reason, unloaded, tmp_path, caplog):
+    ("", 0o700, "the kernels cannot be compiled: .*undefined symbol: describe"),
+], ids=["no command", "a folder where others may write", "other sources"])  # fmt: skip
+def test_a_line_says_why_nothing_is_compiled(
+    compiler, mode, reason, unloaded, tmp_path, caplog, monkeypatch
+):
     (folder := tmp_path / "speculative-decoding" / "compiled").mkdir(parents=True)
     folder.chmod(mode)
+    (tmp_path / "one.c").write_text("int little;\n")
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
     unloaded(compiler)
     for _ in range(2):
         library.use(True)
-    assert not library.is_used and reason in caplog.text and not [*tmp_path.rglob("*.so")]
+    assert not library.is_used and re.search(reason, caplog.text)
     assert caplog.text.count("which is slower") == 1  # the reason is told once
+    assert "\n" not in caplog.messages[-1]
+    assert "undefined" in reason or not [*tmp_path.rglob("*.so")]
 
 
 def test_a_library_that_is_only_looked_for_is_not_compiled(unloaded, tmp_path):
@@ -288,15 +293,6 @@ def test_a_library_that_is_only_looked_for_is_not_compiled(unloaded, tmp_path):
     with pytest.raises(ValueError, match="not compiled yet"):
         library.load(compiles=False)
     assert not [*tmp_path.rglob("*.so")]
-
-
-def test_a_library_without_what_is_asked_for_is_a_line(unloaded, tmp_path, caplog, monkeypatch):
-    unloaded("gcc" if shutil.which("gcc") else "cc")
-    (tmp_path / "one.c").write_text("int little;\n")
-    monkeypatch.setattr(library, "_FOLDER", tmp_path)
-    library.use(True)
-    assert not library.is_used and "the kernels cannot be compiled: " in caplog.text
-    assert "undefined symbol: describe" in caplog.text and "\n" not in caplog.messages[-1]
 
 
 ANOTHER = 12345  # user

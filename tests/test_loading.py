@@ -49,8 +49,6 @@ from runtime.models.weights import read_folder
 from server import core
 from server.options import Options
 
-LONG = 300  # tokens of a neighbour: more than any window or original context here
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -189,6 +187,35 @@ def test_what_cannot_be_served_is_refused_with_the_reason(folder, family, edit, 
     edit(path := folder(family))
     with pytest.raises(ValueError, match=message):  # as a StartError is
         load(path)
+
+
+SELF, FILE = {"drafter": "self_int8"}, "a GGUF file in Q8_0"
+UNFIT = [  # a model, options that do not go with it, and what is said
+    ("llama", {"dtype": "packed"}, "--dtype packed is for GGUF files"),
+    (FILE, {"dtype": "packed", "kernels": False}, "cannot be served as it is: the kernels are not"),
+    ("llama", {"dtype": "int8", "kernels": False}, "--dtype int8 needs the kernels in C"),
+    ("llama", SELF | {"kernels": False}, "self_int8 needs the kernels in C"),
+    ("lfm2", {"drafter": "tree"}, "--drafter tree needs .* a model without recurrent layers"),
+    ("llama", {"draft_model": "lfm2"}, "has recurrent layers, which only a target may have"),
+]  # fmt: skip
+UNFIT_IN_C = [
+    ("llama", SELF | {"dtype": "int8"}, "self_int8 does not go with an int8 target"),
+    (FILE, SELF, "self_int8 does not go with packed weights"),
+    ("gpt_oss", SELF, "does not go with a mixture of experts"),
+    ("lfm2", SELF, "does not go with recurrent layers"),
+]
+UNFIT += (pytest.param(*case, marks=needs_compiler) for case in UNFIT_IN_C)
+
+
+@pytest.mark.parametrize(("model", "options", "message"), UNFIT)
+def test_what_does_not_go_together_is_refused(tiny_folder, tmp_path, model, options, message):
+    if model == FILE:
+        write(path := tmp_path / "a.gguf", TINY, Q8_0)
+    else:
+        path = tiny_folder(model)
+    options = {name: tiny_folder(o) if o == "lfm2" else o for name, o in options.items()}
+    with pytest.raises(ValueError, match=message):
+        load(path, **options)
 
 
 PATTERNS = [pattern for split in gguf_tokenizer._SPLITS.values() for pattern in split] + [

@@ -193,16 +193,6 @@ def test_a_trace_tells_how_far_the_states_go_back(prompts, monkeypatch):
         assert any(event["recurrent"]["stepped"] for event in events)
 
 
-@pytest.mark.parametrize(("family", "options", "message"), [
-    ("llama", {"draft_model": "lfm2"}, "has recurrent layers, which only a target may have"),
-    ("lfm2", {"drafter": "tree"}, "--drafter tree needs .* a model without recurrent layers"),
-])  # fmt: skip
-def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):
-    options = {k: str(tiny_folder(v)) if v == "lfm2" else v for k, v in options.items()}
-    with pytest.raises(ValueError, match=message):
-        conftest.assemble(Options(model=str(tiny_folder(family)), **options))
-
-
 def test_closed_texts_give_their_memory_back(target):
     model = target("qwen3_5_text")
     layer = model.cache.recurrent[0]
