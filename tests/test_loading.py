@@ -30,7 +30,6 @@ from conftest import (
     logits_of,
     needs_compiler,
     open_rows,
-    read,
 )
 from gguf_files import Q8_0, TINY, write
 from head_contract import changed, holding, saying, weights_changed
@@ -70,15 +69,6 @@ def plain_logits(folder, text, **changes):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **changes).eval()
     with torch.inference_mode():
         return model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
-
-
-def served_logits(engine, text, neighbour=()):
-    """The server's logits [T, V], the last five beside a neighbour."""
-    target, last = engine.target, [text[-5:], *([neighbour[-1:]] if neighbour else [])]
-    with open_rows(target, [], *([neighbour[:-1]] if neighbour else [])) as rows:
-        first = read(target, rows[0], text[:-5])
-        behind = target.forward(rows, last, [len(part) for part in last]).logits[0]
-    return torch.cat([first, behind])
 
 
 def is_near(actual, expected):
@@ -402,11 +392,13 @@ LONGROPE = {
 
 def assert_fixed(path, text, length, **fixed):
     """Beside a neighbour, too, a text has these rotations where contexts have this length."""
-    engine = load(path, max_model_len=length)
-    alone = served_logits(engine, text)
-    assert is_near(served_logits(engine, text, tokens(length - 2)), alone)
+    target = load(path, max_model_len=length).target
+    alone = logits_of(target, text)
+    with open_rows(target, tokens(length - 3), text[:-5]) as rows:
+        beside = target.forward(rows, [[7], text[-5:]], [1, 5]).logits[1]
+    assert is_near(beside, alone[-5:])
     assert is_near(alone, plain_logits(path, text, rope_parameters=fixed))
-    return engine
+    return target
 
 
 @pytest.mark.parametrize(("name", "extra", "fixed"), [
@@ -417,14 +409,14 @@ def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fix
     """They are those for long texts where --max-model-len is as long, else those for short ones."""
     path, text, rope = folder(name), tokens(60), LONGROPE | extra
     changed(path, rope_parameters=rope, original_max_position_embeddings=64)
-    engine = assert_fixed(path, text, 384, **rope | fixed)
+    target = assert_fixed(path, text, 384, **rope | fixed)
     if name == "phi3":
         usual = plain_logits(path, text)
-        assert not is_near(served_logits(engine, text), usual)
+        assert not is_near(logits_of(target, text), usual)
         long = tokens(100)  # across the border transformers has the same factors
-        assert is_near(served_logits(engine, long), plain_logits(path, long))
-        short = load(path)
-        assert short.target.max_length == 64 and is_near(served_logits(short, text), usual)
+        assert is_near(logits_of(target, long), plain_logits(path, long))
+        short = load(path).target
+        assert short.max_length == 64 and is_near(logits_of(short, text), usual)
 
 
 def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
@@ -433,11 +425,10 @@ def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
     changed(path, rope_parameters=rope, max_position_embeddings=96)
     with pytest.raises(StartError, match="must be from 2 to 192"):
         load(path, max_model_len=193)
-    short, base = load(path), 1e4 * (2 * 192 / 96 - 1) ** (16 / 14)
-    assert short.target.max_length == 96
-    assert is_near(served_logits(short, text), plain_logits(path, text))
-    engine = assert_fixed(path, text, 192, rope_type="default", rope_theta=base)
-    assert is_near(served_logits(engine, longest), plain_logits(path, longest))
+    short, base = load(path).target, 1e4 * (2 * 192 / 96 - 1) ** (16 / 14)
+    assert short.max_length == 96 and is_near(logits_of(short, text), plain_logits(path, text))
+    target = assert_fixed(path, text, 192, rope_type="default", rope_theta=base)
+    assert is_near(logits_of(target, longest), plain_logits(path, longest))
 
 
 # ------------------------------------------------------------------------------------- plugs

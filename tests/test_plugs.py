@@ -249,14 +249,10 @@ def test_each_file_is_of_the_minimal_server_or_of_a_plug_and_the_docs_count_it()
     table = (ROOT / "docs" / "inside.md").read_text("utf-8").split("```")[1]
     for count, room, names in re.findall(r"^ *([\d,]+)  (\S+/) ((?:\S+ )+) ", table, re.M):
         paths = [Path(os.path.normpath(ROOT / room / name)) for name in names.split()]
-        files = [f for p in paths for f in ([*p.rglob("*.*")] if p.is_dir() else in_parent(p))]
+        found = (p.rglob("*.*") if p.is_dir() else p.parent.glob(f"{p.name}.py") for p in paths)
+        files = [file for each in found for file in each]
         told |= dict.fromkeys(str(f.relative_to(ROOT)) for f in files)
         code = [f for f in files if f.suffix in (".py", ".c", ".h", ".js", ".css", ".html")]
         lines = sum(f.read_text("utf-8").count("\n") for f in code)
         assert abs(lines - int(count.replace(",", ""))) <= max(20, lines / 10), (room, names, lines)
     assert not every - {*told} - {*MINIMAL}
-
-
-def in_parent(path):
-    """The Python files of this name without its end; it may be a pattern."""
-    return [*path.parent.glob(f"{path.name}.py")]
