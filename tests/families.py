@@ -31,7 +31,7 @@ _SMALL: dict[str, Any] = {
         ("qk_nope_head_dim v_head_dim head_dim", 16),
         ("bos_token_id eos_token_id pad_token_id decoder_start_token_id", 0),
         ("vocab_size vocab_size_per_layer_input", 4096),
-        ("num_key_value_heads num_experts_per_tok n_group", 2),
+        ("num_key_value_heads num_experts_per_tok n_group mamba_n_groups", 2),
         ("topk_group", 1),
         ("qk_rope_head_dim", 8),
         ("linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim", 16),
