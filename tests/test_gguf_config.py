@@ -21,9 +21,8 @@ from runtime.kernels import start
 from runtime.models import StartError, gguf_config
 from runtime.models.gguf_config import config_of
 from runtime.models.gguf_file import BadFile
-from runtime.models.gguf_model import load_model, open_model, why_not_packed
-from runtime.models.loading import check_weights, load_pretrained
-from runtime.models.rope import fix_rotations
+from runtime.models.gguf_model import open_model, why_not_packed
+from runtime.models.loading import load_pretrained
 from server.options import Options
 
 
@@ -173,15 +172,6 @@ def expected_of(name):
     return logits_of(original(CASES[name]), CASES[name].length)
 
 
-def loaded(path, length, is_packed):
-    """The model of a file as the server has it, with transformers' modules."""
-    with open_model(str(path)) as file:
-        model, report = load_model(file, config_of(file), None if is_packed else torch.float32)
-        check_weights(str(path), report)
-        fix_rotations(model, length)
-    return model
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_s_logits_are_those_of_the_model_that_it_was_made_of(path, name, monkeypatch):
     """Unpacked, in pieces; and as it lies in the file, where the family's matrices can be."""
@@ -190,9 +180,10 @@ def test_a_file_s_logits_are_those_of_the_model_that_it_was_made_of(path, name, 
     write(path, CASES[name])
     length, expected = CASES[name].length, expected_of(name)
     with open_model(str(path)) as file:
-        forms = [False, True] if why_not_packed(file) is None else [False]
-    for is_packed in forms:
-        logits = logits_of(loaded(path, length, is_packed), length)
+        dtypes = ["float32"] if why_not_packed(file) else ["float32", "auto"]
+    for dtype in dtypes:
+        options = Options(dtype=dtype, max_model_len=length)
+        logits = logits_of(load_pretrained(str(path), options).model, length)
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4 * float(expected.std()))
 
 
