@@ -12,7 +12,7 @@ from conftest import TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-CONTEXT, WINDOW = 384, 24
+CONTEXT, WINDOW = 384, 12
 _LAYERS, _HEADS, _WIDTH, _INNER = 4, 4, 64, 96
 _SMALL: dict[str, Any] = {
     field: value

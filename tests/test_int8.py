@@ -40,7 +40,7 @@ def test_a_family_in_int8_is_another_model_near_the_first_one(tiny_folder, refer
     target = load(folder := tiny_folder(family), dtype="int8").target
     assert target.report.is_exact and target.model.dtype == torch.float32
     experts = [p for part in experts_of(target.model) for p in sum(part.matrices, [])]
-    assert len(experts) == (2 * 2 * 4 if family == "gpt_oss" else 0)
+    assert len(experts) == (4 * 2 * 4 if family == "gpt_oss" else 0)
     forms = {panels.form for panels in (*experts, *target.compiled.panels)}
     assert forms == ({"Q8", "FLOAT"} if family == "gpt2" else {"Q8"})  # positions are no matrix
     assert type(target.model.get_input_embeddings()) is PanelEmbedding

@@ -41,7 +41,7 @@ def expected(demo_engine):
 @pytest.mark.parametrize("family", ["embedded", "gemma2", "lfm2", "gpt2"])
 def test_scores_are_those_of_transformers(demo_engine, tiny_folder, reference, monkeypatch, family):
     folder = TARGET if family == "embedded" else tiny_folder(family)
-    engine = demo_engine if family == "embedded" else load(folder)
+    engine = demo_engine if family == "embedded" else load(folder, max_model_len=256)
     monkeypatch.setattr(engine, "prefill_chunk", 50)
     text = TEXT[: engine.target.max_length]  # all that the context holds
     entries = scores_of(run(engine, text, max_tokens=0, prompt_logprobs=NUM_TOP)[0])
