@@ -41,8 +41,8 @@ from server.options import Options
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The same tiny model as it is, in Q8_0 and in Q4_0."""
-    folder, kinds = tmp_path_factory.mktemp("gguf"), {"f32": None, "q8_0": Q8_0, "q4_0": Q4_0}
+    """The same tiny model in Q8_0 and in Q4_0."""
+    folder, kinds = tmp_path_factory.mktemp("gguf"), {"q8_0": Q8_0, "q4_0": Q4_0}
     for name, kind in kinds.items():
         write(folder / f"{name}.gguf", TINY, kind)
     return {name: folder / f"{name}.gguf" for name in kinds}

@@ -2,8 +2,9 @@
 
     original model of transformers → a file with gguf's writer → our loader → the same logits
 
-Each key that gguf knows is applied, or refused in one line that names it. What files are compared
-with is the original model, which has not seen our reading of them.
+Each key that gguf knows is applied, or refused in one line that names it, and so is a file whose
+header does not fit its weights. What files are compared with is the original model, which has not
+seen our reading of them.
 """
 
 from contextlib import ExitStack
@@ -264,7 +265,7 @@ def test_each_key_that_gguf_knows_is_applied_or_refused(config_with, architectur
     ("llama", {"blk.1.ffn_up.weight": (np.zeros((96, 80), np.uint8), Kind.Q8_1)}, "unpacked: Q8_1"),
     ("qwen3moe", dict.fromkeys(f"blk.{i}.ffn_up_exps.weight" for i in range(4)), "gate_up_proj"),
 ])  # fmt: skip
-def test_what_would_be_another_model_is_refused(path, name, more, reason):
+def test_what_would_be_another_model_or_none_is_refused(path, name, more, reason):
     """In one line with its name, packed or not."""
     start.setup(None, "cpu", True)
     write(path, CASES[name], more=more)
