@@ -442,21 +442,40 @@ def propose_and_close(drafter: Any, states: list[Any], limits: list[int]) -> lis
     return [draft.tokens for draft in drafts]
 
 
-def run_beside_fresh(engine: Any, request: Request) -> tuple[Any, list[Any]]:
-    """A request to its end, with the drafts of states that have seen none; and its cycles."""
-    s, cycles = engine.open(request), []
-    while s.finish_reason is None:
-        limit, tokens = min(request.num_speculative_tokens, s.remaining - 1), list(s.tokens)
-        cycles.append(engine.step([s])[s])
-        drafts = s.drafting.drafts if limit > 0 else {}
-        for name, draft in drafts.items():
-            drafter = engine.pool.drafters[name]
-            state = fresh_state(engine, drafter, tokens, request.sampling, s.noise)
-            if drafter.branches:
-                state.tree = TreeBuilder if len(drafts) > 1 else None
-            assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], name
-    engine.close(s)
-    return s, cycles
+def run_beside_fresh(engine: Any, request: Request, *others: Request) -> tuple[Any, list[Any]]:
+    """A request to its end, with others in its batch; and its cycles.
+
+    Each draft of each request is that of a state that has seen none and is asked alone.
+    """
+    cycles, running = [], [engine.open(each) for each in (request, *others)]
+    first = running[0]
+    while running:
+        known = [(s, min(s.request.num_speculative_tokens, s.remaining - 1)) for s in running]
+        texts = [(s, limit, list(s.tokens), forced_behind(s, limit)) for s, limit in known]
+        came = engine.step(running)
+        cycles += [came[first]] if first in came else []
+        for s, limit, tokens, forced in texts:
+            drafts = s.drafting.drafts if limit > 0 and s in came else {}
+            for name, draft in drafts.items():
+                drafter = engine.pool.drafters[name]
+                if drafter.drafts_forced or (forced and not drafter.accepts_forced_prefix):
+                    continue
+                state = fresh_state(engine, drafter, tokens, s.request.sampling, s.noise)
+                if drafter.branches:
+                    state.tree = TreeBuilder if len(drafts) > 1 else None
+                if forced:
+                    state.forced = forced
+                assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], name
+        for s in [s for s in running if s.finish_reason]:
+            engine.close(s)
+            running.remove(s)
+    return first, cycles
+
+
+def forced_behind(s: Any, limit: int) -> list[int]:
+    """What a sequence's grammar puts before the drafts of those that draft beside it."""
+    is_beside = s.matcher and len(s.drafting.states) > 1 and limit > 0
+    return s.matcher.forced(limit) if is_beside else []
 
 
 Script = Callable[[list[int], int], list[int]]

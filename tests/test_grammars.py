@@ -246,27 +246,15 @@ def test_forbidden_proposals_cost_no_row_and_are_heard_of(demo_engine, prompt, e
 @pytest.mark.parametrize("drafter", ["draft_model", "mtp", "ngram", "suffix"])
 def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, prompt, drafter):
     """By itself, and behind what is forced."""
-    some = demo_engine.pool.drafters
+    some, constraint = demo_engine.pool.drafters, (JSON, PERSON)
     pair = core.Engine(demo_engine.target, {name: some[name] for name in (drafter, "grammar")})
+    expected, grammar = (
+        decode(pair.target, prompt, COUNT, constraint),
+        grammar_of(pair, *constraint),
+    )
     for name in (drafter, "auto"):
-        grammar = grammar_of(demo_engine, JSON, PERSON)
-        s, num_forced = pair.open(Request(prompt, COUNT, name, 5, grammar=grammar)), 0
-        while s.finish_reason is None:
-            limit, tokens = min(5, s.remaining - 1), list(s.tokens)
-            forced = s.matcher.forced(limit) if name == "auto" and limit > 0 else []
-            accepts = some[drafter].accepts_forced_prefix
-            pair.step([s])
-            draft = s.drafting.drafts.get(drafter)
-            if draft is None or len(tokens) == len(prompt) or (forced and not accepts):
-                continue
-            state = conftest.fresh_state(pair, some[drafter], tokens, noise=s.noise)
-            if accepts:
-                state.forced = forced
-            num_forced += len(forced)
-            assert conftest.propose_and_close(some[drafter], [state], [limit]) == [draft.tokens]
-        pair.close(s)
-        assert s.output == decode(pair.target, prompt, COUNT, (JSON, PERSON)) and not s.warnings
-        assert num_forced > 0 or name == drafter or not accepts
+        s, _ = conftest.run_beside_fresh(pair, Request(prompt, COUNT, name, 5, grammar=grammar))
+        assert s.output == expected and not s.warnings
 
 
 # ------------------------------------------------------------------- the rule of rejection
