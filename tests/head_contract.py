@@ -6,7 +6,6 @@ drafter against them. What every head promises is in test_heads.py.
 
 import json
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import Mock
@@ -15,7 +14,9 @@ import pytest
 import torch
 from conftest import ROOT, TARGET, fresh_state
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import rotate_half
 
 from drafters import base
 from drafters.eagle3 import Eagle3Head, HeadConfig
@@ -71,43 +72,36 @@ def with_heads(kernels):
         return core.load_engine(Options("embedded", eagle3=head, dflash=DFLASH, **fields))
 
 
-def normed(x, weight, epsilon=1e-6):
-    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt() * weight
-
-
-def rotated(x, positions):
-    """x [T, heads, d] as Llama rotates it, theta 10 000."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+def normed(x, weight):
+    return rms_norm(x, weight.shape, weight, 1e-6)
 
 
 def projected(w, rows, positions):
-    """q, k and v of a layer as {name: [T, heads, d]}, each of its own rows [T, D]."""
+    """q, k and v of a layer as {name: [heads, T, d]}, each of its own rows [T, D]; theta 10 000."""
+    angles = positions[:, None] * 10_000.0 ** (-torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH)
+    cos, sin = (turn(torch.cat([angles, angles], -1))[None] for turn in (torch.cos, torch.sin))
     heads = {}
     for name, x in rows.items():
         y = (x @ w[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, HEAD_WIDTH)
         if f"self_attn.{name}_norm.weight" in w:
             y = normed(y, w[f"self_attn.{name}_norm.weight"])
-        heads[name] = y if name == "v" else rotated(y, positions[-len(y) :])
+        y, count = y.transpose(0, 1), len(x)
+        turned = y * cos[:, -count:] + rotate_half(y) * sin[:, -count:]
+        heads[name] = y if name == "v" else turned
     return heads
 
 
 def attended(w, heads, seen):
-    """What attention makes of q [T, heads, d], the keys of query i being those of seen(i)."""
-    found = torch.zeros(heads["q"].shape)
-    for i, h in product(range(len(found)), range(NUM_HEADS)):
-        keys, values = (heads[name][seen(i), h // 2] for name in "kv")
-        found[i, h] = (keys @ heads["q"][i, h] / HEAD_WIDTH**0.5).softmax(0) @ values
-    return found.flatten(1) @ w["self_attn.o_proj.weight"].T
+    """What attention makes of q [heads, T, d], where seen [T, keys] says which keys count."""
+    q, k, v = (heads[name] for name in "qkv")
+    found = scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+    return found.transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
 
 
 def with_mlp(w, x):
     y = normed(x, w["post_attention_layernorm.weight"])
     gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+    return x + (silu(gate) * up) @ w["mlp.down_proj.weight"].T
 
 
 def check_drafts(engine, name, expected_of, limit):

@@ -96,7 +96,7 @@ def eagle3_layer(w, config, embeds, hidden):
     state = contract.normed(hidden, own["hidden_norm.weight"])
     read = torch.cat([contract.normed(embeds, own["input_layernorm.weight"]), state], -1)
     heads = contract.projected(own, dict.fromkeys("qkv", read), torch.arange(len(embeds)))
-    x = contract.attended(own, heads, lambda i: slice(i + 1))
+    x = contract.attended(own, heads, torch.ones(len(embeds), len(embeds)).tril() > 0)
     return contract.with_mlp(own, x + (state if config.norm_before_residual else hidden))
 
 
@@ -202,11 +202,8 @@ def dflash_draft(head, model, text):
         rows = {"q": block} | dict.fromkeys("kv", torch.cat([context, block]))
         is_window = kind == "sliding_attention"
         is_causal = is_window if config.is_causal is None else config.is_causal
-
-        def seen(j, is_window=is_window, is_causal=is_causal):
-            end = old + j + 1
-            return slice(max(0, end - WINDOW) if is_window else 0, end if is_causal else len(at))
-
+        behind = at[old:, None] - at  # how far each key stands behind a query
+        seen = (behind < (WINDOW if is_window else len(at))) & (behind >= 0 if is_causal else True)
         heads = contract.projected(own, rows, at)
         x = contract.with_mlp(own, x + contract.attended(own, heads, seen))
     logits = model.get_output_embeddings()(contract.normed(x, w["norm.weight"]))[1:]
