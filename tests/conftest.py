@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters import Drafter
 from drafters.tree import TreeBuilder
+from runtime.grammars import source_of, vocabulary_of
 from runtime.kernels import library, start
 from runtime.models.prompts import read_prompts
 from runtime.sampling import Noise, truncated_softmax
@@ -288,6 +289,13 @@ def closed(**properties: Any) -> dict[str, Any]:
     """The schema of an object that has all these properties, and no others."""
     known = {"type": "object", "properties": properties, "required": [*properties]}
     return known | {"additionalProperties": False}
+
+
+def grammar_of(engine: Any, kind: str, value: Any) -> Any:
+    """A grammar as the server builds it."""
+    target = engine.target
+    words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
+    return vocabulary_of(*words).compiled(source_of(kind, value))
 
 
 def assemble(options):

@@ -10,7 +10,17 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
-from conftest import WAYS, ScriptedDrafter, before, failing, finish, run, scripted_engine, together
+from conftest import (
+    WAYS,
+    ScriptedDrafter,
+    before,
+    failing,
+    finish,
+    needs_compiler,
+    run,
+    scripted_engine,
+    together,
+)
 from started import at_once, until
 
 from runtime.statistics import Statistics
@@ -202,7 +212,7 @@ def test_an_event_the_end_and_leaving_wake_who_reads(monkeypatch, tells):
     assert seen == ["an event" if tells == "push_event" else None]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+@pytest.mark.parametrize("drafter", ["ngram", "mtp", pytest.param("tree", marks=needs_compiler)])
 @pytest.mark.parametrize("call", range(5))
 def test_a_forward_that_fails_once_leaves_no_trace(
     demo_engine, prompts, plain, monkeypatch, call, drafter, way

@@ -104,28 +104,6 @@ def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, na
     assert first == second
 
 
-@pytest.mark.parametrize(("draft", "reason"), [
-    (Draft([4096]), "proposed 4096"),
-    (Draft([-1]), "proposed -1"),
-    (Draft(["a"]), "proposed 'a'"),
-    (Draft([5] * 6), "tokens proposed"),
-    (Draft([5, 6, 7], None, [-1]), "parents [-1] for 3 tokens"),
-    (Draft([5, 6, 7], None, [-1, 1, 0]), "parents [-1, 1, 0]"),
-    (Draft([5, 6, 7], None, [-2, 0, 1]), "parents [-2, 0, 1]"),
-    (Draft([5, 6, 7], None, "abc"), "parents 'abc' for 3 tokens"),
-    (Draft([5, 6, 7], None, [-1.0, 0.0, 1.0]), "parents [-1.0, 0.0, 1.0] for 3 tokens"),
-    (Draft([5, 6], None, None, {0.2, 0.4}), "confidence is not a list of one number"),
-    (Draft([5, 6], None, None, [0.5, 1.5]), "confidence is not a list of one number"),
-])  # fmt: skip
-def test_a_drafter_that_fails_never_costs_the_answer(demo_engine, prompts, draft, reason):
-    engine = conftest.scripted_engine(demo_engine, None)
-    drafter = engine.pool.drafters["scripted"]
-    drafter.propose = lambda *_: draft
-    (warning,) = assert_lossless(engine, prompts["easy_json"], 12, "scripted").warnings
-    assert reason in warning and "went on without speculation" in warning
-    assert (engine.pool.failures, drafter.num_open) == ({"scripted": 1}, 0)
-
-
 def uniform(limit):
     return torch.full((limit, 4096), 1 / 4096)
 
@@ -435,6 +413,17 @@ def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monke
 
 
 @pytest.mark.parametrize(("method", "result", "message"), [
+    ("", "Draft([4096])", "proposed 4096"),
+    ("", "Draft([-1])", "proposed -1"),
+    ("", "Draft(['a'])", "proposed 'a'"),
+    ("", "Draft([5] * 6)", "tokens proposed"),
+    ("", "Draft([5, 6, 7], None, [-1])", "parents [-1] for 3 tokens"),
+    ("", "Draft([5, 6, 7], None, [-1, 1, 0])", "parents [-1, 1, 0]"),
+    ("", "Draft([5, 6, 7], None, [-2, 0, 1])", "parents [-2, 0, 1]"),
+    ("", "Draft([5, 6, 7], None, 'abc')", "parents 'abc' for 3 tokens"),
+    ("", "Draft([5, 6, 7], None, [-1.0, 0.0, 1.0])", "parents [-1.0, 0.0, 1.0] for 3 tokens"),
+    ("", "Draft([5, 6], None, None, {0.2, 0.4})", "confidence is not a list of one number"),
+    ("", "Draft([5, 6], None, None, [0.5, 1.5])", "confidence is not a list of one number"),
     ("", "[1, 2]", "propose returned a list: write return Draft(tokens)) ({}, line 6)"),
     ("", "Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}"),
     ("", "Draft([*torch.ones(2)])", "4096 (a Tensor: write int(token))) ({}, line 6)"),
@@ -447,7 +436,9 @@ def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monke
     ("observe", "state.last", "no attribute 'last') ({}, line 11)"),
     ("close", "1 / 0", "failed to close: division by zero ({}, line 11)"),
 ])  # fmt: skip
-def test_an_error_in_a_drafter_says_where_it_is(demo_engine, tmp_path, method, result, message):
+def test_a_mistake_of_a_drafter_costs_no_answer_and_says_where_it_is(
+    demo_engine, tmp_path, method, result, message
+):
     """And what is to be returned there."""
     file, text = tmp_path / "mine.py", MISTAKES
     if method:

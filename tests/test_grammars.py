@@ -19,12 +19,11 @@ import conftest
 import llguidance.hf
 import pytest
 import torch
-from conftest import WAYS, decoded_by, finish, run, scripted_engine, together
+from conftest import WAYS, decoded_by, finish, grammar_of, run, scripted_engine, together
 from llguidance import LLMatcher
 
 from runtime import grammars
 from runtime.cache.prefix import PrefixCache
-from runtime.grammars import source_of, vocabulary_of
 from runtime.grammars.measure import CHOICE, JSON, LARK, REGEX, USUAL
 from runtime.values import Draft, Request
 from server import core
@@ -70,13 +69,6 @@ def decode(target, prompt, max_tokens, constraint, sampling=conftest.GREEDY, see
         return token in target.eos_ids or matcher.is_stopped()
 
     return decoded_by(rule, is_end, target, prompt, max_tokens, sampling, seed)
-
-
-def grammar_of(engine, kind, value):
-    """The grammar as the server builds it."""
-    target = engine.target
-    words = target.tokenizer, target.vocab_size, frozenset(target.eos_ids)
-    return vocabulary_of(*words).compiled(source_of(kind, value))
 
 
 def ids_of(engine, text):
@@ -424,13 +416,6 @@ SAMPLINGS = (
 )
 
 
-def traced(engine, drafter, sampling, **more):
-    """The sequence and the trace of a text that obeys TRACED."""
-    fields = {"max_tokens": 24, "grammar": grammar_of(engine, JSON, TRACED), "trace": True} | more
-    text = ids_of(engine, "red, green, blue,")
-    return run(engine, text, drafter=drafter, sampling=sampling, seed=3, **fields)
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(
     "drafter", [None, "auto", "draft_model", pytest.param("tree", marks=conftest.needs_compiler)]
@@ -438,9 +423,19 @@ def traced(engine, drafter, sampling, **more):
 def test_a_trace_tells_what_the_grammar_allows_forces_and_forbids(demo_engine, drafter, sampling):
     """Where each token was chosen, by log-probabilities, which are those before every transform.
 
-    Whoever drafts: the rows of drafted tokens have masks of their own, which are not shown.
+    Whoever drafts: the rows of drafted tokens have masks of their own, which are not shown. Nor is
+    the score of a forbidden token, -Infinity, which a browser refuses.
     """
-    sequence, events = traced(demo_engine, drafter, sampling, logprobs=20)
+    fields = {"max_tokens": 24, "drafter": drafter, "sampling": sampling, "seed": 3}
+    fields |= {"trace": True, "logprobs": 20}
+    text = ids_of(demo_engine, "red, green, blue,")
+    sequence, events = run(
+        demo_engine, text, grammar=grammar_of(demo_engine, JSON, TRACED), **fields
+    )
+    json.dumps(events, allow_nan=False)
+    entries = [one for event in events for place in event["distributions"] for one in place]
+    forbidden = [one["p"] for one in entries if one["score"] is None]
+    assert {*forbidden} <= {0} and (forbidden or sampling.is_greedy or drafter != "draft_model")
     assert drafter is None or len(events) < len(sequence.output)
     told = [place for event in events for place in event["grammar"]]
     texts = {token: text for event in events for token, text in event["texts"].items()}
@@ -460,18 +455,5 @@ def test_a_trace_tells_what_the_grammar_allows_forces_and_forbids(demo_engine, d
             assert entry["id"] == one["id"] and texts[entry["id"]] == one["token"]
             assert math.isclose(entry["p"], math.exp(one["logprob"]), rel_tol=1e-4)
     assert any(place["forced"] for place in told) and any(place["overruled"] for place in told)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_a_trace_has_no_number_that_json_does_not_know(demo_engine, sampling):
-    """A browser refuses -Infinity, which is the score of a forbidden token."""
-    _, events = traced(demo_engine, "draft_model", sampling)
-    json.dumps(events, allow_nan=False)
-    entries = [one for event in events for place in event["distributions"] for one in place]
-    forbidden = [one["p"] for one in entries if one["score"] is None]
-    assert {*forbidden} <= {0} and (forbidden or sampling.is_greedy)
-
-
-def test_a_text_without_a_grammar_has_none_in_its_trace(demo_engine):
-    _, events = traced(demo_engine, "ngram", core.Sampling(), grammar=None)
+    _, events = run(demo_engine, text, trace=True, max_tokens=2)
     assert {event["grammar"] for event in events} == {None}

@@ -16,6 +16,7 @@ from conftest import (
     TARGET,
     WAYS,
     assert_lossless,
+    grammar_of,
     needs_compiler,
     run,
     scripted_engine,
@@ -25,7 +26,7 @@ from head_contract import random_eagle3
 from test_translated import remap
 
 import drafters
-from runtime.grammars import REGEX, source_of, vocabulary_of
+from runtime.grammars import REGEX
 from runtime.statistics import Statistics
 from runtime.values import Request
 from server import answers, core
@@ -90,8 +91,7 @@ def asked(request, engine, prompts):
     """Requests for texts of several lengths without a drafter, and plain decoding's answers."""
     fields, target = dict(CHOOSING[request.param]), engine.target
     if request.param == "obeying":
-        words = vocabulary_of(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
-        fields["grammar"] = words.compiled(source_of(REGEX, r"( (red|green|blue),?){3,9}\."))
+        fields["grammar"] = grammar_of(engine, REGEX, r"( (red|green|blue),?){3,9}\.")
     names = "repetitive_colours", "code_class", "hard_story"
     requests = [Request(prompts[name], LENGTH, **fields) for name in names]
     if "grammar" in fields:

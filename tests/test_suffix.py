@@ -8,13 +8,13 @@ import json
 import random
 
 import pytest
-from conftest import GREEDY, WAYS, run
+from conftest import GREEDY, WAYS, grammar_of, run
 
 from drafters import DraftedText, DrafterPool, Task, corpus, suffix
 from drafters.corpus import Corpus
 from drafters.grammar import GrammarDrafter
 from drafters.suffix import PastOutputs, SuffixDrafter, SuffixIndex
-from runtime.grammars import REGEX, Matcher, source_of, vocabulary_of
+from runtime.grammars import REGEX, Matcher
 from runtime.values import Request, Verdict
 from server import core
 from server.comparison import runs_to_compare
@@ -289,11 +289,10 @@ def test_arguments_of_earlier_calls_are_drafted_behind_what_is_forced(demo_engin
     """A tool's name is forced by the grammar, and what followed it before is in past outputs."""
     target, drafter = demo_engine.target, SuffixDrafter(100)
     pool = DrafterPool({"grammar": GrammarDrafter(), "suffix": drafter}, target.vocab_size)
-    words = vocabulary_of(target.tokenizer, target.vocab_size, frozenset(target.eos_ids))
     call = '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}'
     remember(drafter, target.tokenizer(call)["input_ids"])
     rule = r'\{"name": "weather", "arguments": \{"city": "[a-zA-Z]+", "days": [0-9]\}\}'
-    grammar = words.compiled(source_of(REGEX, rule))
+    grammar = grammar_of(demo_engine, REGEX, rule)
     request = Request([5, 6], 60, "auto", 30, grammar=grammar)
     text = DraftedText(request, None, matcher=Matcher(grammar))
     pool.open(text)

@@ -15,6 +15,7 @@ from drafters.translated import Translation
 from runtime.models.prompts import read_prompts
 from runtime.models.token_bytes import all_bytes, bytes_of
 from runtime.sampling import Noise
+from runtime.statistics import Statistics
 from runtime.values import Request, Sampling
 from server import core, trial
 from server.options import Options
@@ -69,19 +70,15 @@ def words(engine):
 
 
 def tokens_a_pass(engine, sampling):
-    """Of all demo prompts' texts; each of which is plain decoding's, if it is not by rejection."""
-    num_tokens = num_passes = 0
+    """Of all demo prompts' texts."""
+    fields = {"num_speculative_tokens": 4, "sampling": sampling, "seed": 3, "max_tokens": 24}
+    total = Statistics()
     for text in read_prompts().values():
         prompt = engine.target.tokenizer(text).input_ids
-        fields = {"num_speculative_tokens": 4, "sampling": sampling, "seed": 3}
-        if sampling.is_coupled:
-            s = assert_lossless(engine, prompt, 24, "draft_model", **fields)
-        else:
-            s, _ = run(engine, prompt, max_tokens=24, drafter="draft_model", **fields)
+        s, _ = run(engine, prompt, drafter="draft_model", **fields)
         assert not s.warnings
-        num_tokens += len(s.output) - 1
-        num_passes += s.num_steps - 1
-    return num_tokens / num_passes
+        total += s.statistics
+    return total.tokens_per_pass
 
 
 def test_with_seven_tenths_of_the_words_drafts_bring_eight_tenths(engine, demo_engine):
