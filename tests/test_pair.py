@@ -21,6 +21,7 @@ from runtime.models import gguf_hub
 from runtime.models.catalogue import PAIRS
 from runtime.models.chat import chat_ids
 from runtime.models.prompts import prompt_ids
+from runtime.statistics import Statistics
 from server.page.export import CHAT
 from tools.pair import own_memory
 from tools.servers import our_command, started
@@ -42,27 +43,19 @@ def pair():
     return [gguf_hub.fetch(name) for name in PAIRS["qwen2.5-coder"]]
 
 
-@pytest.fixture(scope="module")
-def engine(pair):
-    """The pair, served as it is, its drafts of a fixed length."""
-    target, draft = pair
-    return load(target, drafter="draft_model", draft_model=draft)
-
-
 def ids_of(engine, text):
     return chat_ids(text, engine.target.tokenizer, engine.target.max_length)
 
 
-def test_a_draft_of_the_family_is_mostly_right_on_code(engine):
+def test_a_draft_of_the_family_is_mostly_right_on_code(pair):
     """Nine tokens of ten, each behind the target's own text, over fifty passes and more."""
-    drafted = accepted = num_passes = 0
+    target, draft = pair
+    engine, total = load(target, drafter="draft_model", draft_model=draft), Statistics()
     for text in CODE:
         prompt = ids_of(engine, text + ONLY)
-        sequence = assert_lossless(engine, prompt, 100, "draft_model", num_speculative_tokens=1)
-        drafted += sequence.statistics.num_draft_tokens
-        accepted += sequence.statistics.num_accepted_draft_tokens
-        num_passes += sequence.num_steps
-    assert num_passes >= 50 and accepted >= 0.9 * drafted, (num_passes, accepted / drafted)
+        s = assert_lossless(engine, prompt, 100, "draft_model", num_speculative_tokens=1)
+        total += s.statistics
+    assert total.target_passes >= 50 and total.draft_acceptance_rate >= 0.9, total
 
 
 def test_a_server_s_memory_is_the_files_and_little_more(pair):
@@ -76,14 +69,14 @@ def test_a_server_s_memory_is_the_files_and_little_more(pair):
 def test_the_default_model_has_twice_the_tokens_a_pass_where_its_text_repeats():
     """What is looked up is a copying task's text, and README's, against a story."""
     engine = load("smollm2", drafter="ngram")
-    known = engine.target.tokenizer, engine.target.max_length
     (body,) = re.findall(r"/generate .* -d '(.*tick.*)'", (ROOT / "README.md").read_text("utf-8"))
-    prompts = {role: chat_ids(text, *known) for role, text in CHAT.items()}
+    prompts = {role: ids_of(engine, text) for role, text in CHAT.items()}
+    known = engine.target.tokenizer, engine.target.max_length
     prompts["README"] = prompt_ids(json.loads(body)["prompt"], *known)
-    per_pass = {}
-    for role, prompt in prompts.items():
-        sequence = assert_lossless(engine, prompt, 48, "ngram")
-        per_pass[role] = sequence.statistics.tokens_per_pass
+    per_pass = {
+        role: assert_lossless(engine, prompt, 48, "ngram").statistics.tokens_per_pass
+        for role, prompt in prompts.items()
+    }
     assert min(per_pass["copy"], per_pass["README"]) >= 2 * per_pass["new"], per_pass
 
 

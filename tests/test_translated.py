@@ -64,11 +64,6 @@ def engine(folder):
     return load(TARGET, draft_model=folder, drafter="draft_model")
 
 
-@pytest.fixture(scope="module")
-def words(engine):
-    return engine.pool.drafters["draft_model"].words
-
-
 def tokens_a_pass(engine, sampling):
     """Of all demo prompts' texts."""
     fields = {"num_speculative_tokens": 4, "sampling": sampling, "seed": 3, "max_tokens": 24}
@@ -124,9 +119,9 @@ def test_its_cache_holds_the_text_alone_after_each_verdict(engine, prompts, samp
     assert draft.cache.rows == [] and s.statistics.num_accepted_draft_tokens > 0
 
 
-def test_by_rejection_q_is_the_draft_models_over_the_words_that_both_have(engine, words, prompts):
+def test_by_rejection_q_is_the_draft_models_over_the_words_that_both_have(engine, prompts):
     drafter, draft, sampling = engine.pool.drafters["draft_model"], engine.draft_model, DRAWN[1]
-    prompt = prompts["code_class"]
+    prompt, words = prompts["code_class"], drafter.words
     state = drafter.open(prompt, sampling, Noise(1))
     q = drafter.propose(state, 1).probs[0]
     drafter.close(state)
