@@ -1,7 +1,6 @@
 """The cost curve is measured while nobody waits, and nothing but the controller hears of it."""
 
 import json
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -10,13 +9,13 @@ import pytest
 from conftest import ScriptedDrafter, application, failing, load
 from started import LIMIT_S, until
 
+from runtime.values import Request
 from server import curve, measurement, start
 from server.curve import PARTS, ROWS, Curve
 from server.measurement import Measurement
 from server.options import Options
 
 PROMPT = list(range(300, 320))
-FIELDS = {"prompt": PROMPT, "max_tokens": 24, "drafter": "draft_model"}
 
 
 @pytest.fixture(autouse=True)
@@ -96,34 +95,29 @@ def test_the_curve_is_measured_in_idle_time_and_used_at_the_next_start(monkeypat
 
 def test_a_request_gets_the_only_row_amid_a_measurement_that_then_goes_on(monkeypatch, plain):
     """Its text and what is counted are those without one."""
-    measure, holds, states = Measurement.measure, threading.Event(), []
+    measure, workers, jobs, states = Measurement.measure, [], [], []
 
-    def hold(self):
+    def ask(self):
         measure(self)
-        if any(self._reads.values()) and not holds.is_set():  # drafters have read the text
+        if workers and any(self._reads.values()) and not jobs:  # drafters have read the text
             states.append((self.status, bool(rows_of(self._engine)), self.curve.pass_ms))
-            holds.wait(LIMIT_S)
+            jobs.append(workers[0].submit(Request(PROMPT, 24, "draft_model")))
 
-    monkeypatch.setattr(Measurement, "measure", hold)
+    monkeypatch.setattr(Measurement, "measure", ask)
     with served(max_running=1, fixed_k=True) as client:
-        worker, answers = client.application.extensions["worker"], []
-        until(lambda: states)
-        other = client.application.test_client()
-        ask = threading.Thread(target=lambda: answers.append(other.post("/generate", json=FIELDS)))
-        ask.start()
-        until(lambda: worker.num_waiting == 1)
-        holds.set()
-        ask.join(LIMIT_S)
+        workers.append(client.application.extensions["worker"])
+        until(lambda: jobs)
+        jobs[0].wait()
         until(lambda: client.get("/curve").json["status"] == "measured")
         assert [*client.get("/curve").json["pass_ms"]] == [*map(str, ROWS)]
-        health, engine = client.get("/health").json, worker.measurement._engine
-    ((status, has_rows, known),) = states
-    assert status == "measuring" and has_rows and known
-    assert answers[0].status_code == 200 and not rows_of(engine)
-    assert answers[0].json["token_ids"] == plain(PROMPT, 24)
+        health, engine = client.get("/health").json, workers[0].measurement._engine
+    ((status, has_rows, known),), s = states, jobs[0].runs[0].sequence
+    assert status == "measuring" and has_rows and known and not rows_of(engine)
+    assert s.output == plain(PROMPT, 24)
     assert health["controller"] is None and health["warnings"] == []
-    ours, theirs = (body["speculative_decoding"] for body in (health, answers[0].json["metrics"]))
-    assert all(ours[name] == theirs[name] for name in ("num_spec_steps", "num_draft_tokens"))
+    counted = health["speculative_decoding"]
+    assert counted["num_spec_steps"] == s.statistics.num_spec_steps
+    assert counted["num_draft_tokens"] == s.statistics.num_draft_tokens
 
 
 def test_the_curve_of_the_same_models_and_machine_is_found_again(demo_engine, folder, caplog):

@@ -9,19 +9,10 @@ device, which the ordinary run hides, `python -m pytest -m gpu -n 0` asks it of 
 
 from dataclasses import replace
 
+import conftest
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TARGET,
-    WAYS,
-    assert_lossless,
-    grammar_of,
-    needs_compiler,
-    run,
-    scripted_engine,
-    together,
-)
+from conftest import ROOT, TARGET, WAYS, assert_lossless, grammar_of, needs_compiler, run, together
 from head_contract import random_eagle3
 from test_translated import remap
 
@@ -183,7 +174,7 @@ def test_exactly_the_prefix_before_an_error_is_kept(demo_engine, prompts, plain,
             draft[wrong_at] = (draft[wrong_at] + 1) % 4096
         return draft
 
-    engine = scripted_engine(demo_engine, script)
+    engine = conftest.scripted_engine(demo_engine, script)
     sequence, events = run(engine, prompt, max_tokens=20, drafter="scripted", **way)
     assert sequence.output == truth
     whole = [event for event in events if len(event["proposals"]) == 5]
