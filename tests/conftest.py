@@ -17,6 +17,7 @@ from started import CHAT, LIMIT_S, ROOT, Gate, events_of, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters import Drafter
+from drafters.plan import limit_of
 from drafters.tree import TreeBuilder
 from runtime.grammars import source_of, vocabulary_of
 from runtime.kernels import library, start
@@ -180,6 +181,7 @@ def failing_drafter(tmp_path: Path) -> tuple[str, str]:
     """The command line's words for a drafter of one's own, `fails`, that raises in each draft."""
     (tmp_path / "own.py").write_text("""
 from drafters import Drafter
+from drafters.plan import limit_of
 class Fails(Drafter):
     name = "fails"
     def propose(self, state, max_tokens):
@@ -458,32 +460,27 @@ def run_beside_fresh(engine: Any, request: Request, *others: Request) -> tuple[A
     cycles, running = [], [engine.open(each) for each in (request, *others)]
     first = running[0]
     while running:
-        known = [(s, min(s.request.num_speculative_tokens, s.remaining - 1)) for s in running]
-        texts = [(s, limit, list(s.tokens), forced_behind(s, limit)) for s, limit in known]
+        before = [(s, limit_of(s), list(s.tokens)) for s in running]
+        begun = [(s, n) for s, n, _ in before if s.matcher and len(s.drafting.states) > 1]
+        forced = {s: s.matcher.forced(limit) for s, limit in begun}
         came = engine.step(running)
         cycles += [came[first]] if first in came else []
-        for s, limit, tokens, forced in texts:
-            drafts = s.drafting.drafts if limit > 0 and s in came else {}
+        for s, limit, tokens in before:
+            drafts = s.drafting.drafts if limit and s in came else {}
             for name, draft in drafts.items():
-                drafter = engine.pool.drafters[name]
-                if drafter.drafts_forced or (forced and not drafter.accepts_forced_prefix):
+                drafter, begin = engine.pool.drafters[name], forced.get(s)
+                if drafter.drafts_forced or (begin and not drafter.accepts_forced_prefix):
                     continue
                 state = fresh_state(engine, drafter, tokens, s.request.sampling, s.noise)
                 if drafter.branches:
                     state.tree = TreeBuilder if len(drafts) > 1 else None
-                if forced:
-                    state.forced = forced
+                if begin:
+                    state.forced = begin
                 assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], name
         for s in [s for s in running if s.finish_reason]:
             engine.close(s)
             running.remove(s)
     return first, cycles
-
-
-def forced_behind(s: Any, limit: int) -> list[int]:
-    """What a sequence's grammar puts before the drafts of those that draft beside it."""
-    is_beside = s.matcher and len(s.drafting.states) > 1 and limit > 0
-    return s.matcher.forced(limit) if is_beside else []
 
 
 Script = Callable[[list[int], int], list[int]]
