@@ -6,6 +6,7 @@ A long prompt does not stop the others, and a forward or a step that fails loses
 import random
 import threading
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import conftest
@@ -188,16 +189,18 @@ def test_an_event_wakes_who_reads_once_it_has_rested(monkeypatch, pause_ms, wake
     assert woken[: len(wakes)] == wakes
 
 
-@pytest.mark.parametrize("tells", ["end_run", "cancel"])
-def test_the_end_and_leaving_wake_who_reads(monkeypatch, tells):
-    """As an event does (test_choices.py)."""
+@pytest.mark.parametrize("tells", ["push_event", "end_run", "cancel"])
+def test_an_event_the_end_and_leaving_wake_who_reads(monkeypatch, tells):
     monkeypatch.setattr("server.worker.POLL_S", 3600)
     job, seen = Job([Request([1], 9)], 7200), []
-    reader = threading.Thread(target=lambda: seen.append([*job.read()]), daemon=True)
+    reader = threading.Thread(target=lambda: seen.append(next(events_of(job), None)), daemon=True)
     reader.start()
-    threading.Timer(0.05, getattr(job, tells)).start()
+    told = getattr(job, tells)
+    if tells == "push_event":
+        told = partial(told, *job.runs, "an event")
+    threading.Timer(0.05, told).start()
     reader.join(30)
-    assert seen == [[]]
+    assert seen == ["an event" if tells == "push_event" else None]
 
 
 @pytest.mark.parametrize(
