@@ -185,13 +185,6 @@ def test_log_probabilities_of_completions_name_the_place_of_each_token(client):
     assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
 
 
-def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(creates):
-    """As the client `llm` asks. With --max-tokens that holds: see test_bad_inputs.py."""
-    *_, last, usage = creates["chat"](stream=True, stream_options={"include_usage": True})
-    assert last.choices[0].finish_reason == "length" and usage.warnings == []
-    assert usage.usage.total_tokens == 256  # the model's context
-
-
 def test_log_probabilities_have_the_shape_of_chat(creates):
     chat = creates["chat"]
     entries = chat(max_tokens=3, logprobs=True, top_logprobs=2).choices[0].logprobs.content
