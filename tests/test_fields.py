@@ -165,14 +165,6 @@ def test_what_can_change_no_text_is_taken_silently(wanted, route):
         assert changes(was, wanted(route, fields)) == {}
 
 
-def test_names_inside_of_messages_are_those_that_servers_gave(client):
-    said = {"role": "assistant", "content": "c", "refusal": None, "annotations": [], "x": 1}
-    assert ask(client, CHAT, messages=[*TURNS, said, *TURNS])[0] == 200
-    block = {"type": "text", "text": "c", "citations": None, "x": 1}
-    turns = [*TURNS, {"role": "assistant", "content": [block], "id": "msg_1"}, *TURNS]
-    assert client.post(MESSAGES, json=BODIES[MESSAGES] | {"messages": turns}).status_code == 200
-
-
 CLIENTS = json.loads((ROOT / "tests" / "client_bodies.json").read_text("utf-8"))
 
 

@@ -1,14 +1,13 @@
 """Tools: a call that the model has to make parses against its schema, and clients see it as such.
 
-The texts here are written by the test, so that nothing hangs on what a tiny model says; the last
-tests let one speak.
+The texts here are written by the test, so that nothing hangs on what a tiny model says; one speaks
+in test_dialects.py.
 """
 
 import json
 import shutil
 import threading
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from started import LIMIT_S, Client
 from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from werkzeug.serving import make_server
 
 from runtime.grammars import OPEN, POSSIBLE, source_of
 from runtime.grammars.measure import LARK
 from runtime.models.calls import AnswerReader, Call, Form, Thought, form_of
-from runtime.models.chat import chat_prompt
+from runtime.models.chat import call_form, chat_prompt
 from runtime.models.loading import load_pretrained
 from runtime.models.tools import Tools
 from runtime.values import Request, RequestError
@@ -219,20 +218,6 @@ def test_an_answer_is_read_alike_however_it_is_cut(text, cuts, form):
         assert read(text) == (text, "", [])
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=[*FORMS])
-def test_a_call_that_a_stop_string_cut_is_content_unless_it_is_whole(form):
-    text = call_text("weather", ROME, form).removesuffix("</tool_call>").rstrip()
-    cut = text[: text.index("Rome")]
-    for written, is_long, expected in ((text, False, 1), (cut, False, 0), (cut, True, 0)):
-        reader = AnswerReader(form, {"weather"})
-        parts = [*reader.feed(written), *reader.finish(is_cut=is_long)]
-        assert reader.num_calls == expected, written
-        is_call = bool(expected or is_long)
-        assert [isinstance(part, Call) for part in parts if not isinstance(part, Thought)] == [
-            is_call
-        ]
-
-
 # -------------------------------------------------------------------------------- the grammar
 @pytest.fixture(scope="module")
 def accepts():
@@ -286,6 +271,21 @@ def test_a_grammar_allows_what_parses(accepts, tags, thinks, tokens, forced, par
         assert accepts(grammar, text, tokens) == bool(allowed), (text, grammar)
 
 
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["texts", "tokens"])
+def test_a_grammar_begins_behind_reasoning_whatever_its_tags_are(accepts, has_tokens):
+    call = call_text("time", TIME, TAGGED)
+    form = Form(has_tags=True, thinks=True, tokens=frozenset(TAGS if has_tokens else ()))
+    for forced in (False, True):
+        grammar = Tools(TOOLS, form, is_forced=forced).grammar()
+        possible = {call: True, f"<think>a b</think>\n\n{call}": True, f"a</think>{call}": False}
+        opened = {call: False, f"a b</think>\n{call}": True}
+        for reasoning, texts in (POSSIBLE, possible), (OPEN, opened):
+            source = source_of(LARK, grammar, reasoning, has_tokens)
+            for text, allowed in texts.items():
+                is_text = not forced and reasoning == POSSIBLE and text[0] == "a" and not has_tokens
+                assert accepts(source, text, has_tokens) == (allowed or is_text), (text, source)
+
+
 def test_a_named_tool_is_called_once_and_no_other_is(accepts):
     grammar = Tools(TOOLS, TAGGED, named="time", is_forced=True).grammar()
     rome, time = call_text("weather", ROME, TAGGED), call_text("time", TIME, TAGGED)
@@ -318,6 +318,8 @@ def test_tags_that_a_tokenizer_calls_special_are_text(tiny_folder, tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
     tokenizer.save_pretrained(folder)
     read = load_pretrained(str(folder), Options(model=str(folder))).tokenizer
+    read.chat_template = HERMES
+    assert call_form(read).tokens == {"<tool_call>", "</tool_call>"}
     assert read("a<tool_call>b<other></think>")["input_ids"] == ids
     assert read.decode(ids, skip_special_tokens=True) == "a<tool_call>b</think>"
 
@@ -414,90 +416,25 @@ def test_what_is_sent_goes_into_the_prompt_and_the_grammar_and_with_none_into_ne
     create, service, says
 ):
     """An answer's format goes with tools."""
-    says("Hi", GENERAL)
+    form = TAGGED._replace(in_template=False)
+    says("Hi", form)
     assert create(tool_choice="none").choices[0].message.content == "Hi"
     without, fields = service.fields["prompt"], service.fields
     assert "grammar" not in fields
     create(tools=openai.NOT_GIVEN)
     assert service.fields["prompt"] == without and "grammar" not in service.fields
-    for choice in ("auto", "required", openai.NOT_GIVEN):
-        create(tool_choice=choice)
+    time = {"type": "function", "function": {"name": "time"}}
+    for sent, how in (
+        ({}, {}),
+        ({"tool_choice": "auto"}, {}),
+        ({"tool_choice": "required"}, {"is_forced": True}),
+        ({"tool_choice": time}, {"is_forced": True, "named": "time"}),
+        ({"parallel_tool_calls": False}, {"is_parallel": False}),
+    ):
+        create(**sent)
         assert len(service.fields["prompt"]) != len(without)
-        assert service.fields["grammar"].startswith("start: ")
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
-    create(response_format=form)
-    assert service.fields["grammar"] == Tools(TOOLS, GENERAL).grammar(ANSWER)
+        assert service.fields["grammar"] == Tools(TOOLS, form, **how).grammar()
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+    create(response_format=answer)
+    assert service.fields["grammar"] == Tools(TOOLS, form).grammar(ANSWER)
     assert "response_format" not in service.fields
-
-
-# ---------------------------------------------------------------------------------- a model
-KINDS = {"kind": {"enum": ["sun", "rain"]}, "sure": {"type": "boolean"}}
-SCHEMA = {"type": "object", "properties": KINDS, "required": [*KINDS]}
-SHORT = [
-    {"type": "function", "function": {"name": name, "parameters": schema}}
-    for name, schema in (("report", SCHEMA), ("stop", {}))
-]
-
-
-@pytest.fixture(scope="module", params=["tags", "tokens", "general"])
-def ask(request, chat_folder, tmp_path_factory):
-    """Chat with a tiny random model, whose template has Hermes' form or knows no tools."""
-    folder = chat_folder("qwen3")
-    if request.param != "general":
-        folder = shutil.copytree(folder, tmp_path_factory.mktemp("tags") / "model")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = HERMES
-        if request.param == "tokens":
-            tags = [AddedToken(tag, special=True, normalized=False) for tag in TAGS]
-            tokenizer.add_tokens(tags, special_tokens=True)
-            model = AutoModelForCausalLM.from_pretrained(folder)
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    options = Options(str(folder))
-    with speaking(core.create_app(Service(core.load_engine(options), options))) as client:
-        usual = {"model": folder.name, "messages": ASK, "tools": SHORT, "max_tokens": 60}
-        yield partial(client.chat.completions.create, **usual)
-
-
-def check_call(call):
-    """A call of SHORT; llguidance has no part in this."""
-    arguments = json.loads(call.function.arguments)
-    if call.function.name == "stop":
-        assert arguments == {}
-        return
-    assert call.function.name == "report" and arguments.keys() == KINDS.keys()
-    assert arguments["kind"] in KINDS["kind"]["enum"] and isinstance(arguments["sure"], bool)
-
-
-@pytest.mark.parametrize("way", [{"temperature": 0}, {"temperature": 1.5, "seed": 1}], ids=str)
-def test_a_tool_loop_is_that_of_plain_decoding_whoever_drafts(ask, way):
-    """The model calls a tool, hears the result and answers."""
-    for choice in ("required", "auto"):  # and of all kinds of text in test_grammars.py
-        texts = []
-        for fields in ({"speculative": False}, {}, {"drafter": "ngram", "fixed_k": True}):
-            asked = ask(tool_choice=choice, logprobs=True, extra_body=fields, **way).choices[0]
-            texts.append([entry.token for entry in asked.logprobs.content])
-        assert texts[1:] == texts[:1] * 2, choice
-    (choice,) = ask(tool_choice="required", parallel_tool_calls=False, **way).choices
-    assert choice.finish_reason == "tool_calls" and choice.message.content is None
-    (call,) = choice.message.tool_calls
-    check_call(call)
-    turns = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
-    (answer,) = ask(messages=turns, tool_choice="none", max_tokens=5).choices
-    assert answer.message.content and answer.message.tool_calls is None
-
-
-@pytest.mark.parametrize("has_tokens", [False, True], ids=["texts", "tokens"])
-def test_a_grammar_begins_behind_reasoning_whatever_its_tags_are(accepts, has_tokens):
-    call = call_text("time", TIME, TAGGED)
-    form = Form(has_tags=True, thinks=True, tokens=frozenset(TAGS if has_tokens else ()))
-    for forced in (False, True):
-        grammar = Tools(TOOLS, form, is_forced=forced).grammar()
-        possible = {call: True, f"<think>a b</think>\n\n{call}": True, f"a</think>{call}": False}
-        opened = {call: False, f"a b</think>\n{call}": True}
-        for reasoning, texts in (POSSIBLE, possible), (OPEN, opened):
-            source = source_of(LARK, grammar, reasoning, has_tokens)
-            for text, allowed in texts.items():
-                is_text = not forced and reasoning == POSSIBLE and text[0] == "a" and not has_tokens
-                assert accepts(source, text, has_tokens) == (allowed or is_text), (text, source)
