@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from itertools import product
 from pathlib import Path
-from subprocess import PIPE, Popen, run
+from subprocess import PIPE, Popen
 
 import pytest
 import torch
@@ -175,16 +175,6 @@ def test_at_a_load_of_64_each_answer_that_is_cut_off_says_so(gate):
             assert fields["stream"] or answer.result()[1]["Retry-After"] == "1"
         assert server.exit_code() == 0 and "64 requests were cut off" in server.log()
         assert "Traceback" not in server.log()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_server_imports_exits_0(tmp_path, number):
-    """Torch, which takes seconds, is one that sends it."""
-    (tmp_path / "torch.py").write_text(f"import os; os.kill(os.getpid(), {number:d}); os._exit(3)")
-    command = [sys.executable, SCRIPT, "--port", "1", "--model", "embedded"]
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 _CLOSES = """import os
