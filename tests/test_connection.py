@@ -146,9 +146,13 @@ def test_a_client_has_so_much_time(client, clock, sent, each_second, num_s, outc
     assert waits(client, clock, 1, each_second) == outcome
 
 
-def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock):
-    for number, data, patience in ((1, REQUEST, 30), (2, REQUEST + REQUEST, 5)):
-        client.data_received(data)
+@pytest.mark.parametrize("both", [[REQUEST * 2], [REQUEST] * 2], ids=["at once", "in turn"])
+def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock, both):
+    """Requests behind one that is being answered are dropped, and do not hide who has left."""
+    for number, parts, patience in ((1, [REQUEST], 30), (2, both, 5)):
+        for data in parts:
+            client.data_received(data)
+        assert not client.transport.is_paused
         assert len(client.server.asked) == number and client.is_last == (number == 2)
         client.end(ANSWER)
         client.transport.num_unread = 0

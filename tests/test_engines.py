@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from conftest import asked
 from engine import replaying
-from started import COLOURS, events_of, is_error, read_all, serving, until
+from started import COLOURS, is_error, read_all, serving, until
 
 from runtime.models.loading import StartError
 from server import relay
@@ -56,9 +57,7 @@ def asking(url):
 
     def post(path, body=None):
         path, body = (path, body) if body else SAID[path]
-        answer = client.post(path, json=body)
-        is_stream = answer.mimetype == "text/event-stream"
-        return answer.status_code, events_of(answer.data) if is_stream else answer.json
+        return asked(client, path, **body)
 
     post.client = client
     return post

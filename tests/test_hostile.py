@@ -116,16 +116,6 @@ def test_a_body_that_is_not_wanted_is_refused_before_it_is_sent(server, status, 
         assert is_error(answer[2])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_pipelined_requests_do_not_hide_that_a_client_has_left(server, stream):
-    body = json.dumps(ENDLESS | {"stream": stream}).encode()
-    asked = request("/generate", body, f"Content-Length: {len(body)}")
-    with crowd(server, 70, asked.replace(b"Connection: close\r\n", b"") * 45):
-        server.wait_until_running(4)
-    server.wait_until_idle()
-    assert is_served(server)
-
-
 def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
     def complaints():
         """The times in seconds of the log's lines about files."""

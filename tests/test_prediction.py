@@ -6,6 +6,7 @@ requests without a prediction. What is none is refused: see bad_requests.txt.
 
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import GREEDY, asked, module_client, run
@@ -201,18 +202,14 @@ def test_its_ids_are_those_of_the_text_alone(demo_engine, monkeypatch):
     """Without special tokens; a long one waits for its turn, as long prompts do."""
     tokenizer, sizes = demo_engine.target.tokenizer, []
 
-    class Marking:
-        """A tokenizer that begins texts with a special token, unless it is told not to."""
+    def ids(text, add_special_tokens=True, **_):  # of one that begins texts with a special token
+        return {"input_ids": [0] * add_special_tokens + tokenizer(text)["input_ids"]}
 
-        get_vocab = tokenizer.get_vocab
-
-        def __call__(self, text, add_special_tokens=True, **options):
-            return {"input_ids": [0] * add_special_tokens + tokenizer(text)["input_ids"]}
-
+    marking = Mock(side_effect=ids, get_vocab=tokenizer.get_vocab)
     take = reading.long_texts.take
     monkeypatch.setattr(reading.long_texts, "take", lambda size: sizes.append(size) or take(size))
     for text in ("def f(x):", "x" * 30_000):
-        assert prediction_ids(text, Marking(), 1 << 20) == (*tokenizer(text)["input_ids"],)
+        assert prediction_ids(text, marking, 1 << 20) == (*tokenizer(text)["input_ids"],)
     assert sizes == [9, 30_000]
 
 
