@@ -1,31 +1,28 @@
 """Clients of Anthropic's and OpenAI's newer protocols get the answers of a chat, in their shapes.
 
 A request is translated into a chat's, so most tests compare with that. What a model says in the
-first tests is written here; then tiny models speak.
+first tests is written here; then a tiny model speaks. OpenAI's own client is in test_openai.py.
 """
 
 import json
-from functools import partial
 from pathlib import Path
 
-import openai
 import pytest
+from conftest import application
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service, speaking  # noqa: F401, I001 fixtures
+from started import CHAT, COUNT, MESSAGES, RESPONSES
+from test_tools import GENERAL, HERMES, ROME, TAGGED, WEATHER, call_text, says, service  # noqa: F401, I001 fixtures
 
 from runtime.values import RequestError
 from server import core
 from server.options import Options
-from server.service import Service
 
-MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
-CHAT, KEY = "/v1/chat/completions", "secret key"
+KEY = "secret key"
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
 BODIES = {MESSAGES: HI, COUNT: HI, RESPONSES: {"input": "Hi"}, CHAT: HI}
 FLAT = WEATHER | {"type": "function"}
 TOOL = {"name": "weather", "input_schema": WEATHER["parameters"]}
-ROME_ALONE = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
 
 
 def answered(answer):
@@ -192,20 +189,13 @@ def test_an_error_in_a_stream_is_the_last_event(post, service, says, monkeypatch
 
 
 @pytest.fixture(scope="module")
-def app(chat_folder):
-    """The application of a tiny model, behind a key."""
+def ask(chat_folder):
+    """(status, body or events) of a tiny model, with the key as Anthropic's clients send it."""
     options = Options(str(chat_folder("llama")), drafter="ngram", api_key=KEY)
-    return core.create_app(Service(core.load_engine(options), options))
-
-
-@pytest.fixture(scope="module")
-def ask(app):
-    """(status, body or events) of a POST, with the key as Anthropic's clients send it."""
-    client = app.test_client()
-    headers = {"X-Api-Key": KEY}
-    return lambda path, **fields: answered(
-        client.post(path, json=BODIES[path] | fields, headers=headers)
-    )
+    with application(core.load_engine(options), options) as client:
+        yield lambda path, **fields: answered(
+            client.post(path, json=BODIES[path] | fields, headers={"X-Api-Key": KEY})
+        )
 
 
 def test_the_text_and_the_figures_are_a_chat_s(ask):
@@ -261,25 +251,3 @@ def test_each_message_has_the_log_probabilities_of_its_own_tokens(post, service,
         told = [e["logprobs"] for e in events if e["type"].endswith("text.delta")
                 and e["item_id"] == item["id"]]  # fmt: skip
         assert sum(told, []) == item["content"][0]["logprobs"]
-
-
-@pytest.fixture(scope="module")
-def new(app):
-    """responses.create and .stream of the package openai."""
-    with speaking(app, KEY) as client:
-        yield client.responses
-
-
-def test_openai_s_client_makes_calls(new):
-    name = new._client.models.list().data[0].id
-    tools = [{"type": "function", "name": "weather", "parameters": ROME_ALONE}]
-    ask = partial(new.stream, model=name, tools=tools, tool_choice="required")
-    with ask(input="Rome?") as stream:
-        final = stream.get_final_response()
-    (call,) = final.output
-    assert json.loads(call.arguments) == {"city": "Rome"}
-    answered = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny"}
-    history = [{"role": "user", "content": "Rome?"}, call, answered]
-    assert new.create(model=name, input=history, max_output_tokens=4).output_text
-    with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
-        new.create(model=name, input="a", previous_response_id=final.id)

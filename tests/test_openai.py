@@ -147,6 +147,20 @@ def test_an_answer_whole_or_streamed_has_the_choices_and_figures_of_generate(
         assert not chunk.model_extra.keys() & {"metrics", "timings"}
 
 
+def test_the_newer_protocol_makes_calls(chatting):
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tools = [{"type": "function", "name": "weather", "parameters": city}]
+    with chatting.openai() as client:
+        named = {"model": client.models.list().data[0].id}
+        forced = named | {"tools": tools, "tool_choice": "required"}
+        with client.responses.stream(input="Rome?", **forced) as stream:
+            (call,) = stream.get_final_response().output
+        assert json.loads(call.arguments) == {"city": "Rome"}
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny"}
+        history = [{"role": "user", "content": "Rome?"}, call, result]
+        assert client.responses.create(input=history, max_output_tokens=4, **named).output_text
+
+
 def test_a_fingerprint_changes_with_weights_dtype_and_kernels(tiny_folder):
     """One number of one weight is enough here: all are small."""
     engine = core.load_engine(Options(model=str(tiny_folder("llama")), kernels=False))

@@ -1,13 +1,12 @@
 """Tools: a call that the model has to make parses against its schema, and clients see it as such.
 
 The texts here are written by the test, so that nothing hangs on what a tiny model says; one speaks
-in test_dialects.py.
+in test_openai.py.
 """
 
 import json
 import shutil
 import threading
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
@@ -103,24 +102,18 @@ def service(chat_folder):
     return Canned(core.load_engine(options), options)
 
 
-@contextmanager
-def speaking(app, key="none"):
-    """The client of the package openai, which an application answers on a socket."""
+@pytest.fixture(scope="module")
+def create(service):
+    """The openai client's chat.completions.create, which the canned service answers on a socket."""
+    app = core.create_app(service)
     server = make_server("127.0.0.1", 0, app, threaded=True)
     threading.Thread(target=server.serve_forever).start()
-    with Client(server.server_port).openai(key) as client:
-        yield client
+    with Client(server.server_port).openai() as client:
+        usual = {"model": service.name, "messages": ASK, "tools": TOOLS}
+        yield lambda **fields: client.chat.completions.create(**usual | fields)
     server.shutdown()
     server.server_close()
     app.extensions["worker"].drain(LIMIT_S)
-
-
-@pytest.fixture(scope="module")
-def create(service):
-    """The openai client's chat.completions.create with the canned service behind it."""
-    with speaking(core.create_app(service)) as client:
-        usual = {"model": service.name, "messages": ASK, "tools": TOOLS}
-        yield lambda **fields: client.chat.completions.create(**usual | fields)
 
 
 @pytest.fixture
