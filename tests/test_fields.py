@@ -8,6 +8,7 @@ down from its source.
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +28,19 @@ ANSWERING = [*ROUTES, MESSAGES, RESPONSES]
 TURNS = [{"role": "user", "content": "a b"}]
 
 
-def rows_of(name):
-    """The rows of a table beside this file, each in its four columns."""
+def read_table(name, known):
+    """For each field and value of a table beside this file: (field, routes, words, value, sent).
+
+    Values are Python's, which knows these names. What is sent is the field, or all that the value
+    has, if the values stand behind `with`.
+    """
     for line in Path(__file__).with_name(name).read_text("utf-8").splitlines():
         if line and not line.startswith("#"):
-            yield line.split(" | ", 3)
+            routes, fields, words, values = line.split(" | ", 3)
+            listed = eval(f"[{values.removeprefix('with ')}]", known)
+            for field, value in product(fields.split(), listed):
+                sent = value if values.startswith("with ") else {field: value}
+                yield field, routes_of(routes), words.replace("~", field), value, sent
 
 
 def routes_of(words):
@@ -42,16 +51,7 @@ def routes_of(words):
     return [path for word in words.split() for path in groups.get(word) or [paths[word]]]
 
 
-def read_table():
-    """The rows, one for each field and value: (field, routes, value, what is sent, changes)."""
-    for routes, fields, values, changed in rows_of("good_requests.txt"):
-        for field in fields.split():
-            for value in eval(f"[{values.removeprefix('with ')}]"):
-                sent = value if values.startswith("with ") else {field: value}
-                yield field, routes_of(routes), value, sent, changed.replace("~", field)
-
-
-TABLE = list(read_table())
+TABLE = list(read_table("good_requests.txt", globals()))
 ask = partial(asked, prompt="a b")
 client = module_client(drafter="ngram", max_tokens=4)
 
@@ -90,7 +90,7 @@ def test_a_field_changes_what_it_says_and_nothing_else(wanted, route):
     def ids_of(text):
         return wanted(GENERATE, {"prompt": text})["prompt"]
 
-    for field, routes, value, sent, changed in TABLE:
+    for field, routes, changed, value, sent in TABLE:
         if route in routes:
             expected = eval(f"dict({changed})", {"v": value, "was": was, "ids_of": ids_of})
             assert changes(was, wanted(route, sent)) == changes(was, was | expected), (field, sent)
@@ -103,7 +103,7 @@ def test_each_field_has_a_row():
 
 def test_what_is_taken_is_served(client):
     """At its limits, too: whatever a number is, there is a text."""
-    for field, routes, _, sent, _ in TABLE:
+    for field, routes, _, _, sent in TABLE:
         if GENERATE in routes:
             fields = {"temperature": 1, "seed": 3} | sent
             status, body = ask(client, GENERATE, **fields)
