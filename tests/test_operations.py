@@ -32,6 +32,7 @@ from started import (
     PATHS,
     SCRIPT,
     Client,
+    at_once,
     end_of,
     free_port,
     module_server,
@@ -106,16 +107,13 @@ def test_a_start_that_fails_says_so_in_one_line_while_clients_ask(tmp_path):
     options = {"stdout": PIPE, "stderr": PIPE, "text": True}
     with process("--model", str(tmp_path), **options) as (client, started):
 
-        def ask(_):
+        def ask():
             while started.poll() is None:
                 with suppress(HTTPException):
-                    try:
-                        client.call("GET", "/health")
-                    except OSError:  # it does not listen yet, and needs the processor
+                    if client.is_ready() is None:  # it does not listen yet, and needs the processor
                         time.sleep(0.05)
 
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(ask, range(4)))
+        at_once(*[(ask,)] * 4)
         *others, last = started.stderr.read().splitlines()
     assert started.returncode == 2 and last.startswith("error: cannot load")
     assert all(json.loads(line)["logger"] == "progress" for line in others)
