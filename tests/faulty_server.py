@@ -62,28 +62,26 @@ class Faulty(Drafter):
 def break_forward(target: Any) -> None:
     """Let a target's forward fail for the rows whose prompt has the id of a fault."""
     forward, lengths = target.forward, target.cache.lengths
-    faults: dict[int, list[Any]] = {}  # row -> forwards until its fault, and what happens then
+    faults: dict[int, Any] = {}  # by row: from which length on it fails, and what happens then
 
     def faulty(rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
         for row, fed in zip(rows, tokens, strict=True):
             if lengths[row] == 0:  # a new request's
                 ids = enumerate(TARGET_FAULTS.values(), FIRST_ID)
-                faults[row] = next(([*fault] for i, fault in ids if i in fed), [0, None])
-            faults[row][0] -= 1
-            num_forwards, act = faults[row]
-            if act and num_forwards <= 0:
-                act()
+                faults[row] = next((fault for i, fault in ids if i in fed), None)
+            if faults[row] and lengths[row] >= faults[row][0]:
+                faults[row][1]()
         return forward(rows, tokens, *rest, **named)
 
     target.forward = faulty
 
 
-# The token id FIRST_ID + i brings: which forward fails, like all after it, and what it does.
+# The token id FIRST_ID + i brings: how much is cached when a forward fails, and what it does then.
 FIRST_ID = 4000
 TARGET_FAULTS: dict[str, tuple[int, Callable[[], None]]] = {
-    "raises": (4, raises(RuntimeError("a broken kernel"))),
-    "raises_at_once": (1, raises(RuntimeError("a broken kernel"))),
-    "dies": (4, raises(SystemExit(1))),
+    "raises": (12, raises(RuntimeError("a broken kernel"))),
+    "raises_at_once": (0, raises(RuntimeError("a broken kernel"))),
+    "dies": (12, raises(SystemExit(1))),
 }
 
 
