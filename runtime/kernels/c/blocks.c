@@ -23,6 +23,8 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
   const int is_16 = HAS_16_BITS && form != Q8;
   const int fitting = form == Q6K ? 2 : l.plane ? 4 : 8;  // groups whose products fit: with numbers up to 63, 31, 15
   const int chunk = is_16 && fitting < 8 ? fitting : 1;  // groups whose weights are in registers at once
+  // Bytes ahead that are fetched. Many rows compute about as long as memory takes: fetched later, weights would come late.
+  const int ahead = R <= 3 ? 4096 : 8192;
   const int has_start = form == Q4 || form == Q5 || (form == Q8 && !SIGNED_WEIGHTS);
   // Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
   const int is_split = form == Q6K || R <= 2;
@@ -54,14 +56,14 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
         ivec weights[4];
         GROUPS {
           const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
-          if (form == Q8 || g % 2 == 0) PREFETCH(from, 4096);
+          if (form == Q8 || g % 2 == 0) PREFETCH(from, ahead);
           ivec numbers = load_bytes(from);
           if (form != Q8) numbers = (g % 2 ? numbers >> 4 : numbers) & 0x0f0f0f0f;
           if (form == Q8 && SIGNED_WEIGHTS) numbers ^= (int32_t)0x80808080;
           if (l.plane) {
             if (g == 0 || (form == Q6K && g == 4)) {
               from = bits + 64 * (g / 4) + VECTOR_BYTES * i;
-              PREFETCH(from, 4096);
+              PREFETCH(from, ahead);
               above = load_bytes(from);
             }
             const int up = form == Q6K ? 4 - 2 * (g % 4) : 4 - g;
