@@ -55,13 +55,11 @@ def checked_draft(draft: Any, request: Request, limit: int, vocab_size: int) -> 
     return Draft(tokens, q, parents, confidence or [], int(draft.num_forwards or 0))
 
 
-def checked_ids(tokens: Any, most: int, vocab_size: int) -> list[int] | None:
-    """The first `most` of these tokens, in a list of its own; of None, None.
+def checked_ids(tokens: Any, most: int, vocab_size: int) -> list[int]:
+    """The first `most` of these tokens, in a list of its own.
 
     Raises TypeError or ValueError unless they are a list of ids below `vocab_size`.
     """
-    if tokens is None:
-        return None
     if not isinstance(tokens, list):
         kind = type(tokens).__name__
         raise TypeError(f"proposed a {kind}, not a list of tokens: write Draft([1, 2, 3])")

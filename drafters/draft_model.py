@@ -81,6 +81,9 @@ class DraftModelDrafter(ModelDrafter):
         for state in states:
             self._rewind(state)
         model, cache = self._draft, self._draft.cache
+        for state in states:
+            held, count = cache.lengths[state.row], len(state.text)
+            assert held < count, f"its cache holds {held} tokens of a text of {count}: truncate it"
         fed = [[*state.text[cache.lengths[state.row] :], *state.forced] for state in states]
         # A target of more (padded) rows may read an id that the draft model cannot read.
         limits = [

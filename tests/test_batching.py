@@ -165,7 +165,7 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
     made, waiting = Mock(side_effect=event), []
     monkeypatch.setattr("server.worker.event", made)
     monkeypatch.setattr(retry, "step", retry.step)
-    before(retry, "step", lambda *_: until(lambda: waiting and not waiting[0]._is_read))
+    before(retry, "step", lambda *_: until(lambda: waiting and not waiting[0].is_read))
     worker = Worker(demo_engine, Options()).start()
     waiting.append(job := worker.submit(Request([1, 2, 3], 9, **asked)))
     job.wait()

@@ -426,6 +426,7 @@ def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monke
     ("", "Draft([5, 6], None, None, [0.5, 1.5])", "confidence is not a list of one number"),
     ("", "[1, 2]", "propose returned a list: write return Draft(tokens)) ({}, line 6)"),
     ("", "Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}"),
+    ("", "Draft(None)", "a NoneType, not a list of tokens: write Draft([1, 2, 3])) ({}"),
     ("", "Draft([*torch.ones(2)])", "4096 (a Tensor: write int(token))) ({}, line 6)"),
     ("", "1 / 0", "failed (division by zero) ({}, line 8)"),
     ("", "{}['x']", "failed (KeyError: 'x') ({}, line 8)"),

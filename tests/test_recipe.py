@@ -142,10 +142,11 @@ def test_a_word_of_a_draft_model_has_few_numbers(plan, monkeypatch):
 
 
 def test_an_optimizer_keeps_the_order_of_the_module(tmp_path):
-    """A checkpoint numbers its states, and another process reads them."""
+    """A checkpoint numbers its states, and another process reads them. Two may have one rate."""
     module = torch.nn.ModuleDict({f"part{i}": torch.nn.Linear(2, 2) for i in range(20)})
-    training = recipe.Training(module, tmp_path / "none.pt", 1, 1e-3, muon=0.01)
-    (matrices,) = (group["params"] for group in training.optimizers[0.01].param_groups)
+    training = recipe.Training(module, tmp_path / "none.pt", 1, 1e-3, muon=1e-3)
+    _, (_, muon) = training.optimizers
+    (matrices,) = (group["params"] for group in muon.param_groups)
     expected = [layer.weight for layer in module.values()]
     assert all(a is b for a, b in zip(matrices, expected, strict=True))
 
@@ -161,7 +162,7 @@ def test_training_ends_early_where_the_score_stops_rising(tmp_path):
         inputs = torch.ones(1, 2)
 
         def loss_of(number):
-            (optimizer,) = training.optimizers.values()
+            ((_, optimizer),) = training.optimizers
             rates[number] = optimizer.param_groups[0]["lr"]
             return module(inputs).square().sum()
 
@@ -249,6 +250,7 @@ def test_what_is_served_is_measured(learned, tmp_path):
     ("qwen2", None, "mtp"), ("qwen3", None, "eagle3"), ("gemma3_text", None, "draft"),
     ("qwen2", "draft", "draft"), ("qwen2", "eagle3", "no eagle3 head fits a qwen2: train mtp or"),
     ("gemma3_text", "mtp", "no mtp head fits a gemma3_text: train draft"),
+    ("qwen2", "hybrid", "no hybrid head fits a qwen2: train mtp or draft"),
 ])  # fmt: skip
 def test_a_head_is_trained_for_targets_that_it_fits(tiny_folder, family, wanted, expected):
     if expected in KINDS:

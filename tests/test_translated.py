@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -172,6 +173,16 @@ def test_the_bytes_of_all_tokens_are_those_of_each(make):
         assert word == bytes_of(i, tokenizer) and ("\ufffd" in text or word == text.encode()), i
     text = "a é 🙃"  # of characters that are no tokens
     assert b"".join(found[i] for i in tokenizer(text)["input_ids"]) == text.encode()
+
+
+def test_the_letter_that_stands_for_a_space_elsewhere_is_a_letter_among_pieces():
+    for words in (
+        {"▁the": " the", "▁a": " a", "Ġ": "Ġ", "é": "é"},
+        {"Ġthe": " the", "Ã©": "é", "<｜end▁of▁sentence｜>": "<｜end▁of▁sentence｜>"},
+    ):
+        tokenizer = Mock()
+        tokenizer.get_vocab.return_value = {word: i for i, word in enumerate(words)}
+        assert [each.decode() for each in all_bytes(tokenizer).values()] == [*words.values()]
 
 
 def translation(target, draft, ends=frozenset([0]), sizes=()):

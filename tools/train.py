@@ -56,6 +56,7 @@ FITS = {
     "eagle3": {"llama", "mistral", "qwen3", "mellum"},
     "mtp": {"llama", "qwen2", "qwen3_5_text", "mellum", "mimo"},
     "dflash": {"qwen3", "mellum"},
+    "hybrid": {"mellum"},  # it is a target with states, not a head
 }
 LEAST = 250_000  # tokens of answers: with fewer a head hardly drafts
 FOR_OTHERS = 60.0  # seconds of the time: loading the models, and measuring what is served
@@ -118,7 +119,7 @@ def kind_for(target: str, wanted: str | None) -> str:
 
     Raises SystemExit where that does not fit the target, before anything is loaded.
     """
-    if wanted in ("target", "hybrid"):
+    if wanted == "target":
         return wanted
     try:
         if is_gguf(target):

@@ -339,13 +339,13 @@ class Planner(FixedK):
         pool, drafter = self._pool, self._pool.drafters[name]
         if name not in text.states or not drafter.can_guess:
             return None
-        size = pool.vocab_size
-        check = checks and partial(checks.checked_ids, most=max_tokens, vocab_size=size)
+        check = checks and partial(checks.checked_ids, most=max_tokens, vocab_size=pool.vocab_size)
         with pool.containing(text, name, "guess"):
             if not pool.prepare(text, name, max_tokens):
                 return Guess([])
             state = text.states[name]
-            if (tokens := drafter.call("guess", state, max_tokens, then=check)) is None:
+            then = check and (lambda tokens: None if tokens is None else check(tokens))
+            if (tokens := drafter.call("guess", state, max_tokens, then=then)) is None:
                 return None
             evidence = drafter.call("evidence", state, then=int) if tokens else 0
             if drafter.accepts_forced_prefix and text.forced_tokens(max_tokens):

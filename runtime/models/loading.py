@@ -278,6 +278,8 @@ def refusal(cached: Model, is_fast: bool = False) -> Iterator[None]:
     """Turn whatever a CachedModel, which may be getting fast, fails with into a StartError."""
     try:
         yield
+    except StartError:  # a sentence already
+        raise
     except Exception as error:
         reason = in_short(error, has_kind=True)
         # The module may compute with a weight that lies in panels.

@@ -3,6 +3,7 @@
 Not covered: WordPiece, whose words have no space and whose parts begin with ##.
 """
 
+from collections import Counter
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -26,8 +27,12 @@ def all_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 @lru_cache(4)
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether its words are of characters that each stand for a byte, and not of pieces."""
-    return any(_SPACE in word for word in tokenizer.get_vocab())
+    """Whether its words are of characters that each stand for a byte, and not of pieces.
+
+    A large vocabulary of pieces may have the letter Ġ, too.
+    """
+    first = Counter(word[:1] for word in tokenizer.get_vocab())
+    return first[_SPACE] > first[_PIECES_SPACE]
 
 
 def _in_utf8(word: str, is_byte_level: bool) -> bytes:
@@ -35,4 +40,4 @@ def _in_utf8(word: str, is_byte_level: bool) -> bytes:
         return bytes(map(_BYTES.__getitem__, word))
     if word.startswith("<0x") and word.endswith(">") and len(word) == len("<0x0A>"):
         return bytes.fromhex(word[3:5])  # a byte in a vocabulary of pieces
-    return word.replace(_PIECES_SPACE, " ").encode()
+    return (word if is_byte_level else word.replace(_PIECES_SPACE, " ")).encode()

@@ -322,17 +322,17 @@ class Training:
         rest = [p for n, p in self.trained.items() if n not in inner]
         decays = {0.01: [p for p in rest if p.dim() > 1], 0.0: [p for p in rest if p.dim() < 2]}
         groups = [{"params": own, "weight_decay": decay} for decay, own in decays.items()]
-        self.optimizers = {rate: torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))}
+        self.optimizers = [(rate, torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95)))]
         if inner:
             matrices = [self.trained[name] for name in inner]
-            self.optimizers[muon] = torch.optim.Muon(matrices, lr=muon, weight_decay=0.05)
+            self.optimizers += [(muon, torch.optim.Muon(matrices, lr=muon, weight_decay=0.05))]
         self.average = {n: p.detach().clone() for n, p in self.trained.items()}
         self.number, self.ends_at = 0, inf  # steps done, and where the end is if that is early
         if file.exists():
             saved = torch.load(file, weights_only=True)
             self._load(saved["weights"])
             states = saved["optimizers"].values()
-            for optimizer, state in zip(self.optimizers.values(), states, strict=True):
+            for (_, optimizer), state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)  # whose rate each step sets
             self.average, self.number = saved["average"], saved["number"]
             if saved.get("num_steps") == num_steps:  # else there is more to learn from
@@ -352,7 +352,7 @@ class Training:
         """Write the checkpoint."""
         state = {
             "weights": {name: weight.detach() for name, weight in self.trained.items()},
-            "optimizers": {rate: own.state_dict() for rate, own in self.optimizers.items()},
+            "optimizers": {i: own.state_dict() for i, (_, own) in enumerate(self.optimizers)},
             "average": self.average,
             "number": self.number,
             "num_steps": self.num_steps,
@@ -382,7 +382,7 @@ class Training:
 
     def step(self, loss_of: Callable[[int], Tensor]) -> float:
         """One step of training; returns its loss."""
-        for rate, optimizer in self.optimizers.items():
+        for rate, optimizer in self.optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = rate * rate_at((self.number + 1) / self.last)
@@ -390,7 +390,7 @@ class Training:
             loss = loss_of(self.number)
         loss.backward()
         nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
-        for optimizer in self.optimizers.values():
+        for _, optimizer in self.optimizers:
             optimizer.step()
         share = min(0.999, (1 + self.number) / (10 + self.number))
         for name, weight in self.trained.items():
