@@ -6,6 +6,7 @@ tested with times that are made up.
 
 import importlib
 import json
+import random
 import signal
 import sys
 from argparse import Namespace
@@ -128,6 +129,7 @@ def test_auto_and_plain_write_the_same_texts_and_the_worst_cell_is_first(measure
 def test_in_the_order_of_pairs_each_kind_comes_behind_each_other_kind():
     order = never_loses.in_order(4, "pairs", None)
     assert {*permutations(range(4), 2)} <= {*pairwise(order)}
+    assert never_loses.in_order(1, "pairs", random.Random(0)) == [0]
 
 
 def test_each_prompt_is_asked_once_in_every_way_and_the_ways_change_places(monkeypatch):
@@ -359,8 +361,9 @@ def test_the_command_line_of_a_winner_names_its_file_and_what_is_not_the_default
     line = f"--drafter {mine}:Bigram --num-speculative-tokens 3 --fixed-k"
     assert "Speculation pays here: bigram, K=3 has 10.00 times" in out
     assert out.splitlines()[-1] == f"{begin} --model embedded {line}"
-    fields = {"model": "a b", "dtype": "auto", "fixed_k": True, "draft_model": None}
-    assert audition.command_line(fields) == f"{begin} --model 'a b' --fixed-k"
+    fields = {"model": "a b", "dtype": "auto", "fixed_k": True, "num_speculative_tokens": 15}
+    line = audition.command_line(fields | {"draft_model": None})
+    assert line == f"{begin} --model 'a b' --fixed-k --num-speculative-tokens 15"
 
 
 def test_k_is_chosen_by_the_cost_curve():
@@ -410,6 +413,14 @@ def test_speeds_are_medians_of_runs_and_the_slowest_prompt_of_a_way_counts():
     assert rows["ours, auto"]["worst_of_none"] == 0.8  # 2, .25, 1.25; and .75, 1.2, .8
     assert rows["ours, none"]["worst_of_none"] == 1 and rows[pair.PLAIN]["worst_of_none"] is None
     assert rows["ours, auto"]["of_plain"] == 1.032 and rows["ours, none"]["tokens_per_s"] == 125
+    timed["ours, auto", 0].results[0][0] = pair.Written("other", 1, 11, 5.0, 55.0)
+    rows = {row["who"]: row for row in pair.rows_of("code", timed)}  # the first run alone differs
+    assert rows["ours, none"]["equal"] and not rows["ours, auto"]["equal"]
+
+
+def test_a_prompt_is_a_line_whatever_else_it_holds(tmp_path):
+    (file := tmp_path / "prompts.jsonl").write_text('{"prompt": "a\u2028b"}\n\n', "utf-8")
+    assert bench.prompts_of(file) == {"1": "a\u2028b"}
 
 
 def test_a_server_is_measured_and_ended(tmp_path):
@@ -441,6 +452,7 @@ UNREADABLE = {  # by what is said
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("peers", "--k 17", "must be from"),
+    ("never_loses", "--fixed ngram", "must be a drafter and K, as ngram:5, not ngram"),
     ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
     ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
     ("audition", "--drafters nobody", "unknown drafter 'nobody'"),

@@ -40,7 +40,7 @@ def plan(tmp_path_factory):
     (command,) = re.findall(r"python -m tools\.train (.*)$", text, re.MULTILINE)
     toy = f"--toy --target embedded --work {work} --stage answers"
     train.main([*command.split(), *toy.split()])
-    return train.Plan("draft", TARGET, work, work / "draft", **train.TOY)
+    return train.Plan("draft", TARGET, work / "toy", work / "draft", **train.TOY)
 
 
 def in_float32(patch):
@@ -140,6 +140,7 @@ def test_a_word_of_a_draft_model_has_few_numbers(plan, monkeypatch):
     target, _, student = train.student_of(plan)
     embedding, like = (m.get_input_embeddings().weight for m in (student.module, target))
     assert embedding.shape == (4096, 32)
+    assert not student.module.config.intermediate_size % 32  # 112 could not be stored in 5 bits
     basis = torch.linalg.lstsq(like.float(), embedding).solution
     assert torch.allclose(basis.T @ basis, torch.eye(32), atol=0.01)
 

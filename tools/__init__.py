@@ -79,7 +79,7 @@ def prompts_of(path: str | Path) -> dict[str, str]:
     A .jsonl file has a JSON object per line: {"name": …, "prompt": …}, where the name may be left
     out. Any other file has a prompt per line; empty lines do not count. Raises ValueError.
     """
-    lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+    lines = [line for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
     read = json.loads if Path(path).suffix == ".jsonl" else lambda line: {"prompt": line}
     entries, prompts = [read(line) for line in lines], dict[str, str]()
     for i, entry in enumerate(entries, 1):

@@ -126,7 +126,10 @@ class Audit:
 
     def sampled(self) -> Iterable[Finding]:
         """Distributions of short texts."""
-        asked = [x for prompt in GUESSABLE for x in _draws(prompt, self.flags.samples, SHORT)]
+        # Each prompt has seeds of its own: p-values take all samples for independent.
+        count, asked = self.flags.samples, list[Asked]()
+        for i, prompt in enumerate(GUESSABLE):
+            asked += _draws(prompt, count, SHORT, first=1000 + i * count)
         prompts, ours = [prompt for prompt, _ in asked], self.ask(asked, AT_ONCE)
         check, test = "sampled, log-probabilities", _against_sizes(prompts, ours)
         if self.plain:
@@ -206,10 +209,12 @@ def _viewed(prompts: list[str], answers: list[Answer], view: Callable[..., Any])
     return list(zip(prompts, seen, strict=True))
 
 
-def _draws(prompt: str, count: int, max_tokens: int, **fields: Any) -> list[Asked]:
-    """Requests for `count` sampled texts, each with a seed of its own."""
+def _draws(
+    prompt: str, count: int, max_tokens: int, first: int = 1000, **fields: Any
+) -> list[Asked]:
+    """Requests for `count` sampled texts, with the seeds from `first` on."""
     fields |= DRAWN | {"max_tokens": max_tokens}
-    return [(prompt, fields | {"seed": 1000 + i}) for i in range(count)]
+    return [(prompt, fields | {"seed": first + i}) for i in range(count)]
 
 
 def _compared(check: str, texts: list[Answer], others: list[Answer]) -> Finding:

@@ -202,8 +202,17 @@ def verdict(turns: Turns) -> tuple[str | None, list[str]]:
 
 
 def command_line(fields: dict[str, Any]) -> str:
-    """The server's, with these options as far as they are not the defaults."""
-    chosen = {n: v for n, v in fields.items() if v not in (None, getattr(Options, n))}
+    """The server's, with these options as far as they are not the defaults.
+
+    The K that is the default elsewhere is not that of a fixed one.
+    """
+    is_fixed = fields.get("fixed_k", False)
+    chosen = {
+        name: value
+        for name, value in fields.items()
+        if value not in (None, getattr(Options, name))
+        or (is_fixed and name == "num_speculative_tokens")
+    }
     words = ["python", "08_speculative_decoding.py", "--port", "5000", *bench.as_words(chosen)]
     return shlex.join(words)
 

@@ -21,6 +21,7 @@ decoding's.
 Ctrl-C ends the rounds and shows what they gave. The memory's speed is measured before and after.
 """
 
+import argparse
 import random
 import tomllib
 from collections import defaultdict
@@ -85,6 +86,14 @@ def ask(server: Server, is_chat: bool, bodies: list[dict[str, Any]], way: str) -
     choices = [answer.events[-1]["choices"][0] for answer in told]
     texts = [choice["message"]["content"] if is_chat else choice["text"] for choice in choices]
     return Answers(mean(answer.at_ms[-1] for answer in told), texts, last_ms)
+
+
+def fixed_way(text: str) -> str:
+    """An argparse type: a drafter and its K. Example: ngram:5."""
+    name, _, k = text.partition(":")
+    if not name or not k.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a drafter and K, as ngram:5, not {text}")
+    return text
 
 
 def in_order(count: int, order: str, chance: random.Random) -> list[int]:
@@ -169,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--model", default="embedded", help="the target (default: ours)")
     options.add_argument("--draft-model", help="for draft_model, where the target brings none")
     options.add_argument("--order", choices=("chance", "pairs"), default="chance")
-    options.add_argument("--fixed", nargs="+", default=[], metavar="DRAFTER:K")
+    options.add_argument("--fixed", nargs="+", type=fixed_way, default=[], metavar="DRAFTER:K")
     flags = options.parse_args(arguments)
     models = {"model": flags.model, "draft_model": flags.draft_model}
     cells = [Cell(*each) for each in product(flags.kinds, flags.temperatures, flags.clients)]

@@ -23,6 +23,7 @@ import sys
 import tomllib
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from shutil import which
 from statistics import median
@@ -107,7 +108,8 @@ def measure(flags: Any) -> dict[str, Any]:
                 limit = {"num_speculative_tokens": flags.k} if drafter == "draft_model" else {}
                 methods[f"ours, {drafter}"] = ours, {"drafter": drafter} | limit
         for kind, prompts in KINDS.items():
-            texts, size = prompts[: max(flags.each, flags.clients)], flags.clients
+            size = flags.clients
+            texts = [*islice(cycle(prompts), max(min(flags.each, len(prompts)), size))]
             calls = {
                 (method, begin): partial(write, *asked, texts[begin:][:size], flags.tokens)
                 for begin in range(0, len(texts), size)
@@ -154,7 +156,7 @@ def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:
     theirs = {method: own for method, own in times.items() if method.startswith("llama")}
     best = min(theirs.values(), key=median)
     gains = {m: (taken["ours, none"] / own)[..., 0].quantile(0.5, 0) for m, own in taken.items()}
-    texts = {method: [one.text for one in runs[-1]] for method, runs in found.items()}
+    texts = {m: [[one.text for one in run] for run in runs] for m, runs in found.items()}
     return [
         {
             "kind": kind, "who": method, "tokens_per_s": round(1e3 / median(own), 1),

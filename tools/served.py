@@ -81,8 +81,11 @@ def row_of(timed: dict[Any, bench.Calls], count: int) -> dict[str, Any]:
         [median(first_ms for _, first_ms, _ in run) for run in those]
         for those in (bench.by_run(timed, "here", 1), runs["streamed"])
     )
-    told = {method: [ids for *_, all in runs[method][-1] for ids in all] for method in METHODS}
-    num_tokens = sum(map(len, told["here"]))
+    told = {
+        method: [[ids for *_, all in run for ids in all] for run in runs[method]]
+        for method in METHODS
+    }
+    num_tokens = sum(map(len, told["here"][-1]))
     row = {
         f"{method}_tokens_per_s": round(num_tokens / median(long[method]) * 1e3, 1)
         for method in METHODS

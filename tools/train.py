@@ -1,7 +1,7 @@
 """Train a drafter for a target of your own in an hour, or make the embedded models anew.
 
     python -m tools.train --target FOLDER                        the head that fits the target
-    python -m tools.train draft --target smollm2 --minutes 120 --out /tmp/draft
+    python -m tools.train draft --target smollm2 --minutes 120 --out /tmp/draft.gguf
     python -m tools.train mtp   --target FOLDER --tokens 3e6 --work /tmp/work --out /tmp/head
 
     eagle3, dflash    a head for the target                 mtp      the target with an MTP layer
@@ -258,7 +258,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", default="smollm2", help="a folder, a file or a known name")
     parser.add_argument("--minutes", type=between(1, 100_000), help="for all (default: 60)")
     parser.add_argument("--work", type=Path, help="answers, states, checkpoints (default: a cache)")
-    parser.add_argument("--out", type=Path, help="the folder that is made (default: WORK/KIND)")
+    what = "the folder that is made, or the draft's .gguf file (default: WORK/KIND)"
+    parser.add_argument("--out", type=Path, help=what)
     parser.add_argument("--stage", choices=["answers"], help="end behind this one")
     parser.add_argument(
         "--tokens", type=float, help="of answers, or of text, in place of --minutes"
@@ -285,8 +286,12 @@ def main(arguments: list[str] | None = None) -> None:
     is_timed = kind in OPTION and "tokens" not in sizes
     name = f"{Path(target).name}-{sha256(target.encode()).hexdigest()[:8]}"
     work = given.work or cache_folder() / "training" / name
+    work = work / "toy" if given.toy else work  # nothing of it is to be gone on from
+    out = given.out or work / kind
+    if kind == "draft" and is_gguf(target) and not is_gguf(str(out)):
+        out = out.with_name(f"{out.name}.gguf")
     plan = Plan(
-        kind, target, work, given.out or work / kind,
+        kind, target, work, out,
         verifier=given.verifier or given.target, name=given.target, begin=given.begin,
         minutes=(given.minutes or 60) if is_timed else None, **sizes,
     )  # fmt: skip

@@ -5,7 +5,6 @@ drafters/ read, which is a public one.
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -297,7 +296,8 @@ class Draft(Student):
         width = min(self.WIDTH, width, self.EMBEDDING // own.vocab_size // 32 * 32)
         config = Qwen3Config(
             hidden_size=width, tie_word_embeddings=True, dtype="float32",
-            intermediate_size=min(own.intermediate_size, width * 7 // 2),
+            # Five bits are stored in blocks of 32.
+            intermediate_size=min(own.intermediate_size, width * 7 // 2) // 32 * 32,
             num_hidden_layers=max(2, len(layers) // 6),
             head_dim=getattr(getattr(layers[-1], "self_attn", None), "head_dim", 64),
             rope_parameters=rope.get("full_attention", rope),
@@ -439,8 +439,6 @@ def _write(folder: Path, content: dict[str, Any], weights: dict[str, Tensor]) ->
 
 def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:
     """A Hugging Face folder in bfloat16, with the tokenizer of the folder of that name."""
-    if folder.exists():
-        shutil.rmtree(folder)
     model.set_attn_implementation("sdpa")
     model.config.architectures = [type(model).__name__]
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -449,6 +447,7 @@ def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:
 
 def save_gguf(model: SmallModel, file: Path, like: str) -> None:
     """A GGUF file with the tokenizer of another: 5 bits for the embedding, 6 for the layers."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 99)
     writer = gguf.GGUFWriter(file, "qwen3")
     writer.add_block_count(config.num_hidden_layers)
