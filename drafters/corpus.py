@@ -82,7 +82,6 @@ def load(files: Sequence[str], tokenizer: Any, vocab_size: int) -> Corpus:
         try:
             for number, piece in enumerate(_pieces(Path(file))):
                 if room <= 0:
-                    LOG.warning("--suffix-corpus: only the first %d tokens are read", MOST_TOKENS)
                     break
                 if not number % _TOLD:
                     PROGRESS.info("reading %s: %d tokens", Path(file).name, full - room)
@@ -97,6 +96,7 @@ def load(files: Sequence[str], tokenizer: Any, vocab_size: int) -> Corpus:
         if room == full > 0:
             raise ValueError(f"cannot read --suffix-corpus {file}: it has no text")
         if room <= 0:
+            LOG.warning("--suffix-corpus: only the first %d tokens are read", MOST_TOKENS)
             break
     LOG.info("%d tokens of --suffix-corpus", sum(map(len, texts)))
     return Corpus(texts)

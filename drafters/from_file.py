@@ -4,6 +4,7 @@ timed.py gives each of its calls a limit of time.
 """
 
 import sys
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import getfile, getsourcelines, isabstract, signature
 from pathlib import Path
@@ -32,13 +33,20 @@ def load(name: str, context: Context) -> Drafter:
             what = f"drafter {name} failed to start: {fault}"
             if place := line_of(fault, file):
                 raise ValueError(what + place) from error
-            line = getsourcelines(drafter_class)[1]  # nothing of it ran
             needs = "write def __init__(self), or a class method build(cls, context)"
             if isabstract(drafter_class):
                 needs = "write def propose(self, state, max_tokens)"
-            raise ValueError(f"{what} ({file}, line {line}): {needs}") from error
+            # Nothing of it ran.
+            raise ValueError(f"{what} ({file}{_line_of(drafter_class)}): {needs}") from error
     drafter.changed_settings |= changed
     return drafter
+
+
+def _line_of(made: type) -> str:
+    """Where a class begins in its file; "" for one that no statement made. Example: ", line 5"."""
+    with suppress(OSError):
+        return f", line {getsourcelines(made)[1]}"
+    return ""
 
 
 def check_drafter(drafter: Drafter, context: Context) -> None:
@@ -88,7 +96,7 @@ def class_from_file(name: str) -> type[Drafter]:
     if not (isinstance(drafter_class, type) and issubclass(drafter_class, Drafter)):
         if not isinstance(drafter_class, type) or drafter_class.__module__ != spec.name:
             raise ValueError(f"drafter file {path_text!r} has no class {attribute!r} of its own")
-        where = f"{path_text}, line {getsourcelines(drafter_class)[1]}"
+        where = f"{path_text}{_line_of(drafter_class)}"
         raise ValueError(f"{attribute} is no drafter ({where}): write class {attribute}(Drafter)")
     if "name" not in vars(drafter_class):  # an inherited name is another drafter's
         drafter_class.name = attribute

@@ -80,7 +80,8 @@ def _warnings_of(s: TextSequence) -> list[str]:
     """What went wrong with a text."""
     if s.matcher is None or s.matcher.may_end:
         return s.warnings
-    limit = "max_tokens" if s.finish_reason == "length" else "a stop string"
+    limit = "a stop string" if s.text.stopped_by is not None else "a stop token"
+    limit = "max_tokens" if s.finish_reason == "length" else limit
     return [*s.warnings, f"{limit} cut the text, so it is not a whole one of its grammar"]
 
 

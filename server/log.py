@@ -34,7 +34,9 @@ class _Handler(QueueHandler):
     """Hands lines to a thread that writes: a full pipe must not stop an answer."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """The queue is full: the line is lost, and not the request."""
+        """If the queue is full, the line is lost, and not the request."""
+        if not isinstance(sys.exc_info()[1], queue.Full):
+            super().handleError(record)
 
 
 class Progress(logging.Handler):

@@ -160,6 +160,6 @@ def _end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
 
 def _quit(*_: Any, status: int = 1) -> NoReturn:
     """End the process at once: what a second signal does."""
-    if fetch := sys.modules.get("runtime.models.fetch"):  # which may be under way
-        fetch.abandon()
+    # A fetch may be under way, and so may the import of its module.
+    getattr(sys.modules.get("runtime.models.fetch"), "abandon", lambda: None)()
     os._exit(status)

@@ -181,7 +181,6 @@ def failing_drafter(tmp_path: Path) -> tuple[str, str]:
     """The command line's words for a drafter of one's own, `fails`, that raises in each draft."""
     (tmp_path / "own.py").write_text("""
 from drafters import Drafter
-from drafters.plan import limit_of
 class Fails(Drafter):
     name = "fails"
     def propose(self, state, max_tokens):
@@ -476,6 +475,7 @@ def run_beside_fresh(engine: Any, request: Request, *others: Request) -> tuple[A
                     state.tree = TreeBuilder if len(drafts) > 1 else None
                 if begin:
                     state.forced = begin
+                    assert draft.tokens[: len(begin)] == begin[: len(draft.tokens)], name
                 assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], name
         for s in [s for s in running if s.finish_reason]:
             engine.close(s)

@@ -178,7 +178,7 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     engine = engine_of(demo_engine, {"mtp": 1})
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
-    engine.controller.copies = ["mtp"] if rule == "copy" else []
+    engine.controller.copies = {"mtp"} if rule == "copy" else set()
     monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)  # for C see test_kernels
     drafts, least = [], []
     for s, cycle in engine.generate(request):

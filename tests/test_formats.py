@@ -93,6 +93,9 @@ def test_an_answer_says_that_it_was_cut(client):
     assert short["warnings"] == [f"max_tokens {what}"]
     _, stopped = asked(client, GENERATE, **fields, stop="days")
     assert stopped["finish_reason"] == "stop" and stopped["warnings"] == [f"a stop string {what}"]
+    third = whole["token_ids"][2]
+    _, stopped = asked(client, GENERATE, **fields, stop_token_ids=[third])
+    assert stopped["finish_reason"] == "stop" and stopped["warnings"] == [f"a stop token {what}"]
     _, exact = asked(client, GENERATE, **fields, max_tokens=len(whole["token_ids"]))
     assert exact["text"] == whole["text"] and exact["warnings"] == []
 

@@ -23,6 +23,7 @@ from runtime.models import StartError, gguf_config
 from runtime.models.gguf_config import config_of
 from runtime.models.gguf_file import BadFile
 from runtime.models.gguf_model import open_model, why_not_packed
+from runtime.models.gguf_tensors import unpacked
 from runtime.models.loading import load_pretrained
 from server.options import Options
 
@@ -171,6 +172,17 @@ def logits_of(model, length):
 def expected_of(name):
     """The logits of a case's original."""
     return logits_of(original(CASES[name]), CASES[name].length)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_blocks_are_unpacked_in_pieces_as_gguf_unpacks_them(path, monkeypatch, kind):
+    monkeypatch.setattr("runtime.models.gguf_tensors._PIECE", 2560)
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind := Kind[kind]]
+    blocks = np.random.default_rng(0).integers(0, 60, (17, 1024 // block * num_bytes), np.uint8)
+    write(path, CASES["llama"], more={"extra.weight": (blocks, kind)})
+    with open_model(str(path)) as file:
+        ours = unpacked(file, file.tensors["extra.weight"], torch.float32).numpy()
+    assert np.array_equal(ours, gguf.dequantize(blocks, kind))
 
 
 @pytest.mark.parametrize("name", CASES)

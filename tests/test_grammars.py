@@ -236,8 +236,14 @@ def test_forbidden_proposals_cost_no_row_and_are_heard_of(demo_engine, prompt, e
 
 
 @pytest.mark.parametrize("drafter", ["draft_model", "mtp", "ngram", "suffix"])
-def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(demo_engine, prompt, drafter):
-    """By itself, and behind what is forced."""
+def test_a_drafter_whose_draft_was_cut_goes_on_like_a_fresh_one(
+    demo_engine, prompt, drafter, monkeypatch
+):
+    """By itself, and behind what is forced, with which its draft then begins.
+
+    Drafts are made in Python here; for those of C see test_kernels.py.
+    """
+    monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)
     some, constraint = demo_engine.pool.drafters, (JSON, PERSON)
     pair = core.Engine(demo_engine.target, {name: some[name] for name in (drafter, "grammar")})
     expected, grammar = (

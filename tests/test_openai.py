@@ -13,13 +13,18 @@ import openai
 import pytest
 import torch
 from conftest import TARGET
+from flask import Flask, g
 from prometheus_client.parser import text_string_to_metric_families
 from started import AT_WORK, BODIES, COLOURS, is_error, module_server, request, until
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from runtime.models.reference import contents_of, system_fingerprint
 from runtime.models.token_bytes import bytes_of
+from runtime.sequence import Sequence
+from runtime.values import Request
 from server import core
+from server.dialects.completions import Completion
 from server.options import Options
 
 *_, MESSAGES, COUNT, _ = BODIES
@@ -197,6 +202,27 @@ def test_log_probabilities_of_completions_name_the_place_of_each_token(client):
         assert sum([part.text_offset for part in parts], []) == choice.logprobs.text_offset
     echoed = ask(**fields, echo=True).choices[0].logprobs.text_offset
     assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
+
+
+def test_a_place_counts_the_space_that_a_first_word_keeps_behind_its_prompt():
+    """Alone, such a tokenizer decodes it without."""
+    words = {word: i for i, word in enumerate(["<unk>", "▁tick", ",", "▁tock"])}
+    made = Tokenizer(models.WordLevel(words, "<unk>"))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    request, app = Request([1, 2], 5), Flask("x")
+    sequence = Sequence(request, 0, tokenizer)
+    with app.test_request_context():
+        g.id, app.extensions = "x", dict.fromkeys(["model", "fingerprint"], "x")
+        shape = Completion(SimpleNamespace(tokenizer=tokenizer), {})
+    shape.job = SimpleNamespace(request=request, runs=[SimpleNamespace(sequence=sequence)])
+    entries = [{"id": i, "token": "", "logprob": 0.0, "top_logprobs": None} for i in (3, 2, 1)]
+    for entry in entries:
+        sequence.text.push(entry["id"], "")
+    choice = shape._choice(0, sequence.text.text, entries)
+    assert choice["text"] == " tock, tick" and choice["logprobs"]["text_offset"] == [0, 5, 6]
 
 
 def test_log_probabilities_have_the_shape_of_chat(creates):

@@ -7,8 +7,10 @@ and deadlines are in test_server.py, the command line's mistakes in test_command
 
 import ctypes
 import json
+import logging
 import os
 import pty
+import queue
 import re
 import shutil
 import signal
@@ -41,7 +43,7 @@ from started import (
 )  # fmt: skip
 
 from runtime.kernels import library
-from server import core, page
+from server import core, log, page
 from server.http import base_app
 from server.options import MAX_QUEUED, Options
 from server.page import INDEX, files
@@ -316,6 +318,16 @@ def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
                      for name in ("accepted_draft", "draft"))  # fmt: skip
     assert three["passes"] == sum(each["target_passes"] + 1 for each in told)
     assert three["acceptance"] == round(kept / drafted, 4) and three["tokens"] == 60
+
+
+def test_a_line_is_lost_where_too_many_wait_and_told_where_it_cannot_be_written(capsys):
+    (waiting := queue.Queue(1)).put("one")
+    for lines, said in ((waiting, False), (queue.Queue(), True)):
+        record = logging.LogRecord("x", logging.INFO, "x.py", 1, "%d", ("no number",), None)
+        if lines is waiting:
+            record.args = (1,)
+        log._Handler(lines).handle(record)
+        assert ("Logging error" in capsys.readouterr().err) is said
 
 
 def test_the_log_on_a_terminal_is_for_people(gate):

@@ -250,9 +250,10 @@ def test_a_corpus_that_cannot_be_read_is_refused(monkeypatch, tmp_path, name, co
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_corpus_is_read_to_its_limit(demo_engine, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("piece", [8, 10**6])
+def test_a_corpus_is_read_to_its_limit(demo_engine, tmp_path, monkeypatch, caplog, piece):
     monkeypatch.setattr(corpus, "MOST_TOKENS", 20)
-    monkeypatch.setattr(corpus, "_PIECE", 8)
+    monkeypatch.setattr(corpus, "_PIECE", piece)
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for file in files:
         file.write_text("some words and some more of them " * 50)

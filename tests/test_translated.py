@@ -131,6 +131,7 @@ def test_by_rejection_q_is_the_draft_models_over_the_words_that_both_have(engine
     expected = torch.softmax(logits[[theirs for _, theirs in common]] / 0.8, 0)
     assert len(q) == engine.target.vocab_size and float(q.sum()) == pytest.approx(1)
     assert torch.allclose(q[[ours for ours, _ in common]], expected, atol=1e-5)
+    assert {*q.nonzero().ravel().tolist()} <= {ours for ours, _ in common}
 
 
 def test_a_text_longer_than_the_draft_models_context_is_decoded_without_it(folder, prompts):

@@ -192,7 +192,7 @@ class Controller:
 
     def __init__(self, *sizes: Any, copies: Collection[str] = ()) -> None:
         """The arguments of Costs, and the names of drafters that are copies of the target."""
-        self.costs, self.copies = Costs(*sizes), copies
+        self.costs, self.copies = Costs(*sizes), frozenset(copies)
         self.lengths, self.certainty = Lengths(), Certainty()  # of texts; the usual one
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
@@ -314,7 +314,8 @@ class Planner(FixedK):
         for s, decision in zip(asking, decisions, strict=True):
             name, count, alpha = decision[:3]
             self.decisions[name], least = decision, 0.0
-            if count and s.request.sampling.is_coupled and name not in self.controller.copies:
+            is_copy = not self.controller.copies.isdisjoint(self._pool.members(s.drafting, name))
+            if count and s.request.sampling.is_coupled and not is_copy:
                 least = min(1.0, decision.least_chance / alpha)  # for the rule of rejection: Chain
             self._chosen[s] = Task(name, count, least, decision)
         plan.choice_ms = (time.perf_counter() - began) * 1e3

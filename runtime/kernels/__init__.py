@@ -12,9 +12,9 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     speed_up_blocks              a DFlash head's layers, which look ahead
     can_chain, draft_chain       a draft of several tokens in one call, and where that can be
     vocabulary_of, FrequentWords the tokens that such a draft chooses among
-    can_choose, choose, survivors, leaders, confidence
+    can_choose, choose, survivors, leaders
                                  what runtime/sampling.py and trees compute, with the same bits
-    score_rows                   log-probabilities, with about those of torch
+    confidence, score_rows       probabilities, with about the bits of torch; no text hangs on them
     PackedMatrix, LANES          a matrix in panels of so many outputs: floats, or a file's bytes
     lay_out, load                how its rows come to lie so; the compiled kernels
     put_panels, put_experts      let a module compute with panels; matrices_of names the experts'

@@ -1,4 +1,7 @@
-"""Choosing tokens in C: what runtime/sampling.py does, with the same bits."""
+"""Choosing tokens in C: what runtime/sampling.py does, with the same bits.
+
+`confidence` and `score_rows` alone add in float32, and choose nothing.
+"""
 
 import ctypes
 from collections.abc import Callable

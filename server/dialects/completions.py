@@ -4,7 +4,6 @@ The fields of /generate (drafter, num_speculative_tokens, min_p, …) may be sen
 usual parts an answer, and a stream's last chunk, has `metrics.speculative_decoding` and `timings`.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,7 +125,8 @@ def _score_prompts(fields: Json) -> None:
     if fields.get("truncate_prompt_tokens") is not None:
         raise wrong("truncate_prompt_tokens", "does not go with echo")
     count, scored = fields.get("logprobs", False), fields.get("prompt_logprobs")
-    if count is not False and isinstance(count, int) and isinstance(scored, int | None):
+    is_number = type(scored) in (int, type(None))  # True is none, and is refused as such
+    if count is not False and isinstance(count, int) and is_number:
         fields["prompt_logprobs"] = max(0 if count is True else count, scored or 0)
 
 
@@ -141,7 +141,7 @@ class Completion(OpenAIShape):
         super().__init__(fields)
         self._begun = set[int]()  # choices whose prompt is repeated already
         self._tokenizer = service.tokenizer
-        self._places = defaultdict[int, Places](partial(Places, service.tokenizer))  # by choice
+        self._places = dict[int, Places]()  # by choice
 
     def choice(self, index: int, body: Json) -> Json:
         text, logprobs = body["text"], body.get("logprobs")
@@ -190,6 +190,9 @@ class Completion(OpenAIShape):
         """A choice, or a part of it, with the log-probabilities of its tokens."""
         listed = None
         if logprobs is not None:
+            if index not in self._places:
+                before = () if self.echoed else self.job.runs[index].sequence.before
+                self._places[index] = Places(self._tokenizer, before)
             listed = {
                 "tokens": [entry["token"] for entry in logprobs],
                 "token_logprobs": [entry["logprob"] for entry in logprobs],

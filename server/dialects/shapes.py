@@ -51,8 +51,9 @@ def by_id(scores: list[Json | None]) -> list[Json | None]:
 class Places:
     """Where each token of a text begins and ends in it. A character counts once it is whole."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._text, self._end = TextStream(tokenizer), 0
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """The text goes on behind the tokens `before`."""
+        self._text, self._end = TextStream(tokenizer, before=before), 0
 
     def next(self, entry: Json) -> tuple[int, int]:
         """The place of the next token, which has this entry of log-probabilities."""
