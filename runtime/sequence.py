@@ -18,7 +18,8 @@ class Sequence:
         known = () if request.sampling.is_coupled else request.prediction  # see Noise
         self.noise, self.tokens = Noise(request.seed, known), list(request.prompt)
         # A text goes on behind its prompt, and an answer in a chat begins anew.
-        self.before = request.prompt[-8:] if type(request.prompt) is list else []
+        goes_on = getattr(request.prompt, "goes_on", True)
+        self.before = request.prompt[-8:] if goes_on else []
         self.text, self.num_steps = TextStream(tokenizer, *request.ends, self.before), 0
         self.matcher = request.grammar and request.grammar.matcher()  # what may come next
         self.drafting: Any = None  # what drafters know of it: a DraftedText of drafters/plan.py

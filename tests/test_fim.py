@@ -81,10 +81,11 @@ def test_tokens_in_the_text_around_a_gap_are_text(filling, filling_folder):
 ])  # fmt: skip
 def test_each_family_s_tokens_are_found(tmp_path, family, words):
     """By their texts; or by the keys of a file, where they have others."""
-    words = [*words.split(), *"▁Helo", "▁H", "el", "lo", "▁Hel"]
+    num_tokens = len(words.split())
+    words = [*words.split(), *"▁Helo-", "▁H", "el", "lo", "▁Hel"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     named = {"pre": 259, "suf": 260, "mid": 261, "pad": 262} if family == "named" else {}
-    kinds = [2, 3, 3] + [6] * 256 + [3] * (len(words) - 9) + [1] * 9
+    kinds = [2, 3, 3] + [6] * 256 + [3] * (len(words) - 10) + [1] * 10
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     facts = {"model": "llama", "tokens": tokens, "token_type": kinds}
     facts |= {"scores": [-float(i) for i in range(len(tokens))]}
@@ -94,7 +95,7 @@ def test_each_family_s_tokens_are_found(tmp_path, family, words):
     tokenizer = tokenizer_of(GgufFile(tmp_path / "a.gguf"))
     fim = fim_of(tokenizer)
     assert fim[:3] == (259, 260, 261)
-    assert fim.ends >= ({262} if family in ("named", "codellama") else set())
+    assert fim.ends == {*range(262, 259 + num_tokens)}  # "-" is a word
     ids = infill_prompt("Hel", "Hel", tokenizer, "", 100)
     behind = tokens[ids[ids.index(fim.suffix) + 1]]
     assert behind.startswith("▁") == (family != "codellama")  # which begins amid a line

@@ -19,6 +19,7 @@ from started import AT_WORK, BODIES, COLOURS, is_error, module_server, request, 
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from runtime.models.prompts import Conversation
 from runtime.models.reference import contents_of, system_fingerprint
 from runtime.models.token_bytes import bytes_of
 from runtime.sequence import Sequence
@@ -204,19 +205,31 @@ def test_log_probabilities_of_completions_name_the_place_of_each_token(client):
     assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
 
 
-def test_a_place_counts_the_space_that_a_first_word_keeps_behind_its_prompt():
-    """Alone, such a tokenizer decodes it without."""
+@pytest.fixture
+def stripping():
+    """A tokenizer that decodes a first word without the space before it."""
     words = {word: i for i, word in enumerate(["<unk>", "▁tick", ",", "▁tock"])}
     made = Tokenizer(models.WordLevel(words, "<unk>"))
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize(("goes_on", "text"), [(True, " tock"), (False, "tock")])
+def test_an_answer_that_continues_a_message_keeps_its_first_space(stripping, goes_on, text):
+    (prompt := Conversation([1, 2])).goes_on = goes_on
+    sequence = Sequence(Request(prompt, 5), 0, stripping)
+    sequence.text.push(3, "")
+    assert sequence.text.text == text
+
+
+def test_a_place_counts_the_space_that_a_first_word_keeps_behind_its_prompt(stripping):
     request, app = Request([1, 2], 5), Flask("x")
-    sequence = Sequence(request, 0, tokenizer)
+    sequence = Sequence(request, 0, stripping)
     with app.test_request_context():
         g.id, app.extensions = "x", dict.fromkeys(["model", "fingerprint"], "x")
-        shape = Completion(SimpleNamespace(tokenizer=tokenizer), {})
+        shape = Completion(SimpleNamespace(tokenizer=stripping), {})
     shape.job = SimpleNamespace(request=request, runs=[SimpleNamespace(sequence=sequence)])
     entries = [{"id": i, "token": "", "logprob": 0.0, "top_logprobs": None} for i in (3, 2, 1)]
     for entry in entries:

@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 from werkzeug.serving import make_server
 
 from runtime.grammars import OPEN, POSSIBLE, source_of
-from runtime.grammars.measure import LARK
-from runtime.models.calls import AnswerReader, Call, Form, Thought, form_of
-from runtime.models.chat import call_form, chat_prompt
+from runtime.grammars.measure import LARK, schemas_of
+from runtime.models.calls import AnswerReader, Call, Form, Thought, form_of, tools_grammar
+from runtime.models.chat import call_form, chat_prompt, read_turns
 from runtime.models.loading import load_pretrained
 from runtime.models.tools import Tools
 from runtime.values import Request, RequestError
@@ -348,6 +348,31 @@ def test_a_template_that_knows_tools_gets_them_with_arguments_as_objects():
         "tool: ok",
         "tool: ok",
     ]
+
+
+def test_a_template_for_tools_in_an_unknown_form_is_left_for_the_usual_one():
+    """It would be rendered without its tools, and may refuse."""
+    tokenizer = Mock(side_effect=lambda text, **_: {"input_ids": list(text)}, special_tokens_map={})
+    own = "{% for tool in tools %}<tool_call>{{ tool }}{% endfor %}"
+    tokenizer.get_chat_template = lambda tools: PLAIN if tools is None else own
+    tokenizer.get_added_vocab.return_value, tokenizer.get_vocab.return_value = {}, {"a": 0}
+    said = "".join(chat_prompt(ASK, tokenizer, 10_000, Tools(TOOLS, form_of(own))))
+    assert said.startswith("[system: You can call these tools:")
+
+
+def test_a_call_without_arguments_has_an_empty_object():
+    call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": ""}}
+    (turn,) = read_turns([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert turn["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_a_grammar_of_tools_has_nothing_that_is_for_people():
+    named = {"title": {"type": "string", "title": "x"}, "kind": {"enum": [{"title": "y"}]}}
+    parameters = {"type": "object", "description": "z" * 999, "properties": named}
+    rules = tools_grammar([{"name": "f", "parameters": parameters}], GENERAL, True, False, None)
+    (schema,) = schemas_of(rules)
+    assert schema["properties"] == {"title": {"type": "string"}, "kind": named["kind"]}
+    assert "zz" not in rules
 
 
 PLAIN = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"

@@ -89,6 +89,24 @@ def schemas_in(part: Any, has_names: bool = False) -> Iterator[Json]:
                 yield from schemas_in(each, not has_names and key in _NAMED)
 
 
+def without_notes(schema: Any) -> Any:
+    """A schema without what is for people: else a grammar of many tools would be too long.
+
+    Example: {"title": "x", "properties": {"title": {}}} -> {"properties": {"title": {}}}.
+    """
+    if isinstance(schema, list):
+        return list(map(without_notes, schema))
+    if not isinstance(schema, dict):
+        return schema
+    kept = Json()
+    for key, part in schema.items():
+        if key in _NAMED and isinstance(part, dict):
+            kept[key] = {name: without_notes(each) for name, each in part.items()}
+        elif key not in _NOTES:
+            kept[key] = part if key in _VALUES else without_notes(part)
+    return kept
+
+
 def texts_in(schema: Any, notes: Collection[str] = _NOTES) -> Iterator[str]:
     """The texts in a schema that constrain: all but `notes`, which are for people."""
     if isinstance(schema, str):

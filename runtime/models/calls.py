@@ -133,7 +133,9 @@ def _free_text(form: Form) -> list[str]:
 
 
 def _json(schema: Json) -> str:
-    return f"%json {json.dumps(schema | {'x-guidance': _SPACING})}"
+    from runtime.grammars.measure import without_notes  # here, as other answers need no grammars
+
+    return f"%json {json.dumps(without_notes(schema) | {'x-guidance': _SPACING})}"
 
 
 def _closed(parameters: Json | None) -> Json:

@@ -138,7 +138,9 @@ def chat_prompt(
         text = _render(turns, tokenizer, tools, how)
     # The template has written the special tokens already, mostly.
     has_more = how.get("add_special_tokens", False)
-    return Conversation(tokenize(text, tokenizer, max_length, add_special_tokens=has_more))
+    ids = tokenize(text, tokenizer, max_length, add_special_tokens=has_more)
+    (conversation := Conversation(ids)).goes_on = bool(how.get("continue_final_message"))
+    return conversation
 
 
 @lru_cache(1)
@@ -183,11 +185,12 @@ def _render(
     has_prompt = how.get("add_generation_prompt", True) and not is_continued
     asked = {"add_generation_prompt": has_prompt, "continue_final_message": is_continued}
     asked |= how.get(_FOR_TEMPLATE, {})
+    form = (tools.form if tools else call_form(tokenizer)) if has_tools else Form()
     try:
-        source = tokenizer.get_chat_template(tools=[] if has_tools else None)
+        # One of its own for tools may write calls in a form that is not known here.
+        source = tokenizer.get_chat_template(tools=[] if form.in_template else None)
         turns = _in_roles(turns, source)
         if has_tools:
-            form = tools.form if tools else call_form(tokenizer)
             turns = turns_for_template(turns, form, tools)
             asked["tools"] = tools.tools if tools and form.in_template else None
         asked |= {"chat_template": source, "conversations": [turns]}

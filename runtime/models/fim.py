@@ -26,6 +26,7 @@ from runtime.values import RequestError
 
 from .prompts import check_characters, long_texts, panics_caught, tokenize
 
+_NONE = "-"  # no such token; as a word every vocabulary has it
 # Of each family: prefix, suffix, middle; then tokens that end a middle.
 _FAMILIES = (
     "<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|repo_name|> <|file_sep|> <|fim_pad|>",  # Qwen
@@ -83,7 +84,7 @@ def fim_of(tokenizer: Tokenizer) -> Fim | None:
 
     def id_of(token: str) -> int | None:
         found = tokenizer.convert_tokens_to_ids(token)
-        is_known = found is not None and tokenizer.convert_ids_to_tokens(found) == token
+        is_known = found is not None and tokenizer.convert_ids_to_tokens(found) == token != _NONE
         return found if is_known else None
 
     named = getattr(tokenizer, "fim_ids", {})

@@ -120,6 +120,8 @@ def tokenize(
 class Conversation(list[int]):
     """The ids of a prompt that a chat template wrote."""
 
+    goes_on = False  # whether its last message is continued
+
 
 def prompt_ids(value: Any, tokenizer: Tokenizer, max_length: int) -> list[int]:
     """The ids of a prompt that is continued as it stands: a text, or ids already.

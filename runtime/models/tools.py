@@ -137,6 +137,7 @@ def _read_call(call: Any, where: str) -> Json:
         raise bad_field(f"{where} must be an object with type: function")
     function = call.get("function") if isinstance(call.get("function"), dict) else {}
     texts = {"id": call.get("id")} | {key: function.get(key) for key in ("name", "arguments")}
+    texts["arguments"] = "{}" if texts["arguments"] == "" else texts["arguments"]
     for key, text in texts.items():
         if not isinstance(text, str):
             raise bad_field(f"{where}: {key} must be a text")
