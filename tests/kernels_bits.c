@@ -1,6 +1,6 @@
 // Random decoders and batches, convolutions and rules, rows of GGUF's types in panels, and choices, all by the kernels:
 // prints a hash of all bits for each seed. Built for several CPUs, whose hashes have to be equal, and with sanitizers.
-// `kernels_bits FIRST COUNT THREADS [all]`
+// `kernels_bits FIRST COUNT THREADS [all]`; `kernels_bits jobs 0 THREADS` does many small jobs.
 
 #include <math.h>
 #include <stdio.h>
@@ -8,6 +8,7 @@
 
 #include "../runtime/kernels/c/decoder.h"
 #include "../runtime/kernels/c/sampling.h"
+#include "../runtime/kernels/c/threads.h"
 
 int apply_linear(const layer *, int, const float *, float *, int);
 int apply_convolution(const convolution *, const conv_text *, int, int);
@@ -196,10 +197,32 @@ static uint32_t chosen(int vocab, uint32_t hash) {
   return hash;
 }
 
+static int times_done[64];
+static void do_once(void *unused) {
+  for (int unit; take(64, 1, &unit) > 0;) ++times_done[unit];
+  meet();
+}
+static void do_nothing(void *unused) {
+  for (int unit; take(8, 1, &unit) > 0;) {}
+}
+// Whether a job of one thread, right behind one of several, has a unit that is not done once: one of the several may
+// come out of their last meeting late.
+static int is_disturbed(int threads) {
+  for (int job = 0; job < 3000000; ++job) {
+    run_in_threads(threads, do_nothing, NULL);
+    memset(times_done, 0, sizeof times_done);
+    run_in_threads(1, do_once, NULL);
+    for (int unit = 0; unit < 64; ++unit)
+      if (times_done[unit] != 1) return 1;
+  }
+  return 0;
+}
+
 int main(int count, char **arguments) {
   static const int sizes[] = {1, 3, 17, 64, 65, 257, 1000, 4097, 30011};
   const int first = count > 1 ? atoi(arguments[1]) : 0, seeds = count > 2 ? atoi(arguments[2]) : 8, threads = count > 3 ? atoi(arguments[3]) : 2;
   const uint32_t num_forms = count > 4 ? 11 : 10;
+  if (count > 1 && !strcmp(arguments[1], "jobs")) return puts(is_disturbed(threads) ? "disturbed" : "undisturbed") < 0;
   for (int seed = first; seed < first + seeds; ++seed) {
     state = (uint32_t)seed * 7919 + 1;
     // The CPU's own product of bfloat16 is the one thing that differs: only `all` forms are that one, too.

@@ -1,6 +1,6 @@
 """Choosing tokens in C: what runtime/sampling.py does, with the same bits.
 
-`confidence` and `score_rows` alone add in float32, and choose nothing.
+`confidence` alone adds in float32; it and `score_rows` choose nothing.
 """
 
 import ctypes

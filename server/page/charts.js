@@ -39,8 +39,8 @@ export function drawRows(box, words, ...rows) {
 }
 
 /** Draw the figures of a session, and all charts of it; nothing of one that has not come to a cycle. */
-export function drawStatistics({ cycles, request, answer }) {
-  byId("charts").hidden = !cycles.length && !answer;
+export function drawStatistics({ cycles, request }) {
+  byId("charts").hidden = !cycles.length;
   write("statistics-number", texts.says.statistics);
   if (!cycles.length) return;
   const { at, ms, totalMs, ...figures } = figuresOf(cycles);

@@ -5,7 +5,7 @@ import { byId, element, write } from "./elements.js";
 import { ServerError } from "./stream.js";
 import { nameOfPrompt } from "./words.js";
 
-const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
+export const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
 const FIELDS = ["prompt", "drafter", "verification", "json_schema", ...NUMBERS];
 const NUMBER = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i;
 const FIRST_PROMPT = "code_function";
@@ -80,8 +80,8 @@ export class RequestForm {
 }
 
 function numberIn(name, text) {
-  const number = text.replace(",", ".");
-  const wrong = !NUMBER.test(number) ? `“${number}” is not a number.`
+  const number = ["temperature", "top_p"].includes(name) ? text.replace(",", ".") : text;
+  const wrong = !(NUMBER.test(number) && Number.isFinite(Number(number))) ? `“${number}” is not a number.`
     : name === "seed" && Math.abs(number) > Number.MAX_SAFE_INTEGER
       ? "a browser cannot send a number of more than 53 bits." : "";
   if (wrong) throw new ServerError(`${labelOf(name)}: ${wrong}`, { param: name });

@@ -40,7 +40,7 @@ export const visible = (text) => (
 /** A token in quotes, with its blanks to be seen; one that is written from right to left stays apart. */
 export function quoted({ text }) {
   const shown = `“${visible(text)}”`;
-  return /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/.test(text) ? `\u2068${shown}\u2069` : shown;
+  return /[\u0590-\u08ff\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufefc]/.test(text) ? `\u2068${shown}\u2069` : shown;
 }
 
 /** The rule of rejection: "u .31 < p/q .83". Else what the target's choice went by. */
@@ -60,7 +60,7 @@ export function originOf({ kind }, { step }) {
 export const nameOfPrompt = (name) => texts.prompts[name] ?? name.replaceAll("_", " ");
 /** What a run gave, in figures that add up: the prefill gives the first token. */
 export const pace = ({ tokens, passes, tokensPerPass }) => (
-  `${counted(tokens, "token")}, ${tokens - 1} of them in ${counted(passes, "pass", "passes")}: `
+  `${counted(tokens, "token")}, ${Math.max(0, tokens - 1)} of them in ${counted(passes, "pass", "passes")}: `
     + `${short(tokensPerPass)} tokens per pass`);
 
 /** What the grammar said at place `i` of a cycle, in sentences; "" without one. */
@@ -106,7 +106,7 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   if (rejected) parts.push(`${quoted(rejected)} rejected`);
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
   const limit = asked === "none" ? 0 : isFixed ? k : Number(/K=(\d+)/.exec(controller)?.[1] ?? n);
-  const early = n < limit ? ` ${n} of at most ${limit}: ${texts.says.early}.` : "";
+  const early = cycle.fed.length < limit ? ` ${cycle.fed.length} of at most ${limit}: ${texts.says.early}.` : "";
   const told = n || !controller ? "" : ` The controller: ${controller}.`;
   return `Cycle ${step}${tells}${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
     + `(${spent}).${early}${told}`;

@@ -8,7 +8,7 @@
 import { drawStatistics } from "./charts.js";
 import { Distribution } from "./distribution.js";
 import { byId, element, enable, isNarrow, isOff, onPress, reveal, write } from "./elements.js";
-import { RequestForm, settingsWords } from "./form.js";
+import { NUMBERS, RequestForm, settingsWords } from "./form.js";
 import { Picture } from "./picture.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
@@ -163,7 +163,7 @@ function onward(isKey = false) {
   if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
   if (mode === "idle") {
     const { answer } = now; // of a run whose prefill has been seen
-    if (answer && isKey) return say("This is the last cycle. Step or Run begins anew.");
+    if (isKey) return answer ? say("This is the last cycle. Step or Run begins anew.") : null;
     return begin("stepping") && answer && run.stream.step();
   }
   if (mode === "racing") return null;
@@ -221,10 +221,11 @@ function followLink() {
 }
 
 function runAgain({ at, ...fields }, isStrict = false) {
-  if (mode !== "idle") return;
+  if (mode !== "idle") run.ended = () => runAgain({ at, ...fields }, isStrict);
+  if (mode !== "idle") return run.stream.stop();
   const before = form.settings;
   byId("workbench").scrollIntoView();
-  form.fill({ verification: "", seed: "", json_schema: "", ...fields });
+  form.fill({ ...Object.fromEntries(NUMBERS.map((name) => [name, ""])), verification: "", json_schema: "", ...fields });
   byId("more").open ||= form.settings !== before; // one should see what is not as usual
   const param = ["drafter", "verification"].find((name) => fields[name] && byId(name).value !== fields[name]);
   if (param) byId(param).selectedIndex = 0;

@@ -57,12 +57,13 @@ static void wait_for(bell *b, unsigned old) {
 }
 
 void meet(void) {
-  if (num_threads == 1) {
+  const int count = num_threads;  // read before all are here: then the next job may have another number
+  if (count == 1) {
     atomic_store_explicit(&next_unit, 0, memory_order_relaxed);
     return;
   }
   unsigned old = atomic_load(&met.number);
-  if (atomic_fetch_add(&num_arrived, 1) + 1 < num_threads) {
+  if (atomic_fetch_add(&num_arrived, 1) + 1 < count) {
     wait_for(&met, old);
   } else {
     atomic_store(&num_arrived, 0);
@@ -126,8 +127,6 @@ static void forget(void) {  // a forked process has none of the threads, and non
 static void forget_when_forked(void) { pthread_atfork(NULL, NULL, forget); }
 
 static void make_workers(int count) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  if (count) pthread_once(&once, forget_when_forked);
   for (; num_workers < count; ++num_workers) {
     pthread_t thread;
     if (pthread_create(&thread, NULL, worker, (void *)(uintptr_t)(num_workers + 1))) return;
@@ -136,6 +135,8 @@ static void make_workers(int count) {
 }
 
 void run_in_threads(int count, void (*run)(void *argument), void *argument) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, forget_when_forked);
   pthread_mutex_lock(&one_job);
   make_workers((count < MOST_THREADS ? count : MOST_THREADS - 1) - 1);
   num_threads = count < num_workers + 1 ? count : num_workers + 1;
