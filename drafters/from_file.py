@@ -51,6 +51,8 @@ def _line_of(made: type) -> str:
 
 def check_drafter(drafter: Drafter, context: Context) -> None:
     """Raises ValueError if it says something of itself that cannot be."""
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"build returned a {type(drafter).__name__}: write return cls(...)")
     if not (isinstance(drafter.name, str) and drafter.name):
         kind = type(drafter).__name__
         raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')

@@ -44,8 +44,10 @@ class Meter(Collector):
         self._engine, self._worker, self.registry = engine, worker, CollectorRegistry()
         self.registry.register(self)
         mine, labels = {"registry": self.registry}, ["finished_reason"]
-        self._finished = Counter("request_success", "requests that ended", labels, **mine)
-        self._read = Counter("prompt_tokens", "tokens of prompts of requests that ended", **mine)
+        self._finished = Counter(
+            "request_success", "texts that ended, several of some requests", labels, **mine
+        )
+        self._read = Counter("prompt_tokens", "tokens of the prompts of texts that ended", **mine)
         meaning = "those of them that were known already"
         self._cached = Counter("prompt_tokens_cached", meaning, **mine)
         self._histograms = dict[str, Histogram]()

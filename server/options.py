@@ -349,6 +349,9 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
     parts = urlsplit(flags.engine or "http://none")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         return f"--engine: {flags.engine} is no address such as http://host:8000"
+    origin = flags.allow_origin or "*"
+    if origin != "*" and not re.fullmatch(r"https?://[^/]+", origin):
+        return f"--allow-origin: {origin} is no origin such as https://example.org"
     names = read_prompts(is_chat=True)
     known = sorted({*names, *map(kind_of, names)})
     if unknown := set(flags.prompts or ()) - set(known):

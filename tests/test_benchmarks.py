@@ -456,6 +456,7 @@ UNREADABLE = {  # by what is said
     ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
     ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
     ("audition", "--drafters nobody", "unknown drafter 'nobody'"),
+    ("audition", "--temperature nan", "temperature must be a number from 0 to 100"),
     ("audition", "--drafters ngram /nope.py:Mine", "drafter file '/nope.py' not found"),
     ("audition", "--drafters {mine}:Nobody", "has no class 'Nobody'"),
     ("audition", "--drafters eagle3", "embedded has no eagle3: add --eagle3"),

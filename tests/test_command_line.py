@@ -194,6 +194,8 @@ MISTAKES = {  # what is said -> after which command line
     "it must be UTF-8": "--port 5000 --api-key a\udcff",
     "--host is empty: give 127.0.0.1": "--port 5000 --host ' '",
     "leave no room in a context of 2048": f"--model embedded --prompt '{'x ' * 2100}'",
+    "example.org is no origin such as": "--port 5000 --allow-origin example.org",
+    "the name of a model is empty": "--prompt x --model ''",
     "lone surrogate": "--model embedded --prompt \udcff",
     "stop must be a non-empty string": "--model embedded --prompt x --stop ''",
     "vllm is no address such as": "--port 1 --engine vllm --model T",

@@ -365,6 +365,8 @@ class Mine(Drafter):
      r"failed to load: E, whose text .* \(.*mine.py, line 20\)"),
     ("class Mine(Inherits):\n  def build(context): raise SystemExit(0)",
      r"failed to start: SystemExit: 0 \(.*mine.py, line 19\)"),
+    ("class Mine(Inherits):\n  def build(context): pass",
+     "build returned a NoneType: write return cls"),
     ("class Mine(Inherits): name = ''", "name of Mine is '': write name = \"mine\""),
     ("class Mine(Inherits): name = 5", "name of Mine is 5: write name = \"mine\""),
     ("class Mine(Inherits): needs_hidden, hidden_layers = True, ()",

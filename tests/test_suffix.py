@@ -174,7 +174,7 @@ def test_what_comes_after_a_stop_string_is_not_kept(engine, prompts):
 @pytest.mark.parametrize(("lines", "expected"), [
     (["", "--host localhost", "--host ::1"], REMEMBERED),
     (["--host 0.0.0.0", "--host ::", "--host example.org", "--suffix-cache 0"], 0),
-    (["--api-key a", "--allowed-host a", "--allow-origin a"], 0),
+    (["--api-key a", "--allowed-host a", "--allow-origin http://a"], 0),
     (["--host 0.0.0.0 --suffix-cache 7"], 7),
 ])  # fmt: skip
 def test_an_exposed_server_keeps_no_outputs_unless_told_to(lines, expected):

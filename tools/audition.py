@@ -48,6 +48,7 @@ from server.comparison import costs_of
 from server.curve import Curve
 from server.measurement import Measurement
 from server.options import MOST_K, Options, arguments, between
+from server.parsing import check_fields
 
 LOADED = "model", "draft_model", "mtp", "eagle3", "dflash", "dtype"
 AGAIN = "none again"
@@ -250,6 +251,7 @@ def check(flags: argparse.Namespace) -> tuple[Options, dict[str, str]]:
     """
     common = bench.FORGETFUL | {"drafter": bench.AUTO, "max_running": 1}
     options = Options(**common | {name: getattr(flags, name) for name in LOADED})
+    check_fields({"temperature": flags.temperature})
     if flags.raw and not flags.prompts:
         raise ValueError("--raw goes with --prompts")
     for name in flags.drafters:

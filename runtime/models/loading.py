@@ -126,6 +126,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
     """Read a folder or a hub id. The weights come last, once all else is checked."""
     check_folder(name)
+    if not Path(name).exists():
+        logging.getLogger("progress.once").info("asking the Hugging Face hub for %s", name)
     trust = {"trust_remote_code": options.trust_remote_code}
     # First: a wrong id fails here, after one small file.
     content = json_of(name, "config.json", options)
@@ -152,6 +154,8 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> Loaded:
 
 def check_folder(name: str) -> None:
     """Raises StartError for no model's folder, and what is not named as the hub names models."""
+    if not name:
+        raise StartError("the name of a model is empty")
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
