@@ -5,7 +5,7 @@ import { byId, element, write } from "./elements.js";
 import { ServerError } from "./stream.js";
 import { nameOfPrompt } from "./words.js";
 
-export const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
+const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
 const FIELDS = ["prompt", "drafter", "verification", "json_schema", ...NUMBERS];
 const NUMBER = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i;
 const FIRST_PROMPT = "code_function";
@@ -25,8 +25,7 @@ export class RequestForm {
   offerPrompts(prompts) {
     this.#prompts = prompts;
     const names = Object.keys(prompts);
-    const options = names.map((name) => (
-      element("option", { value: name }, nameOfPrompt(name))));
+    const options = names.map((name) => element("option", { value: name }, nameOfPrompt(name)));
     this.#demo.replaceChildren(this.#demo.options[0], ...options);
     if (this.#prompt.value || document.activeElement === this.#prompt) return; // somebody was faster
     const isChat = names[0]?.startsWith("chat"); // a chat model's are those of that kind
@@ -39,11 +38,12 @@ export class RequestForm {
     byId("drafter").append(...drafters.map((name) => element("option", name)));
     this.fill(fields);
   }
-  /** Set some fields; `demo` is the name of a demo prompt. */
-  fill({ demo = "", chat = null, ...fields }) {
+  /** Set some fields; `demo` is the name of a demo prompt. With `isWhole` all others become empty. */
+  fill({ demo = "", chat = null, isWhole = false, ...fields }) {
     if (demo in this.#prompts) [this.#demo.value, this.#prompt.value] = [demo, this.#prompts[demo]];
     if (chat !== null) byId("chat").checked = chat;
-    for (const name of FIELDS.filter((field) => field in fields)) byId(name).value = fields[name];
+    const set = FIELDS.filter((name) => name in fields || (isWhole && name !== "drafter"));
+    for (const name of set) byId(name).value = fields[name] ?? "";
     if ("prompt" in fields) {
       const isIt = (name) => this.#prompts[name] === fields.prompt;
       this.#demo.value = Object.keys(this.#prompts).find(isIt) ?? "";

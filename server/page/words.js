@@ -40,7 +40,7 @@ export const visible = (text) => (
 /** A token in quotes, with its blanks to be seen; one that is written from right to left stays apart. */
 export function quoted({ text }) {
   const shown = `“${visible(text)}”`;
-  return /[\u0590-\u08ff\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufefc]/.test(text) ? `\u2068${shown}\u2069` : shown;
+  return /[\u0590-\u08ff\u202a-\u202e\u2066-\u2069\ufb1d-\ufefc]/.test(text) ? `\u2068${shown}\u2069` : shown;
 }
 
 /** The rule of rejection: "u .31 < p/q .83". Else what the target's choice went by. */
@@ -92,7 +92,7 @@ export function why(token, cycle) {
 
 /** What happened in a cycle of a request, in sentences; and why it is shown, as the one of `most` cycles. */
 export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculative_tokens: k }, most = 0) {
-  const { step, tokens, proposals: { length: n }, rejected, drafter, controller, cached, ms } = cycle;
+  const { step, tokens, fed, proposals: { length: n }, rejected, drafter, controller, cached, ms } = cycle;
   const spent = Object.entries(ms).map(([name, took]) => `${name} ${milliseconds(took)}`).join(", ");
   const own = ownToken(cycle);
   if (step === 0) {
@@ -106,7 +106,7 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   if (rejected) parts.push(`${quoted(rejected)} rejected`);
   if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
   const limit = asked === "none" ? 0 : isFixed ? k : Number(/K=(\d+)/.exec(controller)?.[1] ?? n);
-  const early = cycle.fed.length < limit ? ` ${cycle.fed.length} of at most ${limit}: ${texts.says.early}.` : "";
+  const early = fed.length < limit ? ` ${fed.length} of at most ${limit}: ${texts.says.early}.` : "";
   const told = n || !controller ? "" : ` The controller: ${controller}.`;
   return `Cycle ${step}${tells}${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass `
     + `(${spent}).${early}${told}`;

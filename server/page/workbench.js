@@ -8,7 +8,7 @@
 import { drawStatistics } from "./charts.js";
 import { Distribution } from "./distribution.js";
 import { byId, element, enable, isNarrow, isOff, onPress, reveal, write } from "./elements.js";
-import { NUMBERS, RequestForm, settingsWords } from "./form.js";
+import { RequestForm, settingsWords } from "./form.js";
 import { Picture } from "./picture.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
@@ -225,7 +225,7 @@ function runAgain({ at, ...fields }, isStrict = false) {
   if (mode !== "idle") return run.stream.stop();
   const before = form.settings;
   byId("workbench").scrollIntoView();
-  form.fill({ ...Object.fromEntries(NUMBERS.map((name) => [name, ""])), verification: "", json_schema: "", ...fields });
+  form.fill({ isWhole: true, ...fields });
   byId("more").open ||= form.settings !== before; // one should see what is not as usual
   const param = ["drafter", "verification"].find((name) => fields[name] && byId(name).value !== fields[name]);
   if (param) byId(param).selectedIndex = 0;
