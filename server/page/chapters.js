@@ -389,7 +389,7 @@ export const CHAPTERS = {
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
       const bet = chosen === null ? "" : ` Your bet: ${racers[chosen].name}.`;
       if (!bet) return `Plain decoding takes ${milliseconds(plain.endMs)}. The others wait for your answer.`;
-      if (share < 100) return `All write the same text, each with its own passes.${bet}`;
+      if (share < 100) return `${texts.says[data.isEqual(way) ? "alike" : "unlike"]}${bet}`;
       const late = racers.filter(({ endMs }) => endMs > plain.endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
       return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in `

@@ -123,6 +123,8 @@ class Data {
   racers(prompt) { return this.#racers[prompt] ??= this.#racersOf(prompt); } // it is asked in each frame
   /** The same without the controller, which chooses among the others. */
   rivals(prompt) { return this.racers(prompt).filter(({ name }) => name !== "auto"); }
+  /** Whether all wrote the same tokens: where bits are not equal, near-ties may part them. */
+  isEqual(prompt) { return new Set(this.racers(prompt).map(({ ids }) => ids)).size === 1; }
   #racersOf(prompt) {
     const runs = this.#runs.filter(({ prompt: name, request }) => name === prompt && !request.temperature);
     const racer = (name, cycles) => {
@@ -136,8 +138,8 @@ class Data {
       });
       const guesses = cycles.flatMap(({ proposals }) => proposals).length;
       const costs = guesses ? `, α ${short(alpha)}, c ${short(draft / guesses / this.plainMs)}` : "";
-      return { name, passes, tokensPerPass, numTokens: timed.length, endMs,
-        costs: `, ${passes} passes${costs}`, at: (now) => timed.filter(({ seen }) => seen <= now) };
+      return { name, passes, tokensPerPass, numTokens: timed.length, ids: `${timed.map(({ id }) => id)}`,
+        endMs, costs: `, ${passes} passes${costs}`, at: (now) => timed.filter(({ seen }) => seen <= now) };
     };
     const drafted = runs.map(({ request, cycles }) => racer(request.drafter, cycles));
     return [racer("plain", runs[0].plain), ...drafted];
@@ -166,7 +168,7 @@ class Data {
       byRejection: short(byRejection), byNoise: short(byNoise), passes: ROUNDS,
       liked: quoted(liked), likedP: chance(liked.p), likedQ: chance(liked.q),
       gain: times(this.gain), drafter: this.drafter, c: short(c), weights: bytes(weights),
-      tenWeights: bytes(10 * weights),
+      tenWeights: bytes(10 * weights), same: texts.says[this.isEqual("first") ? "equal" : "parted"],
       plain: milliseconds(plainMs), tenPlain: milliseconds(10 * plainMs), six: times(this.factorOf(6)),
       flat: counted(Math.max(...flat), "position"), guesses: counted(n, "token"), drafted: n,
       kept: numAccepted(whole), gave: counted(gave, "token"), alone: milliseconds(gave * plainMs),
