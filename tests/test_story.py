@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import shutil
+from copy import deepcopy
 from datetime import date
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
@@ -432,6 +433,25 @@ def test_a_model_without_a_drafter_has_its_story_too_and_a_page_without_recordin
         answer = f"[data-chapter={chapter}] .answer-"
         says = {f"{answer}says": re.compile("Yes|Not so")}
         page.act(("reach", chapter, {}), ("click", f"{answer}button >> nth=0", says))
+
+
+@pytest.mark.browser
+def test_texts_that_near_ties_parted_are_not_called_the_same(open_story):
+    """Where bits are not equal: one run of each text has another token here."""
+    told = deepcopy(TOLD)
+    for name in ("first", "new"):
+        run = next(run for run in told["runs"] if run["prompt"] == name)
+        cycles_of(run)[-1]["tokens"][-1]["id"] += 1
+    page = open_story()
+    page.route("**/recordings/*", lambda route: route.fulfill(json=told))
+    page.reload()
+    says = {"[data-chapter=start] .answer-says": "and near-ties part the texts of some"}
+    page.act(
+        ("reach", "start", {}), ("click", "[data-chapter=start] .answer-button >> nth=0", says)
+    )
+    page.act(("reach", "who", {}), ("click", "[data-chapter=who] .answer-button >> nth=0", {}))
+    for way, words in (("copy", "All write the same text"), ("new", "near-ties part some")):
+        page.act(("click", f"[data-way={way}]", {}), (60, "#move-share", {SAYS: words}))
 
 
 @pytest.mark.browser
