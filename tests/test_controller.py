@@ -178,7 +178,7 @@ def test_a_model_s_draft_ends_with_a_token_in_doubt(demo_engine, prompts, rule, 
     engine = engine_of(demo_engine, {"mtp": 1})
     decide = engine.controller.decide
     engine.controller.decide = lambda *asks: [d._replace(least_chance=0.25) for d in decide(*asks)]
-    engine.controller.copies = {"mtp"} if rule == "copy" else set()
+    monkeypatch.setattr(engine.pool.drafters["mtp"], "is_copy", rule == "copy")
     monkeypatch.setattr("runtime.kernels.can_chain", lambda *_: False)  # for C see test_kernels
     drafts, least = [], []
     for s, cycle in engine.generate(request):
@@ -489,7 +489,8 @@ def served(kinds, clients, fixed=None, machine="pair", step_ms=MODEL["step_ms"],
 
     A step of the model takes `step_ms`, and the controller is told what MODEL says.
     """
-    pool = Mock(merging=(), members=lambda text, name: [name] if name else [])
+    each = dict.fromkeys(("model", "ngram"), Mock(is_copy=False))
+    pool = Mock(merging=(), members=lambda text, name: [name] if name else [], drafters=each)
     controller, pass_ms = Controller(100, {"model": 33, "ngram": 0}), MACHINES[machine]
     controller.costs.start_from(Curve(pass_ms, {"model": MODEL}))
     planner = FixedK() if fixed else Planner(controller, pool)

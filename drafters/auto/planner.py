@@ -190,9 +190,9 @@ class Controller:
         "break-even."
     )
 
-    def __init__(self, *sizes: Any, copies: Collection[str] = ()) -> None:
-        """The arguments of Costs, and the names of drafters that are copies of the target."""
-        self.costs, self.copies = Costs(*sizes), frozenset(copies)
+    def __init__(self, *sizes: Any) -> None:
+        """The arguments of Costs."""
+        self.costs = Costs(*sizes)
         self.lengths, self.certainty = Lengths(), Certainty()  # of texts; the usual one
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
@@ -205,8 +205,7 @@ class Controller:
         """The controller for the core's target and its drafters by name."""
         sizes = {name: drafter.num_step_weights for name, drafter in drafters.items()}
         at_once = {name: n for name, drafter in drafters.items() if (n := drafter.block_size)}
-        copies = [name for name, drafter in drafters.items() if drafter.is_copy]
-        return cls(target.num_weights, sizes, at_once, copies=copies)
+        return cls(target.num_weights, sizes, at_once)
 
     def planner(self, pool: DrafterPool) -> "Planner":
         """The planner that chooses by this controller among the drafters of a pool."""
@@ -223,8 +222,7 @@ class Controller:
         kind: Any = Acceptance
         if self.costs.runs_model(name) and not is_merged:
             kind = partial(Agreement, certainty or Certainty())
-        typical = self._typical.get((name, rule)) or self._typical.setdefault((name, rule), kind())
-        return kind(typical)
+        return kind(self._typical.setdefault((name, rule), kind()))
 
     def join(self) -> None:
         """A new request has come: what drafts gained in another text is not to be reached in it."""
@@ -314,7 +312,8 @@ class Planner(FixedK):
         for s, decision in zip(asking, decisions, strict=True):
             name, count, alpha = decision[:3]
             self.decisions[name], least = decision, 0.0
-            is_copy = not self.controller.copies.isdisjoint(self._pool.members(s.drafting, name))
+            members = self._pool.members(s.drafting, name)
+            is_copy = any(self._pool.drafters[member].is_copy for member in members)
             if count and s.request.sampling.is_coupled and not is_copy:
                 least = min(1.0, decision.least_chance / alpha)  # for the rule of rejection: Chain
             self._chosen[s] = Task(name, count, least, decision)

@@ -31,7 +31,7 @@ def _structs() -> dict[str, Any]:
 
 
 def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Fields declared as in `const float *x, *y;` or `double parts[10], mean;`."""
+    """Fields declared as in `const float *x, *y;` or `const matrix *parts[4];`."""
     for kind, declared in re.findall(r"(?:const |struct )*(\w+) ([^;]+);", body):
         c_type = known.get(kind) or _NUMBERS.get(kind)
         for each in declared.split(","):

@@ -139,7 +139,8 @@ def chat_prompt(
     # The template has written the special tokens already, mostly.
     has_more = how.get("add_special_tokens", False)
     ids = tokenize(text, tokenizer, max_length, add_special_tokens=has_more)
-    (conversation := Conversation(ids)).goes_on = bool(how.get("continue_final_message"))
+    conversation = Conversation(ids)
+    conversation.goes_on = bool(how.get("continue_final_message"))
     return conversation
 
 
