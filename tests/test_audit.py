@@ -26,7 +26,7 @@ from tools import endpoint as client
 KEY = "sk-very-secret"
 OFF = ("--off", '{"speculative": false}')
 FEW = ("--texts", "3", "--tokens", "16", "--samples", "80", "--timeout", "60")
-NGRAM = {"drafter": "ngram"}
+NGRAM = {"drafter": "ngram", "fixed_k": True}  # whatever the clock says of drafts
 DRAWN = {"drafter": "draft_model", "fixed_k": True}  # the same noise draws for drafter and target
 REJECTION = DRAWN | {"verification": "rejection"}
 # Mutants of mutants.txt: the fields of requests that meet one, the check that has to find it (no
