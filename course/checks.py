@@ -198,7 +198,8 @@ def task_3(solution: ModuleType) -> Iterator[Case]:
     for text in hand + [[dice.randrange(3) for _ in range(12)] for _ in range(60)]:
         drafter, begin = Ngram(), dice.randint(1, len(text))
         state = drafter.open(text[:begin])
-        drafter.observe(state, text[begin:])
+        for part in (text[begin:][:2], text[begin:][2:]):
+            drafter.observe(state, part)
         yield from ngram_cases(drafter, state, text, "other draft")
     drafter, texts = Ngram(), ([1, 2, 3, 4, 1, 2], [9, 1, 2, 5, 6, 1, 2])
     states = [drafter.open(text) for text in texts]
@@ -294,18 +295,17 @@ def bars(shares: Sequence[Fraction]) -> str:
 
 
 def task_5(solution: ModuleType) -> Iterator[Case]:
-    """Every way that chance can go is tried, so the distributions are exact."""
+    """Every way that chance can go is tried, and what comes counted: distributions are exact."""
     propose, judge = solution.propose, solution.judge
     weights, right = normed(2, 1, 4, 3), normed(2, 0, 4, 3)
-    for chance, result in each_way(lambda chance: propose(list(weights), 3, chance.draw)):
+    ways = each_way(lambda chance: propose(list(weights), 3, chance.draw))
+    for chance, result in ways:
         if not (isinstance(result, tuple) and len(result) == 2 and len(chance.drawn) == 1):
             raise Mistake("not token and q")
-        told = [
-            f"draws by {bars(normed(*a))} and reports {bars(b)}"
-            for a, b in ((right, right), (chance.drawn[0], result[1]))
-        ]
-        is_told = normed(*chance.drawn[0]) == result[1]
-        yield f"  weights {bars(weights)}, top_k 3", *told, "top k" if is_told else "other q"
+    drawn = [sum(c.share for c, (token, _) in ways if token == i) for i in range(len(weights))]
+    for _, (_, q) in ways:
+        each = [f"draws by {bars(a)}, reports {bars(b)}" for a, b in ((right, right), (drawn, q))]
+        yield f"  weights {bars(weights)}, top_k 3", *each, "top k" if drawn == [*q] else "other q"
     after = [normed(*p) for p in ((5, 2, 2, 1), (0, 1, 3, 4), (2, 2, 1, 1), (1, 6, 0, 2))]
 
     def target(path: Sequence[int]) -> list[Fraction]:

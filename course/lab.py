@@ -13,7 +13,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from operator import eq
 from pathlib import Path
 from types import ModuleType
@@ -50,11 +51,10 @@ class Mistake(Exception):
 
 
 def load(path: Path) -> ModuleType:
-    """A Python file as a module, whatever it is called."""
-    spec = spec_from_file_location("course_file", path)
-    assert spec and spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """A Python file as a module, whatever it is called. Dataclasses need it in sys.modules."""
+    loader = SourceFileLoader("course_file", str(path))
+    module = sys.modules[loader.name] = module_from_spec(spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
     return module
 
 

@@ -146,16 +146,21 @@ def test_what_is_no_endpoint_gets_a_sentence(url, capsys):
     assert status == 2 and said.startswith(f"error: {url}") and "root" not in said
 
 
-@pytest.mark.parametrize(("b", "verdict", "expected"), [(-0.72, "near-ties", 0), (-3, "failed", 1)])
-def test_a_near_tie_is_told_from_an_error(b, verdict, expected, capsys):
+@pytest.mark.parametrize(("b", "says", "verdict", "expected"), [
+    (-0.72, -0.72, "near-ties", 0), (-3, -3, "failed", 1),
+    (-3, -0.7, "failed", 1),  # who errs says that it is nearly right
+])  # fmt: skip
+def test_a_near_tie_is_told_from_an_error(b, says, verdict, expected, capsys):
     def answer(asked):
         body = fair(asked)
         if not asked["temperature"]:
             told = body["choices"][0]["logprobs"]
-            told["top_logprobs"] = [{" a": math.log(0.5), " b": b}] * len(told["tokens"])
-            if "speculative" not in asked:
+            is_plain = "speculative" in asked
+            top = {" a": math.log(0.5), " b": b if is_plain else says}
+            told["top_logprobs"] = [top] * len(told["tokens"])
+            if not is_plain:
                 told["tokens"][0] = " b"
-                told["token_logprobs"][0] = b
+                told["token_logprobs"][0] = says
                 body["choices"][0]["text"] = "".join(told["tokens"])
         return body
 
@@ -187,16 +192,21 @@ def test_an_interrupted_audit_asks_for_what_is_missing_alone(capsys, tmp_path):
         assert not endpoint.asked
 
 
-def test_texts_that_differ_where_nothing_tells_why_are_no_proof(capsys):
+@pytest.mark.parametrize("check", ["in company", "plain decoding"])
+def test_texts_that_differ_where_nothing_tells_why_are_no_proof(check, capsys):
+    count = itertools.count()
+
     def answer(asked):
         body = fair(asked)
         if not asked["temperature"]:
-            body["choices"][0] = {"text": "a" if "speculative" in asked else "b"}
+            is_late = next(count) in (7, 8)
+            is_other = "speculative" in asked if check == "plain decoding" else is_late
+            body["choices"][0] = {"text": "a" if is_other else "b"}
         return body
 
     with fake(answer) as endpoint:
         status, said, document = audited(capsys, endpoint.url, *OFF)
-    assert status == 2 and document["verdict"].startswith("not told: 3 of 3 texts differ")
+    assert status == 2 and document["verdict"].startswith(f"not told: greedy, {check}: ")
 
 
 def test_a_state_that_cannot_be_written_is_one_line(capsys, tmp_path):
@@ -219,7 +229,9 @@ def test_samples_of_another_distribution_are_found(plain, capsys):
     assert not plain or "sampled, plain decoding, 2nd token" in failed
 
 
-@pytest.mark.parametrize("fields", [{}, REJECTION], ids=["default", "rejection"])
+@pytest.mark.parametrize("fields", [
+    {}, pytest.param(REJECTION, marks=pytest.mark.slow),
+], ids=["default", "rejection"])  # fmt: skip
 def test_our_server_passes(fields, server, capsys):
     given, url = f"--fields={json.dumps(fields)}", f"http://127.0.0.1:{server.port}"
     status, _, document = audited(capsys, url, *OFF, given, "--samples", "40")
@@ -228,7 +240,7 @@ def test_our_server_passes(fields, server, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(m, marks=[pytest.mark.slow] * (FOUND[m][2] > 120)) for m in FOUND]
+    "name", [pytest.param(m, marks=[pytest.mark.slow] * (FOUND[m][2] > 100)) for m in FOUND]
 )
 def test_a_mutant_is_found(name, app, capsys, monkeypatch):
     def send(endpoint, path, fields=None):

@@ -101,6 +101,13 @@ FILES = [  # a mistake, its task, and a solution with it
     ("state", 4, SOLUTIONS[4].replace("draft = []", "draft, self.row = [], state['row']").replace(
         'state["row"].truncate', "self.row.truncate"
     )),
+    # Only the latest tokens stay behind the prompt.
+    ("other draft", 3, SOLUTIONS[3].replace('state["text"]\n        for', 'state["text"]\n        '
+     'del text[state.setdefault("begin", len(tokens)) :]\n        for')),
+    # Right: q as an array, and a token drawn among those that stay.
+    ("", 5, "import numpy as np\n" + SOLUTIONS[5].replace("draw(q), q", "draw(q), np.array(q)")),
+    ("", 5, SOLUTIONS[5].replace("return draw(q), q", "kept = [i for i, w in enumerate(q) if w]; "
+     "return kept[draw([q[i] for i in kept])], q")),
     # Right: what is certain is not asked.
     ("", 5, SOLUTIONS[5].replace("not chance(", "q[i][token] > p[i][token] and not chance(")),
 ]  # fmt: skip
@@ -205,6 +212,10 @@ def test_the_way_so_far_and_a_picture(monkeypatch, capsys, tmp_path):
         "5 ✓      6 ✗" in told.picture
         and "expected: keeps 5 9\n  yours:    keeps 5" in told.picture
     )
+    state = "@dataclass\nclass State:\n    text: list[int]\n"
+    lines = "from __future__ import annotations", "from dataclasses import dataclass", state
+    path.write_text("\n".join((*lines, SOLUTIONS[3])), "utf-8")
+    assert grade.grade(3, path).is_solved
     path.write_text(f"print('my own words')\n{SOLUTIONS[1]}", "utf-8")
     assert grade.grade(1, path)[::3] == (True, "my own words\n")
 

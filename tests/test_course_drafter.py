@@ -105,6 +105,9 @@ WRONG = {  # a mistake's name, and which: the change of a drafter that is right
                 break
             text.append(token)
 """),
+    "shared by prompt": (README, "        return state", """
+        states = self.__dict__.setdefault("states", {})
+        return states.setdefault(tuple(prompt), state)"""),
     "shared length": (README, "draft[1:])", "draft[1 : 1 + getattr(self, 'most', 4)])"),
     "no drafts": (SOLUTION, PROPOSED, "return Draft([])"),
     "settings": (SOLUTION, KEPT, f"""

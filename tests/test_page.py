@@ -4,7 +4,7 @@ Each number and word that it shows is compared with the server's answer to the s
 survives refusals, broken streams and a server that leaves, can be used by keyboard, and has no
 fault that axe-core finds. What the page's files alone can tell is in test_operations.py.
 
-    python .ci/fetch_axe.py; python -m pytest tests/test_page.py    needs playwright and chromium
+    python .ci/fetch_axe.py; python -m pytest -m browser    needs playwright and chromium
 """
 
 import json

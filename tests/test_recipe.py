@@ -271,14 +271,18 @@ def test_the_kind_of_a_gguf_target_is_read_too(tmp_path):
         train.kind_for(str(tmp_path), None)
 
 
-MISFITS = "target --minutes 5", "--tokens 9 --minutes 5", "draft --begin x"
+REFUSED = {
+    "target --minutes 5": "--minutes goes with", "--tokens 9 --minutes 5": "--minutes goes with",
+    "draft --begin x": "--begin goes with", "--tokens nan": "argument --tokens: must be above 0",
+    "--epochs 0": "argument --epochs: must be above 0",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("words", MISFITS)
-def test_what_does_not_go_together_is_refused(words, capsys):
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_trained_with_is_refused(words, capsys):
     with pytest.raises(SystemExit):
         train.main(words.split())
-    assert f"{words.split()[-2]} goes with" in capsys.readouterr().err
+    assert REFUSED[words] in capsys.readouterr().err
 
 
 def test_the_draft_of_a_gguf_file_is_one(tmp_path):

@@ -4,7 +4,7 @@ An export holds what the server answers, is complete or leaves nothing. Whatever
 for elsewhere is a failure, as is a word on its console. What the chapters say was worked out here
 once more, from what was recorded.
 
-    python -m pytest tests/test_story.py    but for exports it needs playwright and chromium
+    python -m pytest -m browser tests/test_story.py    all but exports needs playwright and chromium
 """
 
 import hashlib

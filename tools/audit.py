@@ -37,7 +37,7 @@ from tqdm import tqdm
 import tools as bench
 from runtime.models.prompts import read_prompts
 from tools.endpoint import Answer, Asked, Endpoint, NoAnswer, answer_of
-from tools.lossless import ChiSquared, chi_squared
+from tools.lossless import ChiSquared, chi_squared, deviance, p_value_of
 
 NEAR = 0.3  # log-probabilities that are nearer to each other may change places by rounding
 BROKEN = 1e-6  # a p-value below it is no chance
@@ -220,7 +220,9 @@ def _draws(
 def _compared(check: str, texts: list[Answer], others: list[Answer]) -> Finding:
     """Whether greedy texts are the same; if not, whether rounding may be the reason."""
     pairs = [(a, b) for a, b in zip(texts, others, strict=True) if a.text != b.text]
-    gaps = [_gap(a, b) if (gap := _gap(b, a)) is None else gap for a, b in pairs]
+    # What either side tells counts: an endpoint that errs may tell that it is nearly right.
+    told = [[gap for gap in (_gap(a, b), _gap(b, a)) if gap is not None] for a, b in pairs]
+    gaps = [max(each, default=None) for each in told]
     said = f"{len(pairs)} of {len(texts)} texts differ"
     if not gaps:
         most = min(100, math.ceil(300 / len(texts)))
@@ -285,7 +287,8 @@ def _against_sizes(prompts: list[str], answers: list[Answer]) -> ChiSquared | No
                 sums += [float(counts[token]) for token in cells]
                 sums.append(len(group) - sum(counts[token] for token in cells))
             degrees += len(cells)
-    return chi_squared(observed, expected, degrees) if degrees else None
+    statistic = deviance(observed, expected)
+    return ChiSquared(statistic, degrees, p_value_of(statistic, degrees)) if degrees else None
 
 
 def _judged(check: str, test: ChiSquared, ours: list[Answer], theirs: Any = None) -> Finding:
@@ -296,9 +299,7 @@ def _judged(check: str, test: ChiSquared, ours: list[Answer], theirs: Any = None
         said += f"; {same} are plain decoding's of the same seed"
     if test.p_value < BROKEN:
         return Finding(check, FAILED, said)
-    # Six standard deviations of the difference of two shares, where these are one half.
-    share = min(1.0, 6 * math.sqrt(0.5 / len(ours)))
-    return Finding(check, PASSED, f"{said}; a share off by {share:.2f} would show")
+    return Finding(check, PASSED, said)
 
 
 def _why_impossible(answer: Answer) -> str | None:
@@ -325,12 +326,14 @@ def verdict_of(findings: list[Finding]) -> tuple[str, int]:
         return f"not told: {found.evidence}", 2
     if not compared:
         return "not told: there is nothing to compare with: give --baseline or --off", 2
-    if compared[0].verdict == NOT_CHECKED:  # greedy texts differ
-        return f"not told: {compared[0].evidence}", 2
+    of_greedy = {f.verdict: f for f in reversed(findings) if f.check.startswith("greedy")}
+    if found := of_greedy.get(NOT_CHECKED):  # texts differ
+        return f"not told: {found.check}: {found.evidence}", 2
     sure = "a correct server fails in fewer than 1 of 100,000 audits"
-    if compared[0].verdict == NEAR_TIES:
-        return f"lossless but for rounding: {compared[0].evidence} ({sure})", 0
-    return f"lossless, as far as {len(findings)} checks tell ({sure})", 0
+    if found := of_greedy.get(NEAR_TIES):
+        return f"lossless but for rounding: {found.check}: {found.evidence} ({sure})", 0
+    checks = sum(finding.verdict == PASSED for finding in findings)
+    return f"lossless, as far as {checks} checks tell ({sure})", 0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,6 +28,7 @@ import argparse
 import random
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, product
@@ -276,7 +277,9 @@ def with_own(
     context = drafters.Context(target, draft, **options.for_drafters)
     own = {name: drafters.load(name, context) for name in names}
     loaded = dict(engine.pool.drafters)
-    if taken := {each.name for each in own.values()} & {*loaded, bench.AUTO, TREE, PLAIN}:
+    names = Counter(drafter.name for drafter in own.values())
+    twice = {name for name, count in names.items() if count > 1}
+    if taken := twice | names.keys() & {*loaded, bench.AUTO, TREE, PLAIN}:
         raise ValueError(f"the name {min(taken)!r} is taken: give your drafter another")
     if own:
         loaded |= {drafter.name: drafter for drafter in own.values()}

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
-from math import inf, log
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from runtime.values import PLAIN, Draft, Engine, Request, RequestError, Sampling
 from server.options import MOST_K, Options
 
 from . import audition
-from .lossless import p_value_of
+from .lossless import deviance, p_value_of
 
 K, AT_ONCE = 4, 8
 KINDS = {  # of text, by how its prompts' names begin
@@ -152,16 +152,8 @@ def groups_of(drafts: list[Draft]) -> dict[tuple, list[tuple[int, Tensor]]]:
 
 
 def p_value(cells: list[tuple[float, float]]) -> float:
-    """The odds of cells as unlike as these, counted and expected, by the deviance.
-
-    Unlike Pearson's sum of squares it can be trusted where little is expected: by Chernoff's bound
-    a cell's deviance is more than x with odds of at most 2 exp(-x / 2).
-    """
-    deviance = 0.0
-    for seen, right in cells:
-        right = max(right, 1e-9)
-        deviance += 2 * ((seen * log(seen / right) if seen else 0.0) - seen + right)
-    return p_value_of(deviance, len(cells))
+    """The odds of cells as unlike as these, counted and expected."""
+    return p_value_of(deviance(*zip(*cells, strict=True)), len(cells))
 
 
 class Exam:
@@ -218,15 +210,16 @@ class Exam:
     def run_two(self) -> None:
         """Does what it drafts for a text depend on another one?"""
         prompts = [*self.of_kind("copying").values()][-2:]  # where most is drafted
-        pair = [self.request(prompt, self.name, i) for i, prompt in enumerate(prompts, 1)]
-        each = self.bar([*pair, *pair], "alone")
+        # Two of the texts have one prompt: a state is not known by that, either.
+        texts = [self.request(ids, self.name, i) for i, ids in enumerate([prompts[0], *prompts])]
+        each = self.bar([*texts, *texts], "alone")
         alone = [walk(self.new(), [request])[0].drafts for request in each]
-        if self.note_chance(alone[:2] != alone[2:]):
+        if self.note_chance(alone[:3] != alone[3:]):
             return
         engine = self.new()
-        beside = [*walk(engine, pair), *walk(engine, pair)]  # the second time it may know the texts
-        texts = [(known, each.drafts, each) for known, each in zip(alone, beside, strict=True)]
-        both = [(a[n], b[n], n, each) for a, b, each in texts for n in sorted(a.keys() & b)]
+        beside = [*walk(engine, texts), *walk(engine, texts)]  # the second time it may know them
+        pairs = [(known, each.drafts, each) for known, each in zip(alone, beside, strict=True)]
+        both = [(a[n], b[n], n, each) for a, b, each in pairs for n in sorted(a.keys() & b)]
         unlike = [each for each in both if each[0] != each[1]]
         told = {"cycles": len(both), "differing": len(unlike)}
         self.tables["two_at_once"] = [told]

@@ -14,8 +14,9 @@ test of homogeneity for the comparison.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from math import log
 from operator import ne
 from typing import Any, NamedTuple
 
@@ -63,6 +64,19 @@ def p_value_of(statistic: float, degrees: int) -> float:
     """The odds of a statistic this large or larger under χ² with so many degrees of freedom."""
     halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(*halves))
+
+
+def deviance(observed: Iterable[float], expected: Iterable[float]) -> float:
+    """How unlike counts are the counts expected; χ²-distributed, as Pearson's sum of squares is.
+
+    Unlike that it can be trusted where little is expected: by Chernoff's bound a cell's deviance is
+    more than x with odds of at most 2 exp(-x / 2).
+    """
+    total = 0.0
+    for seen, right in zip(observed, expected, strict=True):
+        right = max(right, 1e-9)
+        total += 2 * ((seen * log(seen / right) if seen else 0.0) - seen + right)
+    return total
 
 
 def same_distribution(ours: list[Hashable], theirs: list[Hashable]) -> ChiSquared:

@@ -32,8 +32,9 @@ from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
 
 import tools as bench
-from runtime.values import PLAIN
+from runtime.values import PLAIN, RequestError
 from server.options import between
+from server.parsing import check_fields
 from tools.servers import Server, at_once, memory_gb_per_s, our_command, started
 
 WAYS = bench.AUTO, "plain", "control"
@@ -180,6 +181,11 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--order", choices=("chance", "pairs"), default="chance")
     options.add_argument("--fixed", nargs="+", type=fixed_way, default=[], metavar="DRAFTER:K")
     flags = options.parse_args(arguments)
+    try:
+        for temperature in flags.temperatures:
+            check_fields({"temperature": temperature})
+    except RequestError as error:
+        options.error(str(error))
     models = {"model": flags.model, "draft_model": flags.draft_model}
     cells = [Cell(*each) for each in product(flags.kinds, flags.temperatures, flags.clients)]
     before = memory_gb_per_s()

@@ -27,6 +27,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -249,6 +250,13 @@ def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student
     return target, data, STUDENTS[plan.kind](target, data, plan)
 
 
+def positive(text: str) -> float:
+    """An argparse type: a number above 0."""
+    if not 0 < (value := float(text)) < inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -262,11 +270,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help=what)
     parser.add_argument("--stage", choices=["answers"], help="end behind this one")
     parser.add_argument(
-        "--tokens", type=float, help="of answers, or of text, in place of --minutes"
+        "--tokens", type=positive, help="of answers, or of text, in place of --minutes"
     )
-    parser.add_argument("--epochs", type=float, help="of a drafter's training (default: 4)")
-    parser.add_argument("--batch-tokens", type=int, help="of a step (default: 1024)")
-    parser.add_argument("--rate", type=float, help="the highest learning rate (default: 2e-3)")
+    parser.add_argument("--epochs", type=positive, help="of a drafter's training (default: 4)")
+    parser.add_argument("--batch-tokens", type=between(1, 10**9), help="of a step (default: 1024)")
+    parser.add_argument("--rate", type=positive, help="the highest learning rate (default: 2e-3)")
     parser.add_argument("--verifier", default="", help="the target's public name")
     parser.add_argument("--begin", type=Path, help="a trained head (eagle3, mtp) to go on from")
     parser.add_argument("--device", help="where to compute: cuda (default: cpu)")

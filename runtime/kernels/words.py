@@ -8,7 +8,7 @@ from runtime.values import Model
 
 from .chain import vocabulary_of
 
-_FEWEST, _MOST = 16_384, 65_536  # frequent words
+_FEWEST, _MOST = 16_384, 49_152  # frequent words
 _NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
 _LOOKED_AT = 1024  # latest tokens of a text, whose rare words may come again
 
