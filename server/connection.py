@@ -337,7 +337,7 @@ class Connection(asyncio.Protocol):
             return  # an incomplete answer does not matter then
         try:
             act(*arguments)
-        except h11.LocalProtocolError:
+        except Exception:  # else the client would wait
             LOG.exception("an answer failed")
             self.abort()
 

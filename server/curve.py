@@ -134,8 +134,11 @@ class Store:
                 self._stored |= {self._keys[name]: each for name, each in curve.drafters.items()}
                 whole = asdict(replace(curve, drafters=self._stored)) | {"of": self._of}
                 part = self._file.with_suffix(f".{os.getpid()}")
-                part.write_text(json.dumps(whole), "utf-8")
-                part.replace(self._file)
+                try:
+                    part.write_text(json.dumps(whole), "utf-8")
+                    part.replace(self._file)
+                finally:
+                    part.unlink(missing_ok=True)
 
 
 @contextmanager

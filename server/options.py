@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from drafters import NAMES
 from runtime.models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, ROOT, entry_of
 from runtime.models.prompts import Tokenizer, kind_of, read_prompts
-from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, Sampling
+from runtime.values import MAX_SPECULATIVE_TOKENS, PLAIN, Json, Request, Sampling, one_line
 
 from .parsing import chat, check_fields
 
@@ -223,7 +223,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, without the usage."""
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {one_line(message, 2000)}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -346,11 +346,11 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
         if getattr(flags, name) != getattr(Options, name):
             flag = "no-kernels" if name == "kernels" else name.replace("_", "-")
             return f"--{flag} is for this server's own engine: it does not go with --engine"
-    parts = urlsplit(flags.engine or "http://none")
+    parts = urlsplit("http://none" if flags.engine is None else flags.engine)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        return f"--engine: {flags.engine} is no address such as http://host:8000"
+        return f"--engine: {flags.engine!r} is no address such as http://host:8000"
     origin = flags.allow_origin or "*"
-    if origin != "*" and not re.fullmatch(r"https?://[^/]+", origin):
+    if origin != "*" and not re.fullmatch(r"https?://[!-.0-~]+", origin):
         return f"--allow-origin: {origin} is no origin such as https://example.org"
     names = read_prompts(is_chat=True)
     known = sorted({*names, *map(kind_of, names)})

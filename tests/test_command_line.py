@@ -195,10 +195,13 @@ MISTAKES = {  # what is said -> after which command line
     "--host is empty: give 127.0.0.1": "--port 5000 --host ' '",
     "leave no room in a context of 2048": f"--model embedded --prompt '{'x ' * 2100}'",
     "example.org is no origin such as": "--port 5000 --allow-origin example.org",
+    "https://例.org is no origin such as": "--port 5000 --allow-origin https://例.org",
     "the name of a model is empty": "--prompt x --model ''",
     "lone surrogate": "--model embedded --prompt \udcff",
     "stop must be a non-empty string": "--model embedded --prompt x --stop ''",
-    "vllm is no address such as": "--port 1 --engine vllm --model T",
+    "'vllm' is no address such as": "--port 1 --engine vllm --model T",
+    "'' is no address such as": "--port 1 --engine ''",
+    r"'a\nb' is no": "--port 1 --engine 'a\nb'",
 }
 TOGETHER = [  # what does not go
     "--demo --prompt x", "--port 1 --json", "--demo --engine http://x:1", "--port 1 -- x",

@@ -230,6 +230,7 @@ def unloaded(tmp_path, monkeypatch):
     """Nothing was compiled or loaded yet. Call it with the command that CC is to be."""
     library._tell.cache_clear()
     monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setattr(library, "_failure", "")
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -249,6 +250,7 @@ COMPILERS = {  # and whether it is called once, as it would say the same again
     SAYS.format(FULL, "exit 1"): False,
     SAYS.format("linear.c:1: internal compiler error: Killed, an error", "exit 1"): False,
     SAYS.format("linear.c:1: error: all is well", "kill -9 $$"): False,
+    "printf 'Speicher ersch\\366pft: an error\\n' >&2; exit 1": False,
 }
 
 
@@ -260,7 +262,11 @@ def test_a_compiler_that_refuses_is_not_called_again_and_one_that_could_not_work
     unloaded("broken")
     for _ in range(2):
         library._tell.cache_clear()
+        library._failure = ""  # as in a new process
         library.use(True)
+        calls = file.read_text() if (file := tmp_path / "calls").exists() else ""
+        library.use(True)  # of a second model
+        assert not calls or file.read_text() == calls
     said = [message for message in caplog.messages if "slower: " in message]
     assert not library.is_used and not [*tmp_path.rglob("*.so")]
     assert "the compiler failed: " in said[0] and "error" in said[0]
@@ -349,15 +355,15 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(compiler
     use = "library._FOLDER = pathlib.Path('.'); library.use(True); print(library.instructions())"
     script = f"import pathlib; from runtime.kernels import library; {use}"
     command, times = [sys.executable, "-c", script], []
-    for damage in (False, False, True):
-        if damage:  # half a library would end a process that opens it
-            (file,) = tmp_path.rglob("*.so")
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for damaged in (None, None, ".so", ".sha256"):
+        if damaged:  # half a library would end a process that opens it
+            (file,) = tmp_path.rglob(f"*{damaged}")
+            file.write_bytes(b"\xff" + file.read_bytes()[: file.stat().st_size // 2])
         said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
         (file,) = tmp_path.rglob("*.so")
         assert said == "little\n"
         times.append(file.stat().st_mtime_ns)
-    assert times[0] == times[1] < times[2]
+    assert times[0] == times[1] < times[2] < times[3]
 
 
 def test_a_pipe_in_the_place_of_what_was_compiled_is_not_waited_for(tmp_path):

@@ -512,6 +512,9 @@ def test_a_model_is_compared_once_for_its_weights_and_code(folder, tmp_path, mon
         with monkeypatch.context() as patched:
             patched.setattr(reference, "_FOREIGN", "transformers")
             assert is_compared()
+        with monkeypatch.context() as patched:  # there is no home
+            patched.setattr(reference, "cache_folder", Mock(side_effect=RuntimeError))
+            assert is_compared()
         changed_norm = "model.norm.weight"
         holding(changed_norm, lambda w: w[changed_norm] + 1)(path)
         assert is_compared()

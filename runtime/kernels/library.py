@@ -52,6 +52,7 @@ FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K"
 _MOST_INPUTS = 1 << 24
 _LARGE_PAGE = 1 << 21  # bytes
 _library: ctypes.CDLL | None = None
+_failure = ""  # why there is none
 _outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `exclusive`
 is_used = False
 
@@ -137,23 +138,26 @@ def _tell(reason: str) -> None:
 def load(compiles: bool = True) -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
 
-    What a compiler has refused is not tried again: it takes a while.
+    What has failed is not tried again in this process, and what a compiler has refused not in the
+    next one, either: it takes a while.
     """
-    global _library
+    global _library, _failure
     if _library is not None:
         return _library
-    if reason := why_not():
+    if reason := _failure or why_not():
         raise ValueError(reason)
     try:
         place = own_folder() / f"{_key()}.so"
         if (file := _whole(place)) is None:
             if (refused := place.with_suffix(".refused")).exists():
-                raise ValueError(f"the compiler failed before (remove {refused} to try again)")
+                _failure = f"the compiler failed before (remove {refused} to try again)"
+                raise ValueError(_failure)
             if not compiles:
                 raise ValueError("the kernels are not compiled yet")
             try:
                 _compile(place)
-            except ValueError:
+            except ValueError as error:
+                _failure = str(error)
                 refused.touch()
                 raise
             file = _whole(place) or open(place, "rb")  # another process may be between the two
@@ -163,7 +167,8 @@ def load(compiles: bool = True) -> ctypes.CDLL:
         _library = library
         return library
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
+        _failure = f"the kernels cannot be compiled: {in_short(error)}"
+        raise ValueError(_failure) from error
 
 
 def lay_out(form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray]) -> np.ndarray:
@@ -246,7 +251,7 @@ def _whole(place: Path) -> IO[bytes] | None:
     if not (place.is_file() and digest.is_file()):  # a pipe would be waited for
         return None
     file = open(place, "rb")
-    if hashlib.sha256(file.read()).hexdigest() == digest.read_text("utf-8"):
+    if hashlib.sha256(file.read()).hexdigest().encode() == digest.read_bytes():
         return file
     return file.close()
 
@@ -255,7 +260,8 @@ def _key() -> str:
     """A hash of all that the compiled code depends on."""
     cpu = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
     flags = [line for line in cpu if line.startswith(("flags", "Features", "model name"))]
-    asked = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, timeout=60)
+    command = [*compiler(), "--version"]
+    asked = subprocess.run(command, capture_output=True, errors="replace", timeout=60)
     sources = [path.read_text("utf-8") for path in sorted(_FOLDER.glob("*.[ch]"))]
     parts = [*sources, asked.stdout, *compiler(), *_FLAGS, *_LINKING, *flags]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -267,7 +273,7 @@ def _run(*arguments: str | Path) -> None:
     Raises ChildProcessError where it fails otherwise: for lack of memory or room, say.
     """
     done = subprocess.run(
-        [*compiler(), *arguments], capture_output=True, text=True, timeout=_SECONDS,
+        [*compiler(), *arguments], capture_output=True, errors="replace", timeout=_SECONDS,
         env=os.environ | {"LC_ALL": "C"},
     )  # fmt: skip
     if done.returncode:

@@ -21,6 +21,7 @@ after it a little. So there it is the median token that has to be near.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Reference:
         cached.contents, note = contents_of(model), None
         if type(model).__module__.split(".")[0] != _FOREIGN:
             note = _note(cached)
-            cached.is_known = note.exists()
+            cached.is_known = bool(note and os.path.exists(note))  # not, where it may not be read
             if cached.is_known:
                 return None
         if cached.fingerprint:
@@ -127,11 +128,16 @@ class Reference:
                 self.note.touch()
 
 
-def _note(cached: Model) -> Path:
-    """Where it is noted that a model was compared with this code, on this kind of machine."""
+def _note(cached: Model) -> Path | None:
+    """Where it is noted that a model was compared with this code, on this kind of machine.
+
+    None where there is no home for a cache.
+    """
     known = cached.fingerprint, cached.contents, cached.max_length, cached.model.device.type
     machine = kernels.instructions() if kernels.are_used() else "modules"
-    return cache_folder() / "compared" / _digest(*map(str, known), machine)
+    with suppress(RuntimeError):
+        return cache_folder() / "compared" / _digest(*map(str, known), machine)
+    return None
 
 
 def _digest(*what: str) -> str:
