@@ -353,6 +353,8 @@ class Engine:
         for s, cycle in cycles.items():
             cycle.times = times
             s.statistics.record_times(times, is_prefill=cycle.number == 0)
+            if s.drafting.failure:  # a drafter's fault, with --strict
+                s.fail(s.drafting.failure)
         self.planner.record_cycle(plan, drafts, cycles.values(), None if has_prefill else times)
         return cycles
 
@@ -402,8 +404,6 @@ class Engine:
         self.planner.learn(plan, s, cycle)
         hidden = {layer: cycle.along(states[i]) for layer, states in output.hidden.items()}
         self.pool.observe(s.drafting, cycle.verdict(), hidden, is_last=bool(s.finish_reason))
-        if s.drafting.failure:  # a drafter's fault, with --strict
-            raise s.drafting.failure
         return cycle
 
     def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> tuple[list[Judgement], list[int]]:

@@ -180,6 +180,7 @@ class Drafter(ABC):
     block_size: int = 0  # tokens of its longest draft, if a shorter one costs as much
     num_step_weights: int = 0  # that a step of its model reads; 0: it runs none
     is_from_file: bool = False  # somebody else's: from_file.py sets it
+    is_asked_alone: bool = False  # for each text: one text's fault is no other's
     # Built-in drafters only:
     rank: int = 9  # the one with the lowest begins, where none is named
     leads: bool = False  # it drafts first where a request has what it `needs`

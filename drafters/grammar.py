@@ -3,9 +3,8 @@
     text so far   {"name":"Ada","age":36
     forced                                ,"tags":[
 
-The text is forced, its tokens are not: the target may cut the same text into other tokens. So the
-forced text is proposed as the tokenizer would write it, and judged as any draft is. Nothing is
-drawn: q is one-hot.
+The forced text is proposed as the tokenizer would write it, and judged as any draft is. Mostly its
+tokens are forced, too; the last one may still grow by what follows. Nothing is drawn: q is one-hot.
 """
 
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ from runtime.sampling import Noise
 from runtime.values import Sampling, Verdict
 
 from .base import GuessingDrafter
-from .plan import DraftedText
+from .plan import GRAMMAR, DraftedText
 
 
 class GrammarDrafter(GuessingDrafter):
     """Proposes what must follow by the request's grammar."""
 
-    name: ClassVar[str] = "grammar"
+    name: ClassVar[str] = GRAMMAR
     needs = "grammar"
     drafts_forced = True
 

@@ -18,6 +18,7 @@ from runtime.sampling import Noise
 from runtime.values import MAX_SPECULATIVE_TOKENS, Cycle, Draft, Request, TextSequence, Verdict
 
 IDLE = "idle"  # no request may draft
+GRAMMAR = "grammar"  # who drafts what a request's grammar forces
 
 
 class Task(NamedTuple):
@@ -71,10 +72,16 @@ class DraftedText:
         return self.forced[:most]
 
     def obeying(self, draft: Draft) -> Draft:
-        """A draft in which stands first what is forced. (A tree has branches beside that.)"""
+        """A draft in which stands first what is forced. (A tree has branches beside that.)
+
+        Where that is another draft, the grammar has made it, and not who was to draft.
+        """
         forced = self.forced_tokens(self.task.limit)
-        is_obeying = draft.parents is not None or draft.tokens[: len(forced)] == forced
-        return draft if is_obeying else Draft(forced)
+        if draft.parents is not None or draft.tokens[: len(forced)] == forced:
+            return draft
+        self.task = self.task._replace(drafter=GRAMMAR)
+        self.drafts = {name: each for name, each in self.drafts.items() if each.tokens}
+        return Draft(forced)
 
     def settle(self, began: float) -> bool:
         """Cut the draft to what the grammar allows. Returns whether it has said that by now."""

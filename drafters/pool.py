@@ -195,6 +195,8 @@ class DrafterPool:
 
     def _ask(self, name: str, texts: list[DraftedText]) -> list[Draft]:
         """Drafts that can be verified; an empty one for a text that loses its drafter."""
+        if len(texts) > 1 and self.drafters[name].is_asked_alone:
+            return [self._ask(name, [text])[0] for text in texts]
         states, limits = [text.states[name] for text in texts], [text.task.limit for text in texts]
         asked = [(text.request, text.task.limit) for text in texts]
         size = self.vocab_size

@@ -42,6 +42,7 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 ]
+_END_S = 0.1  # until a loop in Python has ended
 
 
 @contextmanager
@@ -107,6 +108,7 @@ class TimedDrafter(Drafter):
         self.hidden_layers = tuple(map(int, inner.hidden_layers)) if self.needs_hidden else ()
         self.block_size = int(inner.block_size)
         self.num_step_weights, self._can_guess = int(inner.num_step_weights), inner.can_guess
+        self.is_asked_alone = kind.propose_batch is Drafter.propose_batch
         self._file, self._begins = getfile(kind), dict[str, str]()  # where a method does
         for name in ("open", "propose_batch", "observe", "guess", "close"):
             names = name, "open" if name == "observe" else "propose"
@@ -160,6 +162,7 @@ class TimedDrafter(Drafter):
             thread = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupt))
             self._calls.put(None)  # its thread ends when it can
+            self._thread.join(_END_S)  # mostly now, and the next text finds it free
             raise late from None
 
     open = partialmethod(call, "open")

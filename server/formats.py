@@ -7,6 +7,7 @@ A request has at most one of them.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from .fields import list_of, wrong
 
 if not find_spec("llguidance"):  # which computes masks, and is imported when it is asked
     raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
-_TAIL = 32  # tokens at a prompt's end, which may open or close reasoning
+_TAIL = 32  # tokens: reasoning may open or close in a prompt's last ones, and open in the first
 # Of each field its kind, what tells whether its value is one, and what it must be.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "json_schema": (JSON, lambda value: isinstance(value, dict | bool), "a JSON schema"),
@@ -90,13 +91,12 @@ def reasoning_of(tokenizer: Tokenizer, prompt: list[int]) -> str:
 def reasoning_tokens(sequence: TextSequence) -> Json:
     """How many tokens of a chat's answer are reasoning, with its tags, where there may be any."""
     prompt, tokenizer, output = sequence.request.prompt, sequence.tokenizer, sequence.output
-    reasoning = reasoning_of(tokenizer, prompt)
-    begin, end = map(tokenizer.added_tokens_encoder.get, ("<think>", "</think>"))
-    if not reasoning or end is None:
+    if not (reasoning := reasoning_of(tokenizer, prompt)):
         return {}
-    has_begun = reasoning == OPEN or output[:1] == [begin]
-    count = output.index(end) + 1 if end in output else len(output)
-    return {"reasoning_tokens": count if has_begun else 0}
+    begins = tokenizer.decode(output[:_TAIL]).lstrip().startswith("<think>")
+    counts = range(1, len(output))  # of the first tokens: the fewest with the tag that ends it
+    end = bisect_left(counts, True, key=lambda n: "</think>" in tokenizer.decode(output[:n]))
+    return {"reasoning_tokens": min(end + 1, len(output)) if begins or reasoning == OPEN else 0}
 
 
 def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:

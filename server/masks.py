@@ -31,7 +31,7 @@ CHECKS: dict[str, Check] = {
     "allowed_token_ids": _ids(1),
     "bad_words": (
         list_of(lambda word: is_stop(word) and word.strip(), 0, _MOST_WORDS),
-        f"a list of at most {_MOST_WORDS} texts of up to 1000 characters, none of them empty",
+        f"a list of at most {_MOST_WORDS} texts of up to 1000 characters, none of them blank",
     ),
 }
 

@@ -22,7 +22,7 @@ from .worker import Run, Worker
 # Without this every histogram comes with one more gauge, the time when it was made.
 disable_created_metrics()
 
-_SPANS = {  # of a request: between which moments of its first run
+_SPANS = {  # of a request's first text: between which moments
     "time_to_first_token_seconds": ("submitted", "first_token"),
     "request_queue_time_seconds": ("submitted", "began"),
     "request_prefill_time_seconds": ("began", "first_token"),
@@ -52,7 +52,7 @@ class Meter(Collector):
         self._cached = Counter("prompt_tokens_cached", meaning, **mine)
         self._histograms = dict[str, Histogram]()
         for name, (begin, end) in _SPANS.items():
-            meaning = f"from a request's {_WORDS[begin]} to its {_WORDS[end]}"
+            meaning = f"of a request's first text: from its {_WORDS[begin]} to its {_WORDS[end]}"
             self._histograms[name] = Histogram(name, meaning, buckets=_BUCKETS, **mine)
         worker.count = self.count
 
@@ -73,7 +73,7 @@ class Meter(Collector):
         cache, worker = self._engine.target.cache, self._worker
         usage = sum(cache.lengths) / (cache.num_rows * cache.max_length)
         gauges = {
-            "num_requests_running": (worker.num_running, "requests that run"),
+            "num_requests_running": (worker.num_running, "texts that run"),
             "num_requests_waiting": (worker.num_waiting, "requests in the queue"),
             "kv_cache_usage_perc": (usage, "share of the KV cache in use, 0 to 1"),
         }

@@ -238,8 +238,6 @@ def answered(said: Iterator[bytes], seed: int | None) -> Iterator[Json]:
 class Relay:
     """What goes through to the engine behind. It stands where the worker does otherwise."""
 
-    num_waiting = 0  # the engine has the queue
-
     def __init__(self, options: Options) -> None:
         """Raises RequestError if no engine answers."""
         self._options, self._card = options, model_card(options.engine)
@@ -247,7 +245,7 @@ class Relay:
         self._going: set[socket.socket] = set()
 
     @property
-    def num_running(self) -> int:
+    def num_jobs(self) -> int:
         return len(self._going)
 
     def _ask(self, opened: ExitStack, path: str, data: bytes | None) -> HTTPResponse:
@@ -309,7 +307,7 @@ class Relay:
             "status": status, "engine": {"name": self._card.get("owned_by")},
             "model": self._card["id"], "drafter": None,
             "uptime_s": round(time.monotonic() - self._began, 3),
-            "num_requests_running": self.num_running,
+            "num_requests_running": self.num_jobs,
             "num_requests_waiting": int(metrics.get("num_requests_waiting", 0)),
             "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
             "speculative_decoding": acceptance(counts) | {"formulas": FORMULAS},

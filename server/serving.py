@@ -135,7 +135,7 @@ def _handle_signals(stop: Callable[..., None], at_hangup: Any) -> None:
 def _drain(worker: Worker, server: Server, grace_s: float) -> None:
     """Let answers be finished and sent."""
     deadline = time.monotonic() + grace_s
-    if waited_for := worker.num_running + worker.num_waiting:
+    if waited_for := worker.num_jobs:
         _say(f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once")
     if cut_off := worker.drain(grace_s):
         _say(f"{cut_off} requests were cut off")

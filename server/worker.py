@@ -202,6 +202,16 @@ class Worker:
         return len(self._running)
 
     @property
+    def _jobs(self) -> set[Job]:
+        """Those that are not done. With the lock held."""
+        return {*self._waiting, *(job for job, _ in self._running)}
+
+    @property
+    def num_jobs(self) -> int:
+        with self._changed:
+            return len(self._jobs)
+
+    @property
     def num_waiting(self) -> int:
         """Jobs in which a run waits for a place."""
         with self._changed:
@@ -252,7 +262,7 @@ class Worker:
             self._changed.notify()
         self._has_stopped.wait(timeout_s)
         with self._changed:
-            left = {*self._waiting, *(job for job, _ in self._running)}
+            left = self._jobs
         for job in left:  # a stream that merely ends looks whole
             job.cancel(unavailable(WHY_NOT["draining"]))
         return len(left)

@@ -108,7 +108,7 @@ def test_the_choices_of_a_request_wait_as_one_until_the_last_of_them_has_a_place
         return job
 
     one, job, more = submit(1), submit(8), submit(8)
-    assert (worker.num_running, worker.num_waiting) == (2, 2)
+    assert (worker.num_running, worker.num_waiting, worker.num_jobs) == (2, 2, 3)
     for n in (1, 8):
         with pytest.raises(RequestError, match="2 requests wait already.*--max-queued"):
             submit(n)

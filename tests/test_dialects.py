@@ -182,7 +182,7 @@ def test_an_error_in_a_stream_is_the_last_event(post, service, says, monkeypatch
     assert last["type"] == "error" and last["request_id"]
     *_, last = post(RESPONSES, stream=True)[1]
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "unavailable", "message": "no more"}
+    assert last["response"]["error"] == {"code": "server_error", "message": "no more"}
 
 
 # ---------------------------------------------------------------------------- a model speaks

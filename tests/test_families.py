@@ -16,7 +16,7 @@ from runtime.values import Request
 NUM_TOKENS = 12
 # Windows; shared caches and kinds of layers; masks of its own; a mixture; MLA; recurrent; refused.
 FEW = "mistral gemma3n_text gpt_neo gpt_oss deepseek_v3 lfm2 minimax bloom".split()
-REFUSED = """axk2 bailing_hybrid bart bigbird_pegasus blenderbot blenderbot-small bloom
+REFUSED = """axk2 bailing_hybrid bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
 camembert cpmant data2vec-text deepseek_v32 deepseek_v4 dots3_note dots3_note_text falcon_mamba
 glm_moe_dsa hy_v4 inkling2_text inkling_text jamba kimi_linear longcat_flash mamba marian mbart
 minimax minimax_m3_vl_text mpt mvp openai-gpt pegasus plbart prophetnet recurrent_gemma roberta

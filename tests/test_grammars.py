@@ -27,6 +27,7 @@ from runtime.cache.prefix import PrefixCache
 from runtime.grammars.measure import CHOICE, JSON, LARK, REGEX, USUAL
 from runtime.values import Draft, Request
 from server import core
+from server.events import event
 from tools.lossless import compare, first_tokens
 
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
@@ -214,6 +215,25 @@ def test_what_is_forced_is_proposed_as_the_tokenizer_writes_it(demo_engine):
     for token in tokens:
         matcher.consume(token)
     assert matcher.forced(99) == []
+
+
+def test_a_draft_that_the_grammar_has_made_is_shown_and_counted_as_its_own(demo_engine):
+    """A head is not asked where tokens are forced: it drafts behind the target's states."""
+    mtp, asked, makers = demo_engine.pool.drafters["mtp"], list[bool](), set()
+    request = Request(ids_of(demo_engine, "x = "), 40, "auto", 5, trace=True, fixed_k=True)
+    grammar = grammar_of(demo_engine, JSON, TRACED)
+    s = demo_engine.open(replace(request, grammar=grammar))
+    s.drafting.states = {n: s.drafting.states[n] for n in ("mtp", "grammar")}  # mtp is first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mtp, "propose_batch", lambda *given: asked.append(True) or heads(*given))
+        heads = type(mtp).propose_batch.__get__(mtp)
+        while not s.finish_reason:
+            asked.clear()
+            for cycle in demo_engine.step([s]).values():
+                if cycle.num_drafted:
+                    makers.add((event(s, cycle)["drafter"], bool(asked)))
+    demo_engine.close(s)
+    assert makers == {("mtp", True), ("grammar", False)}
 
 
 def test_forbidden_proposals_cost_no_row_and_are_heard_of(demo_engine, prompt, expected):

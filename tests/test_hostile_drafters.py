@@ -159,6 +159,44 @@ def test_whatever_a_drafter_from_a_file_does_costs_its_own_drafts_alone(demo_eng
     assert engine.pool.failures.keys() <= {"hostile"}
 
 
+class Choosy(Drafter):
+    """Its first prompt's token says whether it fails; no text is asked twice without a verdict."""
+
+    name = "choosy"
+
+    def open(self, prompt, sampling, noise):
+        return {"act": {7: raising(ValueError), 8: loops}.get(prompt[0]), "is_judged": True}
+
+    def propose(self, state, max_tokens):
+        if state["act"]:
+            state["act"]()
+        assert state["is_judged"]
+        state["is_judged"] = False
+        return Draft([5] * max_tokens)
+
+    def observe(self, state, verdict):
+        state["is_judged"] = True
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(("first", "said"), [(7, "ValueError"), (8, "longer than 0.3 s")])
+def test_a_drafter_s_fault_in_a_text_of_a_batch_is_no_other_s(demo_engine, first, said, is_strict):
+    """Neither are the others asked twice. With --strict its pass counts as its token does."""
+    loaded = {"choosy": TimedDrafter(Choosy(), 0.3)}
+    engine = core.Engine(demo_engine.target, loaded, "choosy", is_strict=is_strict)
+    texts = [engine.open(Request([token, *PROMPT], 6, "choosy")) for token in (5, first, 6)]
+    while running := [s for s in texts if not s.finish_reason]:
+        engine.step(running)
+    one, bad, other = texts
+    for s in texts:
+        engine.close(s)
+    assert not one.warnings + other.warnings and said in bad.warnings[0]
+    assert {one.finish_reason, other.finish_reason} == {"length"}
+    assert (said in str(bad.failure)) == is_strict == (bad.finish_reason == "error")
+    counted = bad.statistics
+    assert counted.completion_tokens == len(bad.output) == counted.passes
+
+
 @pytest.mark.parametrize("where", ["matcher", "drafter", "prefix", "planner", "close"])
 def test_whatever_raises_as_a_request_is_opened_gives_its_row_back(demo_engine, where):
     """Also in the method in one function."""

@@ -201,6 +201,10 @@ def test_log_probabilities_of_completions_name_the_place_of_each_token(client):
     for i, choice in enumerate(choices):
         parts = [part.logprobs for part in told if part.index == i]
         assert sum([part.text_offset for part in parts], []) == choice.logprobs.text_offset
+    wild = {"prompt": "日本語", "temperature": 3, "seed": 7, "max_tokens": 40, "n": 3}
+    for choice in ask(model="embedded", logprobs=1, **wild).choices:  # with invalid bytes
+        for token, at in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+            assert "\ufffd" in token or choice.text.startswith(token, at), (token, at)
     echoed = ask(**fields, echo=True).choices[0].logprobs.text_offset
     assert echoed[-len(listed.tokens) :] == [len(COLOURS) + at for at in listed.text_offset]
 

@@ -23,6 +23,7 @@ from http.client import HTTPException
 from itertools import product
 from pathlib import Path
 from subprocess import PIPE, Popen
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,11 +44,14 @@ from started import (
 )  # fmt: skip
 
 from runtime.kernels import library
+from runtime.statistics import Statistics
+from runtime.values import Request
 from server import core, log, page
 from server.http import base_app
 from server.options import MAX_QUEUED, Options
 from server.page import INDEX, files
 from server.serving import room_for
+from server.worker import Job
 
 server = module_server("--fixed-k")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
@@ -318,6 +322,15 @@ def test_each_request_is_a_line_of_the_log_under_the_client_s_id(server):
                      for name in ("accepted_draft", "draft"))  # fmt: skip
     assert three["passes"] == sum(each["target_passes"] + 1 for each in told)
     assert three["acceptance"] == round(kept / drafted, 4) and three["tokens"] == 60
+
+
+def test_who_left_amid_a_later_text_is_told_to_have_left(caplog):
+    job = Job([Request([1], 2, num_prompts=2, n=1)] * 2, 9.0)
+    job.runs[0].sequence = Mock(finish_reason="length", statistics=Statistics())
+    job.cancel()
+    with caplog.at_level(logging.INFO):
+        log._write({"status": 200}, None, job, time.monotonic())
+    assert caplog.records[-1].msg["finish"] == "cancelled"
 
 
 def test_a_line_is_lost_where_too_many_wait_and_told_where_it_cannot_be_written(capsys):

@@ -377,7 +377,7 @@ class Matcher:
     def forced(self, most: int) -> list[int]:
         """At most `most` tokens of the text that must follow, as the tokenizer would write it.
 
-        The text is certain, its tokens are not: the target may cut it into others.
+        Mostly its tokens are forced, too. The last one may still grow by what follows.
         """
         text = self._matcher.compute_ff_bytes()[: _LONG_TOKEN * most]
         ids = self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []

@@ -88,7 +88,9 @@ def fim_of(tokenizer: Tokenizer) -> Fim | None:
         return found if is_known else None
 
     named = getattr(tokenizer, "fim_ids", {})
-    for family in map(str.split, _FAMILIES):
+    families = [family.split() for family in _FAMILIES]
+    # A file may name tokens: then its family is that of the first of them, if there is one.
+    for family in sorted(families, key=lambda words: id_of(words[0]) != named.get("pre", -1)):
         found = [named.get(name, id_of(token)) for name, token in zip(_NAMED, family, strict=True)]
         if None not in found[:3]:
             ends = {*found[3:], *map(id_of, _MORE_ENDS)} - {None}

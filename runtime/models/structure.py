@@ -65,6 +65,8 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
     # ALiBi's position bias cannot be expressed as a 4-D mask.
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise UnsupportedModel("uses ALiBi, which is not supported")
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise UnsupportedModel("reads long texts in blocks, and short ones otherwise")
     if "position_ids" not in signature(model.forward).parameters:
         raise UnsupportedModel("counts positions itself, so texts cannot share its forwards")
     kinds = getattr(config, "layer_types", None) or []

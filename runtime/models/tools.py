@@ -150,7 +150,7 @@ def check_results(turns: list[Json]) -> None:
     for i, turn in enumerate(turns):
         called |= {call["id"] for call in turn.get("tool_calls", ())}
         if turn["role"] == "tool" and turn["tool_call_id"] not in called:
-            raise bad_field(f"messages[{i}] has a tool_call_id that no message before it has")
+            raise bad_field(f"messages[{i}] is the result of a call that no message before it has")
 
 
 def turns_for_template(turns: list[Json], form: Form, tools: Tools | None) -> list[Json]:

@@ -48,7 +48,10 @@ def register_routes(app: Flask, service: Service) -> None:
     @app.post(_PATH)
     def messages() -> Response | Json:
         """Answer a conversation."""
-        fields, sent = known_fields(read_body(), _NAMES), dict[str, str]()
+        body, sent = read_body(), dict[str, str]()
+        if body.get("thread"):
+            raise wrong("thread", "is not supported: send the whole conversation as messages")
+        fields = known_fields(body, _NAMES)
         with errors_name(sent):
             if "max_tokens" not in fields:
                 raise wrong("max_tokens", "must be an integer: this protocol has no default")

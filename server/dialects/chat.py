@@ -20,7 +20,7 @@ from runtime.models.prompts import Tokenizer
 from runtime.models.token_bytes import bytes_of
 from runtime.models.tools import read_tools
 from runtime.values import Json, RequestError
-from server.fields import known_fields, wrong
+from server.fields import integer, known_fields, wrong
 from server.formats import FIELDS, constraint_of, reasoning_of
 from server.parsing import KNOWN
 from server.service import Service, read_body
@@ -86,8 +86,9 @@ def _translate(fields: Json, sent: dict[str, str]) -> None:
     if not isinstance(fields.get("logprobs"), bool | None):
         raise wrong("logprobs", "must be true or false")
     if (top := fields.pop("top_logprobs", None)) is not None:
-        if isinstance(top, bool):
-            raise wrong("top_logprobs", "must be an integer")
+        is_valid, what = integer(0, 20)
+        if not is_valid(top):
+            raise wrong("top_logprobs", f"must be {what}")
         if not fields.get("logprobs"):
             raise wrong("top_logprobs", "goes with logprobs: true")
         fields["logprobs"], sent["logprobs"] = top, "top_logprobs"

@@ -227,5 +227,6 @@ class Responses(InItems):
         yield self._event(status, response=self.answer)
 
     def failed(self, error: RequestError) -> str:
-        about = {"code": error.code or "server_error", "message": error.message}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        about = {"code": code, "message": error.message}
         return self._event("failed", response=self._state("failed", error=about))

@@ -57,9 +57,12 @@ class Places:
 
     def next(self, entry: Json) -> tuple[int, int]:
         """The place of the next token, which has this entry of log-probabilities."""
-        begin = self._end
+        begin, word = self._end, entry["token"]
         self._text.push(entry["id"], "")
-        self._end += sum(len(text) for text, _ in self._text.release())
+        new = "".join(text for text, _ in self._text.release())
+        self._end += len(new)
+        if new.startswith("\ufffd") and new.endswith(word):  # an invalid byte is told only now
+            begin = self._end - len(word)
         return begin, self._end
 
 
