@@ -121,7 +121,9 @@ FAULTS = {  # what each request is answered with, the exit status, and what is s
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [
+    pytest.param(each, marks=[pytest.mark.slow] * (each == "hangs")) for each in FAULTS
+])  # fmt: skip
 def test_an_endpoint_that_fails_or_lies_gets_a_sentence(fault, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setattr(client, "LARGEST", 1 << 18)

@@ -386,6 +386,7 @@ def check(server, seed):
     return status
 
 
+@pytest.mark.slow
 def test_mutated_requests_get_an_answer_or_a_json_error(server):
     """No 500, no hang, nothing lost; to repeat one that failed: `check(server, seed)`.
 

@@ -110,6 +110,7 @@ def test_losslessness_shows_a_drafter_that_lies_about_its_q(measure, monkeypatch
         assert (smallest < 1e-6) == (row["drafter"] == "liar")
 
 
+@pytest.mark.slow
 def test_auto_and_plain_write_the_same_texts_and_the_worst_cell_is_first(measure, monkeypatch):
     monkeypatch.setattr(never_loses, "memory_gb_per_s", lambda: 9.9)
     few = "--kinds edit JSON --temperatures 1.2 --clients 1 3 --fixed ngram:2"
@@ -433,6 +434,7 @@ def test_a_server_is_measured_and_ended(tmp_path):
     assert server.stop() == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
     few = "--tokens 4 --runs 1 --prompts 2 --clients 1 2 --drafters none"
     document = measure(f"served --cases embedded {few}")

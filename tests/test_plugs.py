@@ -125,7 +125,7 @@ PLUGS = {
     "retry": Plug(("server/retry.py",)),
     "warming": Plug(("server/warming.py",)),
 }  # fmt: skip
-ORDINARY = "auto", "dialects", "page"  # the others are in the slow run
+ORDINARY = "auto", "dialects"  # the others are in the slow run
 MINIMAL = (ROOT / "tests" / "minimal.txt").read_text().split()
 # What the program uses beside the four packages, and beside what those need themselves.
 _BLOCKED = """import sys

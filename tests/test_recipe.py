@@ -75,7 +75,8 @@ def learned(plan):
     return learn
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle3", marks=pytest.mark.slow), "mtp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_training_goes_on_from_a_head_of_its_target(kind, learned, monkeypatch, tmp_path):
     in_float32(monkeypatch)
     plan, _, _, student, _ = learned(kind)
@@ -104,10 +105,8 @@ def trained_scores(student, target, texts, drafts):
     return torch.stack([student.logits(hidden[:, 0]) for _, hidden in steps], 1)
 
 
-@pytest.mark.parametrize(("kind", "name"), [
-    pytest.param(*each, marks=[pytest.mark.slow] * (each[0] in ("eagle3", "dflash")))
-    for each in KINDS.items()
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), KINDS.items())
 def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, name, learned, monkeypatch):
     in_float32(monkeypatch)
     plan, target, data, student, gained = learned(kind)
@@ -242,6 +241,7 @@ def test_a_work_folder_is_one_target_s(plan, tmp_path):
         train.check_work(replace(plan, work=tmp_path, target="other"))
 
 
+@pytest.mark.slow
 def test_what_is_served_is_measured(learned, tmp_path):
     plan, _, data, _, _ = learned("mtp")
     figures = train.served(plan, data)
