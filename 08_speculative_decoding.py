@@ -17,14 +17,14 @@ choice after it is a *bonus*. The text is the one that the target alone would ha
 where tokens are sampled: `choices` says why. (`Engine` also knows rejection sampling, the classical
 rule. It keeps the distribution, but not the text.)
 
-*When does speculation lose?* A pass over four tokens is nearly as fast as one over one token, as
-long as reading weights takes most of the time. So speculation loses where drafts are mostly wrong,
-where the drafter is slow, and in large batches, where computing takes the time.
+*When does speculation lose?* A longer pass costs little more, as long as reading weights takes most
+of the time. Accepted tokens have to pay for that and for drafting. They do not where drafts are
+mostly wrong, where the drafter is slow, and in large batches, where computing takes the time.
 
 The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
 What they use follows: KV cache and truncation · cached model · rejection · engine · loading · Flask
-app · command line. runtime/ computes, drafters/ guess (auto/ chooses the drafter and how much it
-drafts), and server/ puts engines together and speaks HTTP.
+app · command line. runtime/ computes, drafters/ guess (drafters/auto/ chooses who drafts, and how
+much), and server/ puts engines together and speaks HTTP.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -56,8 +56,8 @@ def verify(
 
     choice_after(i) is the target's choice after drafted token i, or None where no token may follow;
     choice_after(-1), after the pending token. Token i of a chain has one child, token i + 1. In a
-    tree a token has several. Returns what became of the tokens, and the accepted ones' indexes.
-    Tokens behind a rejected one are not judged.
+    tree a token has several. Returns the judgements, and the accepted tokens' indexes. Of tokens
+    that are not chosen only the first is judged.
 
     Only the target's choices are emitted. A choice is made only after all tokens before it matched,
     so it is made as in plain decoding: after the same text, by the same noise and the same logits.
@@ -68,7 +68,7 @@ def verify(
     judged, accepted, at = list[Judgement](), list[int](), -1
     while True:
         chosen, children = choice_after(at), draft.children(at)
-        if chosen is None:  # if the text does not end here, the next pass fails
+        if chosen is None:  # the text ends here, or the choice after the next pass raises
             return judged, accepted
         matching = [i for i in children if draft.tokens[i] == chosen]
         if not matching:
@@ -109,10 +109,10 @@ def speculate(
     target: "CachedModel", drafter: drafters.Drafter, prompt: list[int], max_tokens: int,
     eos_ids: set[int], sampling: Sampling = values.GREEDY, seed: int = 0, num_drafted: int = 5,
 ) -> list[int]:  # fmt: skip
-    """Decode with a drafter, by chains of tokens: the text of `plain_decode`, in fewer passes.
+    """Decode with a drafter: the text of `plain_decode`, mostly in fewer passes.
 
-    This is the whole method for one request. `Engine` serves many at once. It knows trees of drafts
-    (of those, this function verifies the longest branch), and rejection.
+    This is the whole method for one request, by the rule of `verify`. `Engine` serves many at once.
+    It knows rejection, and trees of drafts. (Of a tree this function verifies the longest branch.)
     """
     sampling, noise = sampling.for_prompt(prompt), Noise(seed)  # some penalties ignore the prompt
     tokens, end = list(prompt), min(len(prompt) + max_tokens, target.max_length)
@@ -137,16 +137,16 @@ def speculate(
             judged, _ = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
             emitted = [judgement.id for judgement in judged if judgement.kind != "rejected"]
             # 4. Truncate: the cache keeps all that was emitted except the last, pending token.
-            num_accepted = len(emitted) - 1
-            target.cache.truncate(row, len(tokens) + num_accepted)
+            num_cached = len(emitted) - 1
+            target.cache.truncate(row, len(tokens) + num_cached)
             for token in emitted:
                 tokens.append(token)
                 if token in eos_ids or len(tokens) == end:
                     return tokens[len(prompt) :]
             # The drafter learns what became of its draft, and the states of what stays cached.
-            num_kept = len(fed) - len(draft.tokens) + num_accepted
-            hidden = drafter.wanted_states(output, num_kept)
-            drafter.observe(state, values.Verdict(len(draft.tokens), num_accepted, emitted, hidden))
+            num_states = len(fed) - len(draft.tokens) + num_cached
+            hidden = drafter.wanted_states(output, num_states)
+            drafter.observe(state, values.Verdict(len(draft.tokens), num_cached, emitted, hidden))
         return tokens[len(prompt) :]
 
 
@@ -155,15 +155,17 @@ def plain_decode(
     sampling: Sampling = values.GREEDY, seed: int = 0,
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
-    max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    sampling, fed, tokens = sampling.for_prompt(prompt), prompt, list[int]()
+    sampling, noise = sampling.for_prompt(prompt), Noise(seed)
+    fed, output = prompt, list[int]()
     with ExitStack() as opened:
         row = target.cache.open_row(opened)
-        while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
+        for _ in range(min(max_tokens, target.max_length - len(prompt))):
             logits = target.forward([row], [fed], [1]).logits[0]
-            tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
-            fed = tokens[-1:]
-        return tokens
+            output.append(sample(logits[0], prompt + output, sampling, noise)[0])
+            if output[-1] in eos_ids:
+                break
+            fed = output[-1:]
+        return output
 
 
 # ------------------------------------------------------------------- KV cache and truncation
@@ -243,12 +245,12 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
 
     p [n + 1, V] is the target's distribution after pending, d1, …, dn; 0 where no token may follow.
     A drafted token is accepted if u < p / q. The first rejected one is replaced by one drawn from
-    norm(max(0, p - q)). If none was, a bonus is drawn from the last row. The chance of x is then
+    norm(max(0, p - q)). Without a rejection the last row gives a bonus. The chance of x is then
     q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
     No rule for one token accepts more: the chance is Σ min(p, q). But the text depends on drafts.
     """
-    judged, ends = [], [i for i in range(1, len(p)) if not p[i].any()]  # where nothing may follow
-    for i, token in enumerate(draft.tokens[: min(ends, default=None)]):
+    judged, end = [], next((i for i in range(1, len(p)) if not p[i].any()), None)
+    for i, token in enumerate(draft.tokens[:end]):  # up to where nothing may follow
         q = draft.q(i, like=p[i])
         u = noise.uniform(position + i, noise.ACCEPT)
         kind = "accepted" if u * float(q[token]) < float(p[i, token]) else "rejected"
@@ -258,7 +260,7 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
             token = draw(residual(p[i], q), u)
             judged.append(Judgement(token, "recovered", float(p[i, token]), float(q[token]), u))
             return judged
-    if ends:
+    if end is not None:
         return judged
     u = noise.uniform(position + len(draft.tokens), noise.DRAW)
     token = draw(p[-1], u)

@@ -25,7 +25,7 @@ cuts. How it draws depends on the request's rule:
 
 `sample` returns q where it is needed (sampling.needs_q), else None. Where nothing was drawn, as in
 ngram, probs stay None by either rule. The position is the number of tokens before the token: so
-`sample` gets the text with the draft so far. By rejection no token may be dropped for what it is.
+`sample` gets the text with the draft so far. Under rejection a drafter drops no drawn token.
 A whole drafter that draws what followed the last token before, and rarely anything else:
 
     import torch
@@ -120,9 +120,8 @@ class Chain:
     """A model's draft in the making.
 
     It ends where the product of its tokens' confidence falls below `least_confidence`: one more
-    token would hardly be accepted. But under the rule of rejection it never ends because it doubts
-    what was drawn: later drafts would depend on that, and the random numbers after a rejection are
-    used again.
+    token would hardly be accepted. Under rejection that is 0. Else a draft's length would reveal
+    random numbers, which are used again after a rejection.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
@@ -279,7 +278,7 @@ class Drafter(ABC):
         return joined([joined([part[i] for i in self.hidden_layers], -1) for part in parts], 0)
 
     def call(self, method: str, *arguments: Any, then: Callable[[Any], Any] | None = None) -> Any:
-        """What `then`, if given, makes of a method's result. The pool calls all methods so."""
+        """What `then` makes of a method's result, or that itself. TimedDrafter overrides this."""
         result = getattr(self, method)(*arguments)
         return then(result) if then else result
 

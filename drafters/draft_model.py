@@ -78,10 +78,9 @@ class DraftModelDrafter(ModelDrafter):
 
     def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
         """A draft for each state; the first forward also feeds what is not cached yet."""
-        for state in states:
-            self._rewind(state)
         model, cache = self._draft, self._draft.cache
         for state in states:
+            self._rewind(state)
             held, count = cache.lengths[state.row], len(state.text)
             assert held < count, f"its cache holds {held} tokens of a text of {count}: truncate it"
         fed = [[*state.text[cache.lengths[state.row] :], *state.forced] for state in states]
@@ -109,9 +108,9 @@ class DraftModelDrafter(ModelDrafter):
         return [each.draft(self._vocab_size) for each in chains]
 
     def _rewind(self, state: ModelState) -> None:
-        """Let the cache hold the text's beginning alone, and more of it if that is known.
+        """Truncate the cache to the text, or fill an empty one with a beginning that is known.
 
-        At least the last token is left to be fed. What a draft that failed has left goes.
+        The last token is always left to be fed. Tokens of a draft that failed are dropped.
         """
         cache, row = self._draft.cache, state.row
         # Under the rule of rejection drafts decide the text, and so would roundings of keys.

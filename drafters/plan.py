@@ -2,8 +2,8 @@
 
     plan → (the engine drafts and verifies) → learn, for each request → record_cycle
 
-With FixedK a request's first drafter proposes as much as the request allows. auto/ has the plan of
-those who let the controller choose.
+With FixedK a request's first drafter proposes as much as the request allows. drafters/auto/ has
+the plan of those who let the controller choose.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ class Task(NamedTuple):
     limit: int = 0  # tokens, at most
     # A draft ends where the product of its tokens' confidence is lower. 0: never.
     least_confidence: float = 0.0
-    decision: Any = None  # auto/'s Decision, with its reasons: to be shown
+    decision: Any = None  # the controller's Decision, with its reasons: to be shown
 
 
 class UnseenCycle(NamedTuple):

@@ -1,8 +1,8 @@
 """The pool asks a server's drafters, checks their drafts, and contains their faults.
 
-A drafter may be wrong or broken in any way: it raises, hangs, or proposes ids that do not exist.
-After such a fault its request goes on without that drafter, and the answer stays the same. (With
---strict the request fails.) The request's other drafters go on.
+A drafter may raise, or propose ids that do not exist; one from a file may hang, too (timed.py). The
+request goes on without it, with its other drafters, and the answer stays the same. (By rejection
+its distribution does. With --strict the request fails.)
 """
 
 import logging
@@ -41,10 +41,9 @@ class DrafterPool:
     ) -> None:  # fmt: skip
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
 
-        `prefixes` are the target's (a PrefixCache): what it knows of a prompt, the drafters read
-        along.
-        `can_branch` says that the target can verify a tree. Raises ValueError if the default needs
-        that.
+        `prefixes` is the target's PrefixCache, which holds hidden states for drafters, too.
+        `can_branch`: the target verifies trees. Raises ValueError if the default is a tree, and
+        there can be none.
         """
         self.drafters, self.vocab_size, self.is_strict = drafters, vocab_size, is_strict
         self.prefixes, self.can_branch = prefixes, can_branch and tree is not None
@@ -72,13 +71,13 @@ class DrafterPool:
         self.spent: dict[str, tuple[list[int], float]] = {}
 
     def open(self, text: DraftedText) -> None:
-        """Let the drafters that a new request names read along."""
+        """Open the states of the drafters that a new request names."""
         request, failed = text.request, dict[str, Exception]()
         text.merge = request.drafter if request.drafter in self.merging else None
         for name in self.eligible(request):
             drafter = self.drafters[name]
             try:
-                # Copies, as a prompt may be the state, which grows, and the target needs its noise.
+                # Copies, because a drafter may change what it is given.
                 given = list(request.prompt), request.drafting, copy(text.noise)
                 state = text.states[name] = drafter.call("open", *given)
                 drafter.attach(state, text)
@@ -106,7 +105,7 @@ class DrafterPool:
 
     def close(self, text: DraftedText, only: str | None = None) -> None:
         """Give the drafters' states back, or that of one."""
-        for name in [name for name in text.states if name == (only or name)]:
+        for name in [name for name in text.states if only in (None, name)]:
             drafter = self.drafters[name]
             if drafter.keeps_outputs:
                 self._catch_up(text, name)
@@ -143,7 +142,7 @@ class DrafterPool:
                 text.draft = Draft()
                 text.drafts = dict.fromkeys(self.members(text, text.task.drafter), Draft())
         for name in dict.fromkeys(name for text in waiting for name in text.drafts):
-            if group := [t for t in waiting if name in t.drafts and self._is_asked(t, name)]:
+            if group := [t for t in waiting if name in t.drafts and self._prepare_draft(t, name)]:
                 began = time.perf_counter()
                 drafts = self._ask(name, group)
                 ms = (time.perf_counter() - began) * 1e3
@@ -157,11 +156,11 @@ class DrafterPool:
                 text.draft = text.obeying(draft)
         return [text.draft for text in texts]
 
-    def _is_asked(self, text: DraftedText, name: str) -> bool:
-        """Whether a drafter is asked for its part of a text's draft; it is told what that may be.
+    def _prepare_draft(self, text: DraftedText, name: str) -> bool:
+        """Prepare a drafter for its part of a text's draft. Returns whether it is to be asked.
 
-        Where a grammar forces tokens, a drafter that cannot begin with them is not asked alone: a
-        head drafts behind the target's states, which it has of no drafted token.
+        A drafter that cannot begin with tokens that a grammar forces is not asked alone. A head
+        cannot: it needs the target's states, and a drafted token has none.
         """
         if not self.prepare(text, name, text.task.limit):
             return False
@@ -249,9 +248,9 @@ class DrafterPool:
         text before they are asked next. `hidden` are the states [fed, D] of the verified tokens, by
         layer; of a tree, of the path that the text took.
         """
-        num_rejected = verdict.drafted - verdict.accepted
-        if num_rejected:  # else a view of each would cost as much as all else here
-            hidden = {layer: states[:-num_rejected] for layer, states in hidden.items()}
+        num_dropped = verdict.drafted - verdict.accepted
+        if num_dropped:  # views of all layers cost as much as all else here
+            hidden = {layer: states[:-num_dropped] for layer, states in hidden.items()}
         # A prompt's chunks came before.
         came = [UnseenCycle([], states) for states in text.hidden.values()]
         came, judged = [*came, UnseenCycle(verdict.tokens, hidden)], text.draft

@@ -137,8 +137,7 @@ class Request:
 
         The prompt is scored once, for the first.
         """
-        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
-        first, *others = (replace(self, seed=seed) for seed in seeds)
+        first, *others = (replace(self, seed=self.seed + i) for i in range(self.n))
         return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
     def admitted(self, target: "Model", drafters: Collection[str]) -> tuple["Request", list[str]]:
@@ -254,10 +253,10 @@ class Verdict:
     """The target's judgement of one draft.
 
     Example: [a, b, c] drafted, b rejected and B recovered -> Verdict(drafted=3, accepted=1,
-    tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's
-    hidden states at the newly cached positions: hidden[-1] produced tokens[-1]. With several
-    `hidden_layers` their states stand side by side. None unless `needs_hidden`. A drafter that was
-    not asked gets the same tokens with drafted=0 and accepted=len(tokens) - 1.
+    tokens=[a, B]). `hidden` (mostly [accepted + 1, D], after prefill [prompt, D]) holds the
+    target's hidden states at the newly cached positions: hidden[-1] produced tokens[-1]. With
+    several `hidden_layers` their states stand side by side. None unless `needs_hidden`. A drafter
+    that was not asked gets the same tokens with drafted=0 and accepted=len(tokens) - 1.
     """
 
     drafted: int

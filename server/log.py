@@ -157,7 +157,7 @@ def _write(head: Json, error: str | None, job: Job | None, arrived: float) -> No
     line = head | {"finish": None}
     if job:
         first, s = job.runs[0], job.runs[0].sequence
-        ends = [job.finish(run) for run in job.runs]  # what is worst is told
+        ends = [job.finish_reason(run) for run in job.runs]  # what is worst is told
         finish = next((end for end in ends if end not in ("stop", "length")), ends[0])
         line |= {"finish": finish, "drafter": (s or first).request.drafter}
         texts = job.runs[: first.request.texts]  # without a comparison's other runs

@@ -9,9 +9,9 @@
 A request joins at any cycle, shares the target's forwards with whatever else runs, and leaves when
 it is done; the engine sees to it that its output does not depend on that.
 
-`status` tells /health of a cycle that takes too long (stuck), of one failing request after another
-(failing) and of a thread that has died; stuck and dead, new requests are refused with 503. Not
-covered: ending a forward that hangs.
+`status` tells /health if a cycle takes too long (stuck), if requests in a row fail (failing), or if
+the thread has died (dead). A stuck, dead or draining server answers new requests with 503. A
+forward that hangs is not ended.
 """
 
 import logging
@@ -127,7 +127,7 @@ class Job:
                 self.is_over = True
                 self._changed.notify()
 
-    def finish(self, run: Run) -> str:
+    def finish_reason(self, run: Run) -> str:
         """How a run ended: stop, length, cancelled (the client has left), timeout or error."""
         if self.failure:
             return "timeout" if getattr(self.failure, "code", None) == "timeout" else "error"
@@ -220,7 +220,7 @@ class Worker:
 
     @property
     def status(self) -> str:
-        """ok; failing or stuck (a cycle takes too long) until one gets on; draining or dead."""
+        """The first that holds of dead, draining, stuck (in one cycle) and failing; or ok."""
         since, limit_s = self._busy_since, self.options.stall_limit
         states = {
             "dead": self._has_died,
@@ -379,7 +379,7 @@ class Worker:
                 self._engine.close(run.sequence)
         except Exception as fault:  # the thread must outlive whatever happens to one request
             error = error or fault
-        run.ended, finish = time.monotonic(), "error" if error else job.finish(run)
+        run.ended, finish = time.monotonic(), "error" if error else job.finish_reason(run)
         with self._changed:  # a thread that serves a client may end what waits meanwhile
             if (job, run) in self._running:
                 self._running.remove((job, run))
