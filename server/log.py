@@ -145,16 +145,22 @@ def watch_requests(app: Flask) -> None:
     def end(response: Response) -> Response:
         """See to it that the line is written."""
         is_watched = request.path not in ("/health", "/metrics")
-        if g.job or (response.status_code >= 400 and is_watched):
+        relayed = g.get("relayed")  # to another engine: it tells whether the client has left
+        if g.job or relayed is not None or (response.status_code >= 400 and is_watched):
             head = {"id": g.id, "method": request.method[:20], "path": request.path[:200]}
             head["status"] = response.status_code
             # Once all is sent, or nobody is there to read it.
-            response.call_on_close(partial(_write, head, g.error, g.job, g.arrived))
+            response.call_on_close(partial(_write, head, g.error, g.job, g.arrived, relayed))
         return response
 
 
-def _write(head: Json, error: str | None, job: Job | None, arrived: float) -> None:
+def _write(
+    head: Json, error: str | None, job: Job | None, arrived: float, has_left: Any = None
+) -> None:
     line = head | {"finish": None}
+    if has_left:
+        head, error = head | {"status": 499}, None
+        line |= head | {"finish": "cancelled"}
     if job:
         first, s = job.runs[0], job.runs[0].sequence
         ends = [job.finish_reason(run) for run in job.runs]  # what is worst is told

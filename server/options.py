@@ -159,7 +159,7 @@ Change what runs
 --drafter NAME | who guesses: auto picks one in every cycle; none is plain decoding;
   {", ".join(NAMES)}, tree, or yours as file.py:Class (default: auto)
 --num-speculative-tokens K 1…{MAX_SPECULATIVE_TOKENS} | the most tokens to guess at once
-  (default: {MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine)
+  (default: {MOST_K}; {Request.num_speculative_tokens} with --fixed-k)
 --max-tokens N 1…1000000 | tokens to write
   (default: {Request.max_tokens}; in chats with a server, until the context is full)
 --temperature T | 0 takes the likeliest token, more draws more freely
@@ -307,7 +307,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     if mistake := _mistake_in(flags):
         parser.error(mistake)
     values = {field.name: getattr(flags, field.name) for field in fields(Options)}
-    chosen = Request if flags.fixed_k or flags.engine else Options
+    chosen = Request if flags.fixed_k else Options
     values["num_speculative_tokens"] = flags.num_speculative_tokens or chosen.num_speculative_tokens
     options = Options(**values)
     check_fields(options.for_requests)
@@ -315,7 +315,9 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
 
 
 _GO_WITH = "json demo, prompts demo, repeats demo, explain prompt, stop prompt, engine port"
-_OWN = "mtp dtype kernels fixed_k strict device allow_pickle suffix_corpus drafter verification"
+_OWN = """model draft_model mtp eagle3 dflash max_model_len dtype kernels device trust_remote_code
+allow_pickle raw drafter num_speculative_tokens fixed_k strict prompt_lookup_max prompt_lookup_min
+suffix_cache suffix_corpus verification max_running max_queued prefix_cache_mb"""
 
 
 def _mistake_in(flags: argparse.Namespace) -> str | None:
@@ -343,7 +345,7 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
     if shortest > longest:
         return f"--prompt-lookup-min ({shortest}) must be at most --prompt-lookup-max ({longest})"
     for name in _OWN.split() if flags.engine else ():
-        if getattr(flags, name) != getattr(Options, name):
+        if getattr(flags, name) not in (None, getattr(Options, name)):
             flag = "no-kernels" if name == "kernels" else name.replace("_", "-")
             return f"--{flag} is for this server's own engine: it does not go with --engine"
     parts = urlsplit("http://none" if flags.engine is None else flags.engine)

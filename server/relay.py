@@ -10,23 +10,25 @@ as p, q, u and its cache, so the page has no cycles to show.
 """
 
 import json
+import logging
 import os
 import socket
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import chain
 from math import isfinite
+from statistics import fmean
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from flask import Flask, Response, abort, request
+from flask import Flask, Response, abort, g, request
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.models import StartError
+from runtime.models.prompts import is_text
 from runtime.statistics import FORMULAS, Statistics
 from runtime.values import Json, RequestError, in_short
 from server.answers import sse
@@ -37,12 +39,13 @@ from server.page import register_page
 from server.service import read_body
 from server.worker import unavailable
 
+LOG = logging.getLogger("engine")
 KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which the engine asks for
 _CONNECT_S, _QUESTION_S = 5.0, 2.0  # to connect, and to say how it is
 _EVENTS, _DONE = "text/event-stream", "data: [DONE]\n\n"
 _MOST = 16 << 20  # bytes of an answer that is translated
 _PASSED = "Accept", "Content-Type", "Anthropic-Version", "Anthropic-Beta"  # of a request's head
-_RETURNED = "Content-Type", "Retry-After"  # of an answer's
+_RETURNED = "Content-Type", "Content-Encoding", "Retry-After"  # of an answer's
 # Sent unless a request says otherwise: an engine may have other defaults for its model.
 _NEUTRAL = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _SET = "top_k", "top_p", "min_p", "seed"  # where the command line sets them
@@ -56,6 +59,8 @@ _COUNTS = {  # our counters, by an engine's names for them in /metrics
     "num_draft_tokens": "spec_decode_num_draft_tokens_total",
     "num_accepted_draft_tokens": "spec_decode_num_accepted_tokens_total",
 }
+_RATES = "draft_acceptance_rate", "mean_acceptance_length"  # which are computed here
+_FORMULAS = {name: FORMULAS[name] for name in _RATES}
 
 
 def broke_off(why: str) -> RequestError:
@@ -159,15 +164,16 @@ def model_card(url: str) -> Json:
 
 
 def metrics_of(url: str) -> dict[str, float]:
-    """The engine's metrics by name, without prefix; those of all labels are summed.
+    """The engine's metrics by name, without prefix: the sum of all labels, or a share's mean.
 
     Of a name with several prefixes the first one counts. Raises some Exception for another form.
     """
-    totals = Counter[str]()
+    values = defaultdict[str, list[float]](list)
     for family in text_string_to_metric_families(told(url, "/metrics").decode("latin-1")):
         for sample in family.samples:
-            totals[sample.name] += sample.value if isfinite(sample.value) else 0.0
-    return {name.rpartition(":")[2]: totals[name] for name in reversed(totals)}
+            values[sample.name].append(sample.value if isfinite(sample.value) else 0.0)
+    kinds = {name: fmean if name.endswith("_perc") else sum for name in values}
+    return {name.rpartition(":")[2]: kinds[name](values[name]) for name in reversed(values)}
 
 
 def translated(body: Json, options: Options, card: Json) -> Json:
@@ -177,8 +183,11 @@ def translated(body: Json, options: Options, card: Json) -> Json:
     """
     given = {name: value for name, value in body.items() if value is not None}
     prompt = given.get("prompt")
-    if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+    are_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not (are_ids or is_text(prompt)):
         raise RequestError("prompt must be a text or a list of token ids", param="prompt")
+    if not isinstance(given.get("stream"), bool | None):
+        raise RequestError("stream must be true or false", param="stream")
     for name in given.keys() - _TRANSLATED - {"stream"}:
         if (name, given[name]) not in (("speculative", True), ("trace", False)):
             why = "there are no cycles to show" if name == "trace" else "only /v1 has all fields"
@@ -198,7 +207,7 @@ def acceptance(told: Json) -> Json:
     """The block `speculative_decoding` from an engine's counts; null is what it does not tell."""
     counts = {name: told.get(name) for name in _COUNTS}
     computed = Statistics(**{name: count or 0 for name, count in counts.items()}).counters(0)
-    rates = {name: computed[name] for name in ("draft_acceptance_rate", "mean_acceptance_length")}
+    rates = {name: computed[name] for name in _FORMULAS}
     return {"drafter": None} | dict.fromkeys(computed) | counts | rates | told
 
 
@@ -252,11 +261,17 @@ class Relay:
         """The engine's answer to the request at hand, which is sent on. Raises RequestError."""
         if self._is_draining:
             raise unavailable("the server is shutting down")
+        left = g.relayed = list[bool]() if request.method == "POST" else None  # for the log
 
         def note(line: socket.socket) -> None:
+            def leave() -> None:
+                if left is not None:
+                    left.append(True)
+                cut_off(line)
+
             self._going.add(line)
             opened.callback(self._going.discard, line)
-            request.environ.get(WHEN_LEFT, lambda act: None)(partial(cut_off, line))
+            request.environ.get(WHEN_LEFT, lambda act: None)(leave)
 
         engine, is_short = self._options.engine, request.method == "GET"
         # Short questions share their threads with /health.
@@ -308,9 +323,9 @@ class Relay:
             "model": self._card["id"], "drafter": None,
             "uptime_s": round(time.monotonic() - self._began, 3),
             "num_requests_running": self.num_jobs,
-            "num_requests_waiting": int(metrics.get("num_requests_waiting", 0)),
+            "num_requests_waiting": metrics.get("num_requests_waiting"),
             "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
-            "speculative_decoding": acceptance(counts) | {"formulas": FORMULAS},
+            "speculative_decoding": acceptance(counts) | {"formulas": _FORMULAS},
             "warnings": warnings,
         }, 200 if status == "ok" else 503  # fmt: skip
 
@@ -336,6 +351,7 @@ def respond(opened: ExitStack, pieces: Iterator[Any], kind: str) -> Response:
             with failing():
                 yield from pieces
         except RequestError as error:
+            LOG.warning("an answer broke off: %s", error)
             if kind != _EVENTS:
                 raise  # the connection breaks off: a body that merely ended would look whole
             yield sse(error.body()) + _DONE

@@ -199,7 +199,7 @@ MISTAKES = {  # what is said -> after which command line
     "the name of a model is empty": "--prompt x --model ''",
     "lone surrogate": "--model embedded --prompt \udcff",
     "stop must be a non-empty string": "--model embedded --prompt x --stop ''",
-    "'vllm' is no address such as": "--port 1 --engine vllm --model T",
+    "'vllm' is no address such as": "--port 1 --engine vllm --top-k 3",
     "'' is no address such as": "--port 1 --engine ''",
     r"'a\nb' is no": "--port 1 --engine 'a\nb'",
 }

@@ -125,7 +125,8 @@ def test_an_engine_is_sent_defaults_that_it_knows_and_what_a_request_says(owner)
 @pytest.mark.parametrize("field", [
     {"trace": True}, {"compare": True}, {"drafter": "ngram"}, {"speculative": False}, {"n": 2},
     {"num_speculative_tokens": 3}, {"prediction": "y"}, {"json_schema": {}}, {"logprobs": 1},
-    {"chat": True}, {"max_tokenz": 1}, {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]},
+    {"chat": True}, {"max_tokenz": 1}, {"stream": "no"}, {"prompt": "\ud800"},
+    {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]},
 ], ids=str)  # fmt: skip
 def test_what_is_not_translated_is_refused_by_name(ask, replay, field):
     count = len(replay.seen)
@@ -141,9 +142,17 @@ def test_health_has_the_engines_acceptance_and_null_for_the_rest(ask, replay):
     figures = body["speculative_decoding"]
     assert figures["num_draft_tokens"] > figures["num_accepted_draft_tokens"] > 0
     assert 0 < figures["draft_acceptance_rate"] < 1 and figures["num_recovered_tokens"] is None
+    assert "formulas" in figures and figures["formulas"].keys() < figures.keys()
+    share = 'vllm:kv_cache_usage_perc{engine="%d"} %.1f\n'
     for turn in (turn for turn in replay.turns if turn["path"] == "/metrics"):
+        turn["pieces"] = [
+            re.sub("(?m)^vllm:kv_cache_usage_perc.*\n", "", p) for p in turn["pieces"]
+        ]
+        turn["pieces"] += [share % each for each in ((0, 0.8), (1, 0.6))]
         turn["pieces"] += [piece.replace("vllm:", "other:") for piece in turn["pieces"]]
-    assert ask.client.get("/health").json["speculative_decoding"] == figures  # each counts once
+    again = ask.client.get("/health").json
+    assert again["speculative_decoding"] == figures  # each counts once
+    assert round(again["kv_cache_usage_perc"], 6) == 0.7  # of two engines the mean
 
 
 def test_health_says_when_the_engine_is_gone_or_silent(ask, replay, monkeypatch):
@@ -266,6 +275,8 @@ def test_a_client_that_leaves_is_cancelled_in_the_engine(asked):
         server.wait_until_running(0)
         replay.go_on.set()  # only now: the engine is to look for us once we are gone
         until(lambda: replay.num_left == 1)
+        until(lambda: '"finish": "cancelled"' in server.log())
+        assert '"status": 499' in server.log() and "engine_failed" not in server.log()
         server.end_well()
 
 
@@ -275,6 +286,7 @@ def test_a_request_that_outlasts_the_grace_period_is_cut_off_with_an_error():
         assert b"the engine broke off" in read_all(client)
         ended.result()
         assert "1 requests were cut off" in server.log()
+        assert "an answer broke off" in server.log() and '"status": 200' in server.log()
 
 
 def test_a_body_that_is_not_complete_does_not_look_whole():

@@ -20,8 +20,8 @@ FILE has a prompt per line; or, if its name ends with .jsonl, an object {"prompt
 chat model gets them in its chat template, unless --raw is given. Without FILE it gets `--each` of
 each kind in tools/chat.jsonl, and another model the demo's. Past outputs, which a server may
 look up for the drafter suffix, are left out: every turn has the same prompts. With --json one
-document is all of stdout; there `accepted_at` has the shares of drafts of which the first token was
-accepted, the first two, ….
+document is all of stdout; there `accepted_at` has, for each position, how many of the drafts that
+have it were accepted as far.
 """
 
 import argparse
