@@ -387,13 +387,12 @@ export const CHAPTERS = {
       scene.nothing();
       drawRace(scene, 0.75, racers.map((lane, i) => ({ ...lane, waits: i > 0 && chosen === null })), ms);
       const [tokens, passes] = [counted(first.numTokens, "token"), counted(first.passes, "pass", "passes")];
-      const bet = chosen === null ? "" : ` Your bet: ${racers[chosen].name}.`;
+      const bet = chosen === null ? "" : ` Your bet: ${data.rivals("copy")[chosen].name}.`;
       if (!bet) return `Plain decoding takes ${milliseconds(plain.endMs)}. The others wait for your answer.`;
       if (share < 100) return `${texts.says[data.isEqual(way) ? "alike" : "unlike"]}${bet}`;
       const late = racers.filter(({ endMs }) => endMs > plain.endMs).map(({ name }) => name);
       const loses = late.length ? ` Slower than plain: ${late.join(", ")}.` : "";
-      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in `
-        + `${passes}.${loses}${bet}`;
+      return `${first.name} is first: ${milliseconds(first.endMs)} for ${tokens} in ${passes}.${loses}${bet}`;
     },
   },
 };

@@ -67,6 +67,7 @@ export function drawStatistics({ cycles, request }) {
   });
   const said = parts.map(({ firstChild, lastChild }) => `${firstChild.textContent} ${lastChild.textContent}`);
   drawRows(byId("chart-time"), said.join("; "), ...parts, row(".scale", "ms", scale(0, totalMs || 1)));
+  const who = request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : figures.passes && "fixed";
   write("controller-says", figures.controller ? `${figures.controller}. ${texts.says.controller}`
-    : texts.says[request.drafter === "none" ? "nobody" : request.fixed_k ? "you" : "fixed"]);
+    : texts.says[who]);
 }

@@ -55,7 +55,8 @@ export class RequestForm {
   /** What is filled in, by field, as it stands there: without the prompt. */
   get #filled() {
     const texts = FIELDS.slice(1).map((name) => [name, byId(name).value.trim()]);
-    return Object.fromEntries(texts.filter(([, text]) => text));
+    const dotted = ([name, text]) => [name, /^(temp|top)/.test(name) ? text.replace(",", ".") : text];
+    return Object.fromEntries(texts.filter(([, text]) => text).map(dotted));
   }
   /** The request; empty fields are left to the server. A named drafter drafts as many tokens as K says. */
   request(isRace) {
@@ -80,12 +81,11 @@ export class RequestForm {
 }
 
 function numberIn(name, text) {
-  const number = ["temperature", "top_p"].includes(name) ? text.replace(",", ".") : text;
-  const wrong = !(NUMBER.test(number) && Number.isFinite(Number(number))) ? `“${number}” is not a number.`
-    : name === "seed" && Math.abs(number) > Number.MAX_SAFE_INTEGER
+  const wrong = !(NUMBER.test(text) && Number.isFinite(Number(text))) ? `“${text}” is not a number.`
+    : name === "seed" && Math.abs(text) > Number.MAX_SAFE_INTEGER
       ? "a browser cannot send a number of more than 53 bits." : "";
   if (wrong) throw new ServerError(`${labelOf(name)}: ${wrong}`, { param: name });
-  return Number(number);
+  return Number(text);
 }
 
 /** The settings of a request, in words; fields that are left out, or empty, have none. */

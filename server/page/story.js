@@ -12,7 +12,7 @@ import { bytes, chance, counted, milliseconds, quoted, short, times } from "./wo
 
 const [MIDDLE, LOW] = ["-45% 0px -45% 0px", "-66% 0px -28% 0px"]; // of the window: which chapter is shown
 const MODELS = ["draft_model", "eagle3", "mtp", "dflash", "self_int8"]; // the first that was recorded is told
-const [FLAT, AGREED, ROUNDS, PLACES] = [1.25, 0.55, 4, 4];
+const [FLAT, AGREED, ROUNDS, PLACES, SEEN] = [1.25, 0.55, 4, 4, 1.9];
 /** Where the tokens behind a cycle begin, in the output. */
 const endOf = ({ first, tokens }) => first + tokens.length;
 const filled = (words, facts) => words.replace(/{(\w+)}/g, (_, name) => facts[name]);
@@ -76,8 +76,8 @@ class Data {
     const written = tokensIn(cycles);
     const places = cycles.flatMap(({ distributions, first, step }) => distributions.flatMap((all, i) => {
       const entries = withNoise(all.filter(({ q, noise }) => q !== undefined && noise !== undefined));
-      if (entries.length < 3) return [];
-      const common = entries.reduce((sum, { p, q }) => sum + Math.min(p, q), 0);
+      const [common, seen] = entries.reduce(([a, b], { p, q }) => [a + Math.min(p, q), b + p + q], [0, 0]);
+      if (entries.length < 3 || seen < SEEN) return []; // others may come, of which nothing is recorded
       const differ = top(entries, "target").id !== top(entries, "draft").id;
       const liked = top(entries, "q");
       return { entries, liked, step, tokens: written.slice(0, first + i),

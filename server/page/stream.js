@@ -92,7 +92,7 @@ export function unrecorded() {
     + `with ${[...names].join(", ")}. For anything else: python 08_speculative_decoding.py --port 5000`);
 }
 
-const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+const headersWith = (key) => (key ? { Authorization: `Bearer ${unescape(encodeURIComponent(key))}` } : {});
 
 /** What the network gives; where it fails, and nobody has hung up, `words` as an error. */
 function reached(promise, words, signal = null) {

@@ -35,7 +35,6 @@ let health = null;
 let [isLoading, isOpening] = [false, true]; // the model; the page, until it has what it needs
 
 const say = (words) => write("status", words);
-const askedFor = (request) => `${request.drafter}, ${settingsWords(request)}`;
 
 // ---------------------------------------------------------------------------------- a run
 
@@ -51,7 +50,7 @@ function begin(wanted, ended = () => {}) {
   const { request } = session;
   text.clear(request.prompt + (request.chat ? "\n" : ""));
   look(session);
-  race.begin(`${askedFor(request)}: ${request.prompt}`, request.compare);
+  race.begin(JSON.stringify({ ...request, compare: undefined }), request.compare);
   const seen = byId(request.compare ? "racing" : "cycle");
   if (session.isAsked && isNarrow()) seen.scrollIntoView(); // below the text, which sticks to the top
   else if (session.isAsked) [byId("reading"), seen].forEach(reveal);
@@ -184,7 +183,7 @@ function showError(error) {
 
 /** Say what the run had where the form has something else by now. */
 function tellSettings() {
-  const had = askedFor(now.request);
+  const had = `${now.request.drafter}, ${settingsWords(now.request)}`;
   const isOther = now.cycles.length && had !== `${byId("drafter").value}, ${form.settings}`;
   write("cycle-settings", isOther ? `This run had other settings than the form has now: ${had}.` : "");
 }
@@ -285,9 +284,10 @@ async function askHealth() {
   const warnings = [health.status !== "ok" && `the server is ${health.status}`, ...health.warnings ?? []];
   write("server", [`${health.model} runs here`, ...warnings.filter(Boolean)].join("; "));
   const drafters = health.drafters.filter((name) => name !== "prediction"); // which needs a field of its own
+  const drafter = drafters.find((name) => name === health.drafter) ?? "none";
   const k = Math.min(health.num_speculative_tokens, SEEN_WELL);
   if (isRecorded) offerRecorded(await recording);
-  else form.offer(health, [...drafters, "none"], { ...health, num_speculative_tokens: k });
+  else form.offer(health, [...drafters, "none"], { ...health, drafter, num_speculative_tokens: k });
   if (!isRecorded) learnCurve();
   return true;
 }
