@@ -237,7 +237,10 @@ class DrafterPool:
             self.num_late += len(late)
         elif late:
             time.sleep(_AGAIN_S)
-        return ready
+        for s in ready:
+            if s.drafting.matcher and s.drafting.matcher.has_ended:
+                s.end()
+        return [s for s in ready if not s.finish_reason]
 
     def observe(
         self, text: DraftedText, verdict: Verdict, hidden: dict[int, Tensor], is_last: bool = False

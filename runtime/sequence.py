@@ -55,7 +55,11 @@ class Sequence:
                 self.finish_reason = "length"
             self.tokens.append(token.id)
             if self.finish_reason:
-                if self.text.finish():  # the last bytes completed a stop string
-                    self.finish_reason = "stop"
+                self.end(self.finish_reason)
                 return num_kept
         return num_kept
+
+    def end(self, reason: str = "stop") -> None:
+        """Its text is complete."""
+        # The last bytes may complete a stop string.
+        self.finish_reason = "stop" if self.text.finish() else reason

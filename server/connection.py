@@ -74,8 +74,8 @@ def environ_of(request: h11.Request) -> Json:
     environ: Json = {}
     for raw_name, value in request.headers:
         name = raw_name.decode("ascii").upper()
-        if "_" in name:
-            continue  # would be taken for the header with "-"
+        if "_" in name or name == "UPGRADE":
+            continue  # it would be taken for the header with "-"; another protocol is not spoken
         name = "HTTP_" + name.replace("-", "_")
         text = value.decode("latin-1")
         environ[name] = f"{environ[name]},{text}" if name in environ else text

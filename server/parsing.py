@@ -1,7 +1,7 @@
 """From the bytes of a request to checked values, or an error that names the field.
 
 Strict on purpose: a field that is misspelt, out of range or not supported must never be silently
-ignored.
+ignored. (Of two fields with one name the last one counts, as most readers of JSON have it.)
 """
 
 import json

@@ -196,6 +196,7 @@ MISTAKES = {  # what is said -> after which command line
     "leave no room in a context of 2048": f"--model embedded --prompt '{'x ' * 2100}'",
     "example.org is no origin such as": "--port 5000 --allow-origin example.org",
     "https://例.org is no origin such as": "--port 5000 --allow-origin https://例.org",
+    "README.md is a file, and no .gguf": "--prompt x --model README.md",
     "the name of a model is empty": "--prompt x --model ''",
     "lone surrogate": "--model embedded --prompt \udcff",
     "stop must be a non-empty string": "--model embedded --prompt x --stop ''",

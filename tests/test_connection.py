@@ -231,6 +231,14 @@ def test_framing_that_is_ambiguous_or_endless_is_refused_with_the_rest(client, r
     assert environ[REFUSAL].status == status and client.is_last and client.server.num_held == 0
 
 
+def test_another_protocol_that_is_offered_is_not_taken(client):
+    """Flask would look for a route of web sockets, and refuse the request."""
+    lines = GET, HOST, "Connection: Upgrade", "Upgrade: websocket", "", ""
+    receive(client, "\r\n".join(lines).encode())
+    (environ,) = client.server.asked
+    assert REFUSAL not in environ and "HTTP_UPGRADE" not in environ
+
+
 @pytest.mark.parametrize("line", ["HEAD health HTTP/1.1", "HEAD / HTTP/9.9", "post / HTTP/1.1"])
 def test_a_refusal_knows_the_method(client, line, caplog):
     """An answer to HEAD has no body; and Flask would take post for POST."""

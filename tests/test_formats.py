@@ -74,7 +74,8 @@ def test_a_choice_may_be_one_of_many_texts(client):
     """Some of which others begin with, or which look like rules."""
     many = [f"{word} {i}" for i in range(1500) for word in ("red", "rose")]
     odd = ["a", "aa", "a|b", "(", "[x]", "é\n", "x.*", "\\", "a b", "^$", "#-&~"]
-    for texts in (many, odd, *([one] for one in odd)):
+    nested = ["a" * i for i in range(1, 200)]  # each begins with all those before it
+    for texts in (many, odd, nested, *([one] for one in odd)):
         for seed in (1, 2):
             fields = {"choice": texts, "temperature": 1.5, "seed": seed}
             status, body = asked(client, GENERATE, **fields)

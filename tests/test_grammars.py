@@ -199,8 +199,9 @@ def test_a_tree_has_a_mask_for_each_of_its_tokens(demo_engine):
     assert allowed == [{a}, {b, c}, {c, d}, {e}, {d, e}, {d, e}, set()]
     assert not any(map(matcher.consume, (a, b, c))) and not matcher.may_end
     assert matcher.consume(e) and matcher.may_end
+    assert not matcher.consume(a) and matcher.forced(9) == []
     with pytest.raises(ValueError, match="the grammar cannot go on"):
-        matcher.consume(a)
+        matcher.mask(torch.zeros(1, demo_engine.target.vocab_size), Draft())
 
 
 def test_what_is_forced_is_proposed_as_the_tokenizer_writes_it(demo_engine):
@@ -388,6 +389,38 @@ def test_a_grammar_that_grows_too_large_ends_each_text_at_the_same_place(demo_en
         assert s.finish_reason == "error" and "the grammar cannot go on" in str(s.failure)
         texts.append(s.output)
     assert texts == [texts[0]] * len(texts) and len(texts[0]) > 9
+
+
+def test_where_a_token_is_too_much_a_thread_of_the_masks_begins_anew(demo_engine, prompt):
+    """To build a grammar again takes up to a second, for which no other text is to wait."""
+    bomb = "".join(f"({chr(97 + i % 26) * 3})?" for i in range(5000)) + "q"
+    grammar, builders = grammar_of(demo_engine, REGEX, bomb), list[str]()
+    request = Request(prompt, 30, "ngram", grammar=grammar, sampling=core.Sampling(1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars.Grammar, "build", grammars.Grammar.build)
+        conftest.before(
+            grammars.Grammar, "build", lambda _: builders.append(threading.current_thread().name)
+        )
+        (s,) = finish(demo_engine, [demo_engine.open(request)])
+    assert s.finish_reason == "error" and "the grammar cannot go on" in str(s.failure)
+    assert builders and all(name.startswith("masks") for name in builders)
+
+
+def test_a_text_whose_last_token_is_too_much_has_ended_all_the_same(demo_engine, prompt):
+    request = Request(prompt, 30, "ngram", grammar=grammar_of(demo_engine, REGEX, "[a-f]{5}"))
+    (expected,) = finish(demo_engine, [demo_engine.open(request)])
+    consume = grammars.Matcher.consume
+
+    def consume_and_lose(matcher, token):
+        if has_ended := consume(matcher, token):
+            matcher._lost = grammars.CannotGoOn("too much")
+        return not has_ended and has_ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars.Matcher, "consume", consume_and_lose)
+        (s,) = finish(demo_engine, [demo_engine.open(request)])
+    assert (s.output, s.finish_reason) == (expected.output, "stop") and not s.failure
+    assert s.text.text == expected.text.text
 
 
 def test_no_grammar_is_built_again_where_it_fails_for_any_text(demo_engine, prompt, monkeypatch):

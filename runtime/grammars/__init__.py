@@ -54,6 +54,7 @@ _MOST_WAITING = 32  # requests with a new grammar; each may take some seconds
 _NUM_THREADS, _NICE = 8, 10  # for masks; passes of the target come first
 _FAST_S = 0.005  # a pass waits for masks that mostly take 0.1 ms, and for no slower ones
 _LONG_TOKEN = 32  # bytes
+_MOST_NESTED = 60  # levels of alternatives
 LOG = logging.getLogger("engine")
 # For each byte of llguidance's bits eight numbers to add: 0, or −inf for what is forbidden. Looking
 # them up takes a tenth of the time of unpacking bits and filling in.
@@ -97,16 +98,19 @@ def source_of(kind: str, value: Any, reasoning: str = "", has_tokens: bool = Fal
     return json.dumps({"grammars": [{"lark_grammar": rules}, body | {"name": "body"}]})
 
 
-def _any_of(texts: list[str], begin: int = 0) -> str:
+def _any_of(texts: list[str], begin: int = 0, depth: int = 0) -> str:
     """A regular expression of sorted texts, behind their first `begin` characters, which are equal.
 
-    It is a tree: thousands of alternatives side by side would be too many states at once.
+    It is a tree: thousands of alternatives side by side would be too many states at once. Below
+    some levels they stand side by side all the same, as llguidance reads no deeper ones.
     Example: ["a", "abc", "abd"] -> "a(b(c|d))?".
     """
+    if depth == _MOST_NESTED:
+        return "|".join(re.escape(text[begin:]) for text in texts)
     end = begin + len(commonprefix([texts[0][begin:], texts[-1][begin:]]))
     head, has_whole = re.escape(texts[0][begin:end]), len(texts[0]) == end
     longer = groupby(texts[has_whole:], key=lambda text: text[end])
-    if not (parts := [_any_of(list(group), end) for _, group in longer]):
+    if not (parts := [_any_of(list(group), end, depth + 1) for _, group in longer]):
         return head
     return f"{head}({'|'.join(parts)}){'?' * has_whole}"
 
@@ -250,6 +254,10 @@ class Matcher:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
         self._tokens: list[int] = []  # of the text
+        self._lost: CannotGoOn | None = (
+            None  # since when the matcher is no longer where the text is
+        )
+        self.has_ended = False  # the text is whole, which `consume` could not tell
         # The draft that is explored: which of its tokens may come, and all masks.
         self._draft: Draft | None = None
         self._explored: Future[tuple[set[int], np.ndarray]] = Future()
@@ -314,10 +322,13 @@ class Matcher:
         kept, shape = set[int](), (len(draft.tokens) + 1, self._vocabulary.size)
         masks, began = np.zeros(shape, np.float32), time.monotonic()
         try:
+            if self._lost:
+                raise self._lost
             self._walk(self._matcher.deep_copy(), draft, -1, kept, masks)
         except CannotGoOn as error:  # others may have used up what llguidance allows
-            self._grammar.is_heavy = True
+            self._grammar.is_heavy, self._lost = True, None
             self._begin_anew(self._tokens, error)
+            self.has_ended = self._matcher.is_stopped() and not self._matcher.is_error()
             self._walk(self._matcher.deep_copy(), draft, -1, kept, masks)
         finally:
             self._grammar.is_slow = time.monotonic() - began > _FAST_S
@@ -363,15 +374,16 @@ class Matcher:
     def consume(self, token: int) -> bool:
         """Go on with a token of the text. Returns whether the text is whole: nothing may follow.
 
-        Raises ValueError for a forbidden token.
+        Where that is too much, a thread of the masks begins anew, and all wait for no text. If that
+        fails, too, or the token was forbidden, `mask` raises.
         """
         self._draft = None
-        self._matcher.consume_token(token)
-        if self._matcher.is_error():
-            self._begin_anew([*self._tokens, token], CannotGoOn(reason_of(self._matcher)))
-            self._check(self._matcher)
         self._tokens.append(token)
-        return self._matcher.is_stopped()
+        if not self._lost:
+            self._matcher.consume_token(token)
+            if self._matcher.is_error():
+                self._lost = CannotGoOn(reason_of(self._matcher))
+        return not self._lost and self._matcher.is_stopped()
 
     @panics_caught()
     def forced(self, most: int) -> list[int]:
@@ -379,6 +391,8 @@ class Matcher:
 
         Mostly its tokens are forced, too. The last one may still grow by what follows.
         """
+        if self._lost:
+            return []
         text = self._matcher.compute_ff_bytes()[: _LONG_TOKEN * most]
         ids = self._vocabulary.tokenizer.tokenize_bytes(text)[:most] if text else []
         return [*takewhile(self._vocabulary.size.__gt__, ids)]  # the model may have fewer

@@ -8,6 +8,7 @@ the child does that for the server.
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -42,12 +43,12 @@ def build(tokenizer: Any, grammar: str, row: int, mask: int) -> Any:
 
 
 def reason_of(matcher: Any) -> str:
-    """Why llguidance's matcher cannot go on, without the state that it dumps; "" if it can.
+    """Why llguidance's matcher cannot go on, without what it dumps; "" if it can.
 
     Before each mask the library tokenises all text that must follow: 4 ms for so many bytes.
     """
     if matcher.is_error():
-        error = matcher.get_error().partition("<state>")[0].strip()
+        error = re.split("<state>|<backtrace>", matcher.get_error())[0].strip()
         return "no text obeys it" if error.startswith("NoExtension") else error
     is_long = len(matcher.compute_ff_bytes()) > MOST_FORCED
     return f"more than {MOST_FORCED} bytes must follow at once" if is_long else ""

@@ -159,6 +159,8 @@ def check_folder(name: str) -> None:
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
+    if Path(name).is_file():
+        raise StartError(f"{name} is a file, and no .gguf: give a model's folder")
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         raise StartError(f"model folder {name} has no config.json")
 

@@ -48,7 +48,7 @@ _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that 
 _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 # What a comparison depends on.
-_CODE = "*.py", "runtime/**/*.py", "runtime/kernels/c/*"
+_CODE = "08_speculative_decoding.py", "runtime/**/*.py", "runtime/kernels/c/*"
 _OF_THE_COPY = "_name_or_path", "transformers_version"  # in a configuration
 _SAMPLED = 128  # numbers of a weight, three times
 _FOREIGN = "transformers_modules"  # code that a model's folder brings, which may change
