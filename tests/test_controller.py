@@ -555,7 +555,8 @@ def test_nobody_pays_more_than_the_bound_for_a_bad_drafter(name, clients):
     ("pair", 1, {"code": 1.5, "chat": 1.1, "edit": 1.8, "extraction": 0.98, "poem": 0.98}, 0.95),
     ("pair", 4, {"code": 1.1, "chat": 0.92, "edit": 1.5, "extraction": 0.92, "poem": 0.92}, 0.92),
     ("memory", 8, {"edit": 1.45}, 0.93),
-], ids=["alone", "four", "edits of eight"])  # fmt: skip
+    ("pair", 2, {"code": 1.22}, 0.93),  # one after the other is read: the first would not pay alone
+], ids=["alone", "four", "edits of eight", "code of two"])  # fmt: skip
 def test_auto_gains_where_drafts_are_right_and_loses_little_elsewhere(
     machine, clients, of_plain, of_best
 ):

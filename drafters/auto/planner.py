@@ -32,6 +32,7 @@ from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Leng
 
 CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
+_LATER = 4  # times as dear is a text that is read later: by then others may draft for it
 _MOST_EVIDENCE = 8  # of a guess
 _LATELY = 0.1  # how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
@@ -103,6 +104,7 @@ class Choice:
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
         self.rate = worth * batch / self.prices.plain_ms
+        self._waits: dict[str, set[int]] = {}  # whose texts a model reads in a later cycle
         read_ms = _READING * self.prices.plain_ms if read else 0.0
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
@@ -119,7 +121,7 @@ class Choice:
             if gain <= 0:
                 break
             self.model_ms[name] = ms
-            self._join(options)
+            self._join({i: option for i, option in options.items() if i not in self._waits[name]})
             asking -= {i for i in asking if name in candidates[i].able}
         self.tokens = batch + sum(option.tokens for option in self.options)
         ms = sum(self.model_ms.values()) + sum(option.ms for option in self.options)
@@ -134,18 +136,23 @@ class Choice:
     def _best_drafts(self, name: str, left_ms: float) -> dict[int, list[Option]]:
         """The best drafts of up to 1, 2, … tokens, by request; steps of a model apart.
 
-        A model reads texts until that takes `left_ms`. Whose text it may not read now is left out.
+        A model reads texts until that takes `left_ms`; without any it reads none. Texts that have
+        to wait count already: soon they share the steps, which may not pay for one text alone.
         """
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
+        may_read, waits = left_ms > 0, self._waits.setdefault(name, set())
         token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.prices.rows_ms]
         for i, candidate in enumerate(self.candidates):
             record = candidate.able.get(name)
             must_read = runs and record and record.unread > READ_ALONG
             reading_ms = record.unread * price.read_ms if record else 0.0
-            if not record or (must_read and left_ms <= 0):
+            if not record or (must_read and not may_read):
                 continue
             limit = min(candidate.limit, self.prices.most, self._costs.at_once.get(name, inf))
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
+            if must_read and left_ms <= 0:
+                waits.add(i)
+                once_ms *= _LATER
             drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
             if must_read and drafts[i][-1].num_tokens:
                 left_ms -= reading_ms
