@@ -32,7 +32,7 @@ from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Leng
 
 CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
-_LATER = 4  # times as dear is a text that is read later: by then others may draft for it
+_UNSURE = 4  # times as dear is reading for several texts: not all of them may share steps then
 _MOST_EVIDENCE = 8  # of a guess
 _LATELY = 0.1  # how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
@@ -141,6 +141,8 @@ class Choice:
         """
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
         may_read, waits = left_ms > 0, self._waits.setdefault(name, set())
+        known = [each.able[name] for each in self.candidates if name in each.able]
+        num_readers = sum(record.unread > READ_ALONG for record in known)
         token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.prices.rows_ms]
         for i, candidate in enumerate(self.candidates):
             record = candidate.able.get(name)
@@ -150,9 +152,9 @@ class Choice:
                 continue
             limit = min(candidate.limit, self.prices.most, self._costs.at_once.get(name, inf))
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
+            once_ms *= _UNSURE if num_readers > 1 else 1
             if must_read and left_ms <= 0:
                 waits.add(i)
-                once_ms *= _LATER
             drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
             if must_read and drafts[i][-1].num_tokens:
                 left_ms -= reading_ms
