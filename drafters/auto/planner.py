@@ -32,7 +32,7 @@ from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Leng
 
 CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
-_UNSURE = 4  # times as dear is reading for several texts: not all of them may share steps then
+_UNSURE = 2  # times as dear is reading if others must be read, too, and again if it comes later
 _MOST_EVIDENCE = 8  # of a guess
 _LATELY = 0.1  # how far a cycle moves the worth of time
 _TEXTWISE = 0.06  # how far a text moves what is usual of texts
@@ -155,6 +155,7 @@ class Choice:
             once_ms *= _UNSURE if num_readers > 1 else 1
             if must_read and left_ms <= 0:
                 waits.add(i)
+                once_ms *= _UNSURE
             drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
             if must_read and drafts[i][-1].num_tokens:
                 left_ms -= reading_ms
