@@ -47,8 +47,8 @@ _ROUNDINGS = 32  # of the largest logit, that may add up
 _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
 _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
-# What a comparison depends on.
-_CODE = "08_speculative_decoding.py", "runtime/**/*.py", "runtime/kernels/c/*"
+# What a comparison depends on: the core, and no user's file beside it.
+_CODE = "0*.py", "runtime/**/*.py", "runtime/kernels/c/*"
 _OF_THE_COPY = "_name_or_path", "transformers_version"  # in a configuration
 _SAMPLED = 128  # numbers of a weight, three times
 _FOREIGN = "transformers_modules"  # code that a model's folder brings, which may change
