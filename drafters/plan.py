@@ -71,17 +71,16 @@ class DraftedText:
             self.forced = self.matcher.forced(MAX_SPECULATIVE_TOKENS)
         return self.forced[:most]
 
-    def obeying(self, draft: Draft) -> Draft:
-        """A draft in which stands first what is forced. (A tree has branches beside that.)
+    def take(self, draft: Draft) -> None:
+        """Let a draft be verified, or what is forced if it does not begin with that.
 
-        Where that is another draft, the grammar has made it, and not who was to draft.
+        A tree has branches beside what is forced. Instead of who was to draft, the grammar has made
+        the other draft.
         """
-        forced = self.forced_tokens(self.task.limit)
-        if draft.parents is not None or draft.tokens[: len(forced)] == forced:
-            return draft
-        self.task = self.task._replace(drafter=GRAMMAR)
-        self.drafts = {name: each for name, each in self.drafts.items() if each.tokens}
-        return Draft(forced)
+        forced, self.draft = self.forced_tokens(self.task.limit), draft
+        if draft.parents is None and draft.tokens[: len(forced)] != forced:
+            self.draft, self.task = Draft(forced), self.task._replace(drafter=GRAMMAR)
+            self.drafts = {name: each for name, each in self.drafts.items() if each.tokens}
 
     def settle(self, began: float) -> bool:
         """Cut the draft to what the grammar allows. Returns whether it has said that by now."""

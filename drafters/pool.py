@@ -153,7 +153,7 @@ class DrafterPool:
             if text.drafts:
                 drafts, limit = [*text.drafts.values()], text.task.limit
                 draft = drafts[0] if len(drafts) == 1 else tree.merged(drafts, limit)
-                text.draft = text.obeying(draft)
+                text.take(draft)
         return [text.draft for text in texts]
 
     def _prepare_draft(self, text: DraftedText, name: str) -> bool:

@@ -75,7 +75,7 @@ def environ_of(request: h11.Request) -> Json:
     for raw_name, value in request.headers:
         name = raw_name.decode("ascii").upper()
         if "_" in name or name == "UPGRADE":
-            continue  # it would be taken for the header with "-"; another protocol is not spoken
+            continue  # "_" would be taken for "-"; and no protocol but HTTP/1 is spoken
         name = "HTTP_" + name.replace("-", "_")
         text = value.decode("latin-1")
         environ[name] = f"{environ[name]},{text}" if name in environ else text

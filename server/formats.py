@@ -93,10 +93,12 @@ def reasoning_tokens(sequence: TextSequence) -> Json:
     prompt, tokenizer, output = sequence.request.prompt, sequence.tokenizer, sequence.output
     if not (reasoning := reasoning_of(tokenizer, prompt)):
         return {}
-    begins = tokenizer.decode(output[:_TAIL]).lstrip().startswith("<think>")
+    begin = tokenizer.decode(output[:_TAIL]).lstrip()
+    if reasoning != OPEN and not begin.startswith("<think>"):
+        return {"reasoning_tokens": 0}
     counts = range(1, len(output))  # of the first tokens: the fewest with the tag that ends it
     end = bisect_left(counts, True, key=lambda n: "</think>" in tokenizer.decode(output[:n]))
-    return {"reasoning_tokens": min(end + 1, len(output)) if begins or reasoning == OPEN else 0}
+    return {"reasoning_tokens": min(end + 1, len(output))}
 
 
 def grammar_of(body: Json, engine: Engine, prompt: list[int]) -> Grammar | None:

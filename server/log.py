@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http.client import responses
 from logging.handlers import QueueHandler, QueueListener
+from threading import Event
 from typing import Any
 
 from flask import Flask, Response, g, request
@@ -145,22 +146,22 @@ def watch_requests(app: Flask) -> None:
     def end(response: Response) -> Response:
         """See to it that the line is written."""
         is_watched = request.path not in ("/health", "/metrics")
-        relayed = g.get("relayed")  # to another engine: it tells whether the client has left
-        if g.job or relayed is not None or (response.status_code >= 400 and is_watched):
+        left = g.get("left")  # of what another engine answers: whether the client has left
+        is_answer = g.job or (left and request.method == "POST")
+        if is_answer or (response.status_code >= 400 and is_watched):
             head = {"id": g.id, "method": request.method[:20], "path": request.path[:200]}
             head["status"] = response.status_code
             # Once all is sent, or nobody is there to read it.
-            response.call_on_close(partial(_write, head, g.error, g.job, g.arrived, relayed))
+            response.call_on_close(partial(_write, head, g.error, g.job, g.arrived, left))
         return response
 
 
 def _write(
-    head: Json, error: str | None, job: Job | None, arrived: float, has_left: Any = None
+    head: Json, error: str | None, job: Job | None, arrived: float, left: Event | None = None
 ) -> None:
     line = head | {"finish": None}
-    if has_left:
-        head, error = head | {"status": 499}, None
-        line |= head | {"finish": "cancelled"}
+    if left and left.is_set():
+        error, line = None, head | {"status": 499, "finish": "cancelled"}
     if job:
         first, s = job.runs[0], job.runs[0].sequence
         ends = [job.finish_reason(run) for run in job.runs]  # what is worst is told
@@ -177,8 +178,8 @@ def _write(
             line[name] = None if moment is None else _ms(moment - arrived)
         if failure := job.failure:
             error = error or getattr(failure, "code", None) or type(failure).__name__
-    if error is None and head["status"] >= 400:
-        error = responses.get(head["status"])  # none of 499
+    if error is None and line["status"] >= 400:
+        error = responses.get(line["status"])  # none of 499
     if error:
         line["error"] = error
     LOG.info(line | {"ms": _ms(time.monotonic() - arrived)})

@@ -21,6 +21,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from itertools import chain
 from math import isfinite
 from statistics import fmean
+from threading import Event
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -33,6 +34,7 @@ from runtime.statistics import FORMULAS, Statistics
 from runtime.values import Json, RequestError, in_short
 from server.answers import sse
 from server.dialects import ERROR_FORMS
+from server.fields import wrong
 from server.http import WHEN_LEFT, base_app
 from server.options import Options
 from server.page import register_page
@@ -59,8 +61,8 @@ _COUNTS = {  # our counters, by an engine's names for them in /metrics
     "num_draft_tokens": "spec_decode_num_draft_tokens_total",
     "num_accepted_draft_tokens": "spec_decode_num_accepted_tokens_total",
 }
-_RATES = "draft_acceptance_rate", "mean_acceptance_length"  # which are computed here
-_FORMULAS = {name: FORMULAS[name] for name in _RATES}
+# Of what is computed here.
+_FORMULAS = {n: FORMULAS[n] for n in ("draft_acceptance_rate", "mean_acceptance_length")}
 
 
 def broke_off(why: str) -> RequestError:
@@ -185,9 +187,9 @@ def translated(body: Json, options: Options, card: Json) -> Json:
     prompt = given.get("prompt")
     are_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not (are_ids or is_text(prompt)):
-        raise RequestError("prompt must be a text or a list of token ids", param="prompt")
+        raise wrong("prompt", "must be a text or a list of token ids")
     if not isinstance(given.get("stream"), bool | None):
-        raise RequestError("stream must be true or false", param="stream")
+        raise wrong("stream", "must be true or false")
     for name in given.keys() - _TRANSLATED - {"stream"}:
         if (name, given[name]) not in (("speculative", True), ("trace", False)):
             why = "there are no cycles to show" if name == "trace" else "only /v1 has all fields"
@@ -261,17 +263,12 @@ class Relay:
         """The engine's answer to the request at hand, which is sent on. Raises RequestError."""
         if self._is_draining:
             raise unavailable("the server is shutting down")
-        left = g.relayed = list[bool]() if request.method == "POST" else None  # for the log
+        left = g.left = Event()  # for the log
 
         def note(line: socket.socket) -> None:
-            def leave() -> None:
-                if left is not None:
-                    left.append(True)
-                cut_off(line)
-
             self._going.add(line)
             opened.callback(self._going.discard, line)
-            request.environ.get(WHEN_LEFT, lambda act: None)(leave)
+            request.environ.get(WHEN_LEFT, lambda act: None)(lambda: (left.set(), cut_off(line)))
 
         engine, is_short = self._options.engine, request.method == "GET"
         # Short questions share their threads with /health.

@@ -319,12 +319,11 @@ def _why_impossible(answer: Answer) -> str | None:
 def verdict_of(findings: list[Finding]) -> tuple[str, int]:
     """A sentence in plain words, and the exit status."""
     first = {finding.verdict: finding for finding in reversed(findings)}
-    compared = [f for f in findings if "plain decoding" in f.check]
     if found := first.get(FAILED):
         return f"not lossless, or not to be trusted: {found.check}: {found.evidence}", 1
     if found := first.get("no answer"):
         return f"not told: {found.evidence}", 2
-    if not compared:
+    if not any("plain decoding" in finding.check for finding in findings):
         return "not told: there is nothing to compare with: give --baseline or --off", 2
     of_greedy = {f.verdict: f for f in reversed(findings) if f.check.startswith("greedy")}
     if found := of_greedy.get(NOT_CHECKED):  # texts differ

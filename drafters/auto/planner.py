@@ -104,7 +104,7 @@ class Choice:
         self.candidates, self._costs = candidates, costs
         self.prices = costs.prices(batch, len(candidates))
         self.rate = worth * batch / self.prices.plain_ms
-        self._waits: dict[str, set[int]] = {}  # whose texts a model reads in a later cycle
+        self._waits = set[tuple[str, int]]()  # models, and whose texts they read in a later cycle
         read_ms = _READING * self.prices.plain_ms if read else 0.0
         names = dict.fromkeys(name for candidate in candidates for name in candidate.able)
         self._drafts = {name: self._best_drafts(name, read_ms) for name in names}
@@ -121,7 +121,7 @@ class Choice:
             if gain <= 0:
                 break
             self.model_ms[name] = ms
-            self._join({i: option for i, option in options.items() if i not in self._waits[name]})
+            self._join({i: each for i, each in options.items() if (name, i) not in self._waits})
             asking -= {i for i in asking if name in candidates[i].able}
         self.tokens = batch + sum(option.tokens for option in self.options)
         ms = sum(self.model_ms.values()) + sum(option.ms for option in self.options)
@@ -140,9 +140,8 @@ class Choice:
         to wait count already: soon they share the steps, which may not pay for one text alone.
         """
         price, runs, drafts = self.prices.drafts[name], self._costs.runs_model(name), {}
-        may_read, waits = left_ms > 0, self._waits.setdefault(name, set())
         known = [each.able[name] for each in self.candidates if name in each.able]
-        num_readers = sum(record.unread > READ_ALONG for record in known)
+        may_read, num_readers = left_ms > 0, sum(each.unread > READ_ALONG for each in known)
         token_ms = [row_ms + (0.0 if runs else price.step_ms) for row_ms in self.prices.rows_ms]
         for i, candidate in enumerate(self.candidates):
             record = candidate.able.get(name)
@@ -152,10 +151,11 @@ class Choice:
                 continue
             limit = min(candidate.limit, self.prices.most, self._costs.at_once.get(name, inf))
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
-            once_ms *= _UNSURE if num_readers > 1 else 1
-            if must_read and left_ms <= 0:
-                waits.add(i)
+            if num_readers > 1:
                 once_ms *= _UNSURE
+            if must_read and left_ms <= 0:
+                once_ms *= _UNSURE
+                self._waits.add((name, i))
             drafts[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
             if must_read and drafts[i][-1].num_tokens:
                 left_ms -= reading_ms

@@ -254,9 +254,7 @@ class Matcher:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar, self._matcher, self._vocabulary = grammar, grammar.copy(), grammar.vocabulary
         self._tokens: list[int] = []  # of the text
-        self._lost: CannotGoOn | None = (
-            None  # since when the matcher is no longer where the text is
-        )
+        self._lost: CannotGoOn | None = None  # why the matcher has not followed the text
         self.has_ended = False  # the text is whole, which `consume` could not tell
         # The draft that is explored: which of its tokens may come, and all masks.
         self._draft: Draft | None = None

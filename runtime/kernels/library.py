@@ -129,6 +129,13 @@ def use(wanted: bool) -> None:
         _tell(str(error))
 
 
+def _failed(reason: str) -> ValueError:
+    """The error for this reason, which is given from now on: to try again would take a while."""
+    global _failure
+    _failure = reason
+    return ValueError(reason)
+
+
 @cache
 def _tell(reason: str) -> None:
     """Say once, and not for each model, why the kernels are not used."""
@@ -139,9 +146,9 @@ def load(compiles: bool = True) -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
 
     What has failed is not tried again in this process, and what a compiler has refused not in the
-    next one, either: it takes a while.
+    next one, either.
     """
-    global _library, _failure
+    global _library
     if _library is not None:
         return _library
     if reason := _failure or why_not():
@@ -150,16 +157,14 @@ def load(compiles: bool = True) -> ctypes.CDLL:
         place = own_folder() / f"{_key()}.so"
         if (file := _whole(place)) is None:
             if (refused := place.with_suffix(".refused")).exists():
-                _failure = f"the compiler failed before (remove {refused} to try again)"
-                raise ValueError(_failure)
+                raise _failed(f"the compiler failed before (remove {refused} to try again)")
             if not compiles:
                 raise ValueError("the kernels are not compiled yet")
             try:
                 _compile(place)
             except ValueError as error:
-                _failure = str(error)
                 refused.touch()
-                raise
+                raise _failed(str(error)) from error
             file = _whole(place) or open(place, "rb")  # another process may be between the two
         with file:  # what was hashed; the number stays, as another file of it would pass for this
             library = ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")
@@ -167,8 +172,7 @@ def load(compiles: bool = True) -> ctypes.CDLL:
         _library = library
         return library
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        _failure = f"the kernels cannot be compiled: {in_short(error)}"
-        raise ValueError(_failure) from error
+        raise _failed(f"the kernels cannot be compiled: {in_short(error)}") from error
 
 
 def lay_out(form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray]) -> np.ndarray:
