@@ -355,7 +355,7 @@ class Engine:
         for s, cycle in cycles.items():
             cycle.times = times
             s.statistics.record_times(times, is_prefill=cycle.number == 0)
-            if s.drafting.failure:  # a drafter's fault, with --strict
+            if s.drafting.failure:
                 s.fail(s.drafting.failure)
         self.planner.record_cycle(plan, drafts, cycles.values(), None if has_prefill else times)
         return cycles
@@ -369,6 +369,8 @@ class Engine:
             output = self.target.forward([s.row], [fed], [s.reading.num_logits(fed)], layers)
             s.drafting.hidden[cached] = {i: states for i, (states,) in output.hidden.items()}
             s.finish_reason = s.reading.note(cached, fed, output.logits[0])
+            if s.drafting.failure:  # a drafter's fault, with --strict
+                s.fail(s.drafting.failure)
             s.statistics.prompt_ms += (self.now() - began) * 1e3
         return self.pool.settled([s for s in sequences if s not in reading])
 

@@ -83,7 +83,7 @@ class Context:
     """What a drafter may be built from: the core's models and the command line's options.
 
     `target` and `draft` are the core's cached models; `draft` is None where no draft model was
-    named.
+    named. The rows of its cache are those of the drafter draft_model.
     """
 
     target: Model

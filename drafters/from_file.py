@@ -56,8 +56,13 @@ def check_drafter(drafter: Drafter, context: Context) -> None:
     if not (isinstance(drafter.name, str) and drafter.name):
         kind = type(drafter).__name__
         raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
-    if not isinstance(size := drafter.block_size, int) or size < 0:
-        raise ValueError(f"block_size of {drafter.name} is {size!r:.100}: write 0 or more")
+    for name in ("block_size", "num_step_weights"):
+        if not isinstance(size := getattr(drafter, name), int) or not 0 <= size <= sys.maxsize:
+            raise ValueError(f"{name} of {drafter.name} is {size!r:.100}: write 0 or more, at most 2^63")
+    if type(drafter).attach is not Drafter.attach:
+        kind = type(drafter).attach.__qualname__.partition(".")[0]
+        what = f"{drafter.name} needs {kind}.attach, which is not called for a drafter from a file"
+        raise ValueError(f"{what}: derive it from Drafter")
     for name in ("open", "propose", "propose_batch", "observe", "close"):
         wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
         try:

@@ -103,9 +103,16 @@ class DrafterPool:
         present = {name for text in texts for name in text.states}
         return tuple(sorted({i for name in present for i in self.drafters[name].wanted_layers}))
 
-    def close(self, text: DraftedText, only: str | None = None) -> None:
-        """Give the drafters' states back, or that of one."""
-        for name in [name for name in text.states if only in (None, name)]:
+    def close(self, text: DraftedText) -> None:
+        """The text is over: give its drafters' states back. With --strict, raises their fault."""
+        told = text.failure
+        self._close(text, list(text.states))
+        if text.failure and text.failure is not told:
+            raise text.failure
+
+    def _close(self, text: DraftedText, names: list[str]) -> None:
+        """Give the states of these drafters back."""
+        for name in names:
             drafter = self.drafters[name]
             if drafter.keeps_outputs:
                 self._catch_up(text, name)
@@ -114,9 +121,7 @@ class DrafterPool:
             try:
                 drafter.call("close", text.states.pop(name))
             except Exception as error:
-                self.log.warning("drafter %s failed to close", name, exc_info=error)
-                what = f"drafter {name} failed to close: {in_short(error)}"
-                text.warnings.append(what + drafter.line_of(error, "close"))
+                text.warnings.append(self._fault(text, name, "close", "failed to close", error))
 
     def members(self, text: DraftedText, name: str | None) -> list[str]:
         """The text's drafters that draft where `name` is asked: one, or several together."""
@@ -302,21 +307,26 @@ class DrafterPool:
 
     def drop_drafter(self, text: DraftedText, name: str, method: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
-        self.failures[name] += 1
-        self.log.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
-        self.close(text, name)
-        where = self.drafters[name].line_of(error, method)
-        what = f"drafter {name} failed ({in_short(error)}){where}"
+        what = self._fault(text, name, method, "failed", error)
+        self._close(text, [name] if name in text.states else [])
         rest = " and ".join(text.states)
         text.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
         if not rest:
             text.task = text.task._replace(decision=None)
+
+    def _fault(self, text: DraftedText, name: str, method: str, how: str, error: Exception) -> str:
+        """Count and log what a drafter did; with --strict it is to end the request. In a line."""
+        self.failures[name] += 1
+        self.log.warning("drafter %s %s: %s", name, how, in_short(error), exc_info=error)
+        where = self.drafters[name].line_of(error, method)
+        what = f"drafter {name} {how} ({in_short(error)}){where}"
         if self.is_strict:
             text.failure = RequestError(what, status=500, code="drafter_failed")
             text.failure.__cause__ = error
+        return what
 
     def drop_all_drafters(self, text: DraftedText, why: str) -> None:
         """The request goes on without speculation."""
         text.task, text.draft = Task(), None
         text.warnings.append(f"{why}: went on without speculation")
-        self.close(text)
+        self._close(text, list(text.states))

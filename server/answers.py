@@ -293,9 +293,9 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
 
 def _warnings(engine: Engine) -> list[str]:
     warnings, num_faults = [], engine.totals.num_faults
-    fate = "failed: --strict" if engine.pool.is_strict else "went on without it"
+    fate = "these requests failed: --strict" if engine.pool.is_strict else "no answer was lost"
     for name, count in dict(engine.pool.failures).items():
-        warnings.append(f"failures of {name}: {count}; these requests {fate}")
+        warnings.append(f"failures of {name}: {count}; {fate}")
     if num_faults:
         warnings.append(f"failed forwards of the target: {num_faults}; they were tried again")
     for name, statistics in engine.totals.by_drafter.items():

@@ -172,16 +172,19 @@ def test_a_careless_drafter_changes_no_text(demo_engine, prompts, plain):
         assert s.output == plain(s.request.prompt, 12) and not s.warnings
 
 
-@pytest.mark.parametrize("method", ["open", "propose", "observe"])
-def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch, method):
+@pytest.mark.parametrize(
+    ("method", "most"), [("open", 0), ("open", 12), ("propose", 12), ("observe", 12), ("close", 12)]
+)
+def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch, method, most):
     drafter, cache = ScriptedDrafter(lambda tokens, k: tokens[-k:]), demo_engine.target.cache
     engine = core.Engine(demo_engine.target, {"scripted": drafter}, is_strict=True)
     error = RuntimeError("out of ideas\nand of lines")
     monkeypatch.setattr(drafter, method, Mock(side_effect=error))
     num_free = len(cache._free)
-    with pytest.raises(RequestError, match=r"^drafter scripted failed \(out of ideas") as caught:
-        run(engine, [5, 6, 7], max_tokens=12, drafter="scripted")
-    assert (len(cache._free), drafter.num_open) == (num_free, 0)
+    how = "failed to close" if method == "close" else "failed"
+    with pytest.raises(RequestError, match=rf"^drafter scripted {how} \(out of ideas") as caught:
+        run(engine, [5, 6, 7], max_tokens=most, drafter="scripted")
+    assert (len(cache._free), drafter.num_open) == (num_free, method == "close")
     assert caught.value.status == 500  # over HTTP, with this message alone
     assert answers._warnings(engine) == ["failures of scripted: 1; these requests failed: --strict"]
 
@@ -373,6 +376,10 @@ class Mine(Drafter):
      r"hidden_layers of Mine are \(\): write a tuple of -1 .* such as \(-1,\)"),
     ("class Mine(Inherits): needs_hidden, hidden_layers = True, (1.0,)",
      r"hidden_layers of Mine are \(1.0,\)"),
+    ("class Mine(Inherits): num_step_weights = None", "num_step_weights of Mine is None: write 0"),
+    ("class Mine(Inherits): block_size = 10**40", "block_size of Mine is 1.*: write 0 or more"),
+    ("from drafters.self_int8 import *\nclass Mine(Inherits): attach = SelfInt8Drafter.attach",
+     "Mine needs SelfInt8Drafter.attach, which is not called for a drafter from a file: derive"),
 ])  # fmt: skip
 def test_a_drafter_that_cannot_start_is_one_line(demo_engine, tmp_path, monkeypatch, mine, message):
     monkeypatch.chdir(tmp_path)
@@ -437,7 +444,7 @@ def test_the_documents_drafter_runs(demo_engine, prompts, plain, tmp_path, monke
      ", line 10)"),
     ("propose_batch", "[Draft([]), 2]", "one Draft for each state) ({}, line 10)"),
     ("observe", "state.last", "no attribute 'last') ({}, line 11)"),
-    ("close", "1 / 0", "failed to close: division by zero ({}, line 11)"),
+    ("close", "1 / 0", "failed to close (division by zero) ({}, line 11)"),
 ])  # fmt: skip
 def test_a_mistake_of_a_drafter_costs_no_answer_and_says_where_it_is(
     demo_engine, tmp_path, method, result, message

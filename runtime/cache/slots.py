@@ -4,11 +4,11 @@ A row is a request's handle, a slot its place in the buffers now. When a row clo
 last slot moves to its slot. So the open rows lie together, and a pass reads them in one piece.
 """
 
-from contextlib import ExitStack
+import mmap
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from mmap import mmap
 from typing import Any
 
 import torch
@@ -219,13 +219,17 @@ def run_modules(
 def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
     """Zeros [num_rows, H, capacity, width], with H and width of `like` [B, H, T, width].
 
-    Pages take memory only once they are written, because most requests are short. (The mapping
-    is shared with forked processes. A private mapping would be slower to write to.)
+    Small pages take memory only once they are written, because most requests are short. A forked
+    process has its own.
     """
     shape = num_rows, like.shape[1], capacity, like.shape[-1]
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    memory = mmap(-1, prod(shape) * like.element_size())
+    size = prod(shape) * like.element_size()
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # of a kernel without large ones
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 

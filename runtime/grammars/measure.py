@@ -34,6 +34,7 @@ _MOST = {
     "classes of Unicode": 2_000,
     "states for multipleOf": 100_000,
 }
+_EXACT = 1 << 53  # llguidance reads numbers as doubles
 _FEW = 200  # alternatives, with which rows are as those of an unambiguous grammar
 _AMBIGUOUS_ROW, _MASK = 500, 300_000  # items; the latter are shared by at least 20 alternatives
 _UNICODE = re.compile(r"\\[pPwW]")
@@ -107,18 +108,18 @@ def without_notes(schema: Any) -> Any:
     return kept
 
 
-def texts_in(schema: Any, notes: Collection[str] = _NOTES) -> Iterator[str]:
-    """The texts in a schema that constrain: all but `notes`, which are for people."""
-    if isinstance(schema, str):
+def values_in(schema: Any, notes: Collection[str] = _NOTES) -> Iterator[str | int]:
+    """The texts and integers in a schema that constrain: all but `notes`, which are for people."""
+    if isinstance(schema, str | int):
         yield schema
     elif isinstance(schema, dict):
         for key, part in schema.items():
             if key not in notes or isinstance(part, dict):  # a dict: a property of that name
                 yield key
-                yield from texts_in(part, () if key in ("const", "enum") else notes)
+                yield from values_in(part, () if key in ("const", "enum") else notes)
     elif isinstance(schema, list):
         for part in schema:
-            yield from texts_in(part, notes)
+            yield from values_in(part, notes)
 
 
 def schemas_of(rules: str) -> Iterator[Json]:
@@ -221,8 +222,11 @@ def checked_limits(kind: str, value: Any, special: Collection[str]) -> Limits:
         raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
     # Where a special token's text would be taken for the token. Rules of Lark's may name one.
     parts = schemas if is_rules else [in_characters(value) if is_lark else value]
+    values = [each for part in parts for each in values_in(part)]
+    if any(isinstance(each, int) and abs(each) > _EXACT for each in values):
+        raise ValueError("holds an integer beyond 2^53, which would be read as another")
     # As one text, with what no token has between its parts: there may be thousands of either.
-    plain = "\0".join(text for part in parts for text in texts_in(part)).replace("\\", "")
+    plain = "\0".join(each for each in values if isinstance(each, str)).replace("\\", "")
     for token in special:
         if token in plain:
             raise ValueError(f"holds {token}, which is a token of its own")
