@@ -58,7 +58,8 @@ def check_drafter(drafter: Drafter, context: Context) -> None:
         raise ValueError(f'name of {kind} is {drafter.name!r:.100}: write name = "{kind.lower()}"')
     for name in ("block_size", "num_step_weights"):
         if not isinstance(size := getattr(drafter, name), int) or not 0 <= size <= sys.maxsize:
-            raise ValueError(f"{name} of {drafter.name} is {size!r:.100}: write 0 or more, at most 2^63")
+            wrong = f"{name} of {drafter.name} is {size!r:.100}"
+            raise ValueError(f"{wrong}: write 0 or more, at most 2^63")
     if type(drafter).attach is not Drafter.attach:
         kind = type(drafter).attach.__qualname__.partition(".")[0]
         what = f"{drafter.name} needs {kind}.attach, which is not called for a drafter from a file"

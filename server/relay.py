@@ -39,7 +39,7 @@ from server.http import WHEN_LEFT, base_app
 from server.options import Options
 from server.page import register_page
 from server.service import read_body
-from server.worker import unavailable
+from server.worker import WHY_NOT, unavailable
 
 LOG = logging.getLogger("engine")
 KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which the engine asks for
@@ -85,14 +85,17 @@ def refusal(status: Any, body: bytes) -> RequestError:
 
 
 @contextmanager
-def failing() -> Iterator[None]:
-    """Whatever fails in the engine becomes a RequestError."""
+def failing(is_cut: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Whatever fails in the engine becomes a RequestError, and so does what is cut off here."""
     try:
         yield
     except TimeoutError:
         raise RequestError("the engine took too long", status=504, code="timeout") from None
-    except (OSError, HTTPException) as error:
-        raise broke_off(in_short(error)) from None
+    except (OSError, HTTPException, ValueError) as error:
+        if not is_cut():
+            raise broke_off(in_short(error)) from None
+    if is_cut():
+        raise unavailable(WHY_NOT["draining"])
 
 
 def ask(
@@ -252,7 +255,7 @@ class Relay:
     def __init__(self, options: Options) -> None:
         """Raises RequestError if no engine answers."""
         self._options, self._card = options, model_card(options.engine)
-        self._began, self._is_draining = time.monotonic(), False
+        self._began, self._is_draining, self._has_cut = time.monotonic(), False, Event()
         self._going: set[socket.socket] = set()
 
     @property
@@ -262,7 +265,7 @@ class Relay:
     def _ask(self, opened: ExitStack, path: str, data: bytes | None) -> HTTPResponse:
         """The engine's answer to the request at hand, which is sent on. Raises RequestError."""
         if self._is_draining:
-            raise unavailable("the server is shutting down")
+            raise unavailable(WHY_NOT["draining"])
         left = g.left = Event()  # for the log
 
         def note(line: socket.socket) -> None:
@@ -282,9 +285,9 @@ class Relay:
             abort(404)
         query = f"?{request.query_string.decode('latin-1')}" if request.query_string else ""
         path, data = quote(request.path) + query, request.get_data() or None
-        with failing(), ExitStack() as opened:
+        with failing(self._has_cut.is_set), ExitStack() as opened:
             answer = self._ask(opened, path, data)
-            response = respond(opened, pieces_of(answer), answer.headers.get_content_type())
+            response = self._respond(opened, pieces_of(answer), answer.headers.get_content_type())
             response.status_code = answer.status
             kept = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
             response.headers.update(kept)
@@ -294,15 +297,19 @@ class Relay:
         """The answer of /generate."""
         body = read_body(takes_place=False)
         fields = translated(body, self._options, self._card)
-        with failing(), ExitStack() as opened:
+        with failing(self._has_cut.is_set), ExitStack() as opened:
             answer = self._ask(opened, "/v1/completions", json.dumps(fields).encode())
+            if answer.status == 404:  # the engine may have another model by now
+                self._card = model_card(self._options.engine)
+                fields["model"] = self._card["id"]
+                answer = self._ask(opened, "/v1/completions", json.dumps(fields).encode())
             if answer.status != 200:
                 whole(answer)  # raises the refusal
             events = answered(events_of(answer), fields.get("seed"))
             first = next(events)  # what the engine refuses has a status
             if not body.get("stream"):
                 return [first, *events][-1]
-            return respond(opened, chain(map(sse, chain([first], events)), [_DONE]), _EVENTS)
+            return self._respond(opened, chain(map(sse, chain([first], events)), [_DONE]), _EVENTS)
 
     def health(self) -> tuple[Json, int]:
         """The body of GET /health, and its status."""
@@ -332,30 +339,30 @@ class Relay:
         while self._going and time.monotonic() < end:
             time.sleep(0.02)
         left = [*self._going]
+        self._has_cut.set()
         for line in left:
             cut_off(line)
         return len(left)
 
+    def _respond(self, opened: ExitStack, pieces: Iterator[Any], kind: str) -> Response:
+        """A response of these pieces, which closes what is opened when all of them are sent.
 
-def respond(opened: ExitStack, pieces: Iterator[Any], kind: str) -> Response:
-    """A response of these pieces, which closes what is opened when all of them are sent.
+        An error between server-sent events becomes one of them.
+        """
 
-    An error between server-sent events becomes one of them.
-    """
+        def sent() -> Iterator[Any]:
+            try:
+                with failing(self._has_cut.is_set):
+                    yield from pieces
+            except RequestError as error:
+                LOG.warning("an answer broke off: %s", error)
+                if kind != _EVENTS:
+                    raise  # the connection breaks off: a body that merely ended would look whole
+                yield sse(error.body()) + _DONE
 
-    def sent() -> Iterator[Any]:
-        try:
-            with failing():
-                yield from pieces
-        except RequestError as error:
-            LOG.warning("an answer broke off: %s", error)
-            if kind != _EVENTS:
-                raise  # the connection breaks off: a body that merely ended would look whole
-            yield sse(error.body()) + _DONE
-
-    response = Response(sent(), mimetype=kind)
-    response.call_on_close(opened.pop_all().close)
-    return response
+        response = Response(sent(), mimetype=kind)
+        response.call_on_close(opened.pop_all().close)
+        return response
 
 
 def create_app(options: Options) -> Flask:

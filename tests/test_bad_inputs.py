@@ -291,13 +291,12 @@ def test_what_cannot_be_written_for_a_template_is_refused_and_ends_no_process():
     assert caught.value.status == 400 and reading.renderer.start() is child
 
 
-def test_what_ends_the_process_of_templates_ends_one_prompt_alone():
+def test_what_ends_the_process_of_templates_costs_no_prompt():
     tokenizer = noting("{{ messages[0].content }}")
     assert reading._render(HI, tokenizer) == "é \n😀"
     child = reading.renderer.start()
-    child.kill()
-    with suppress(RequestError):  # it may not have ended yet
-        reading._render(HI, tokenizer)
+    child.kill()  # it may not have ended when it is asked
+    assert reading._render(HI, tokenizer) == "é \n😀"
     with ThreadPoolExecutor(8) as pool:  # each gets its own text
         turns = [[{"role": "user", "content": str(i)}] for i in range(50)]
         assert [*pool.map(lambda t: reading._render(t, tokenizer), turns)] == [*map(str, range(50))]

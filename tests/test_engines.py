@@ -193,6 +193,16 @@ def test_an_engine_that_breaks_off_ends_streams_with_an_error(ask, replay):
     assert "no end" in ask("long")[1][-1]["error"]["message"]
 
 
+def test_an_engine_that_has_another_model_by_now_is_asked_for_that(ask, replay):
+    def knowing(handler, body):
+        is_unknown = body and body.get("model") == "before"
+        return handler.say(404, ["{}"]) if is_unknown else answer(handler, body)
+
+    answer, replay.answer = replay.answer, knowing
+    ask.client.application.extensions["worker"]._card = {"id": "before"}
+    assert ask("plain")[1]["text"] == TEXT
+
+
 def generating(replay, change):
     """Change the pieces of what the engine generates."""
     for turn in replay.turns:
@@ -280,13 +290,14 @@ def test_a_client_that_leaves_is_cancelled_in_the_engine(asked):
         server.end_well()
 
 
-def test_a_request_that_outlasts_the_grace_period_is_cut_off_with_an_error():
-    with hanging("/generate", LONG) as (_, server, client), ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize("name", ["streamed", "plain"])
+def test_a_request_that_outlasts_the_grace_period_is_cut_off_with_an_error(name):
+    with hanging(*SAID[name]) as (_, server, client), ThreadPoolExecutor(1) as pool:
         ended = pool.submit(server.end_well)
-        assert b"the engine broke off" in read_all(client)
+        assert b"the server is shutting down" in read_all(client)
         ended.result()
-        assert "1 requests were cut off" in server.log()
-        assert "an answer broke off" in server.log() and '"status": 200' in server.log()
+        assert "1 requests were cut off" in server.log() and "the engine" not in server.log()
+        assert f'"status": {200 if name == "streamed" else 503}' in server.log()
 
 
 def test_a_body_that_is_not_complete_does_not_look_whole():

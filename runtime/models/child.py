@@ -45,20 +45,26 @@ class Child:
             self.child.stdin.flush()
 
     def ask(self, *values: Any) -> Any:
-        """What the child answers. Raises TimeoutError, or EOFError where it ended otherwise."""
+        """What the child answers. Raises TimeoutError, or EOFError where it ended otherwise.
+
+        Then it is asked twice: what ended it may have come from outside.
+        """
         line = _line(values)  # which fails, if at all, before there is anything to end
-        with self._lock:
-            child, answer = self.start(), b""
-            try:
-                self._send(line)
-                with suppress(BrokenPipeError):
-                    answer = child.stdout.readline()
-            finally:
-                if not answer:  # nobody else may get what is still to come
-                    self._end()
-        if not answer:
-            raise TimeoutError if child.returncode == TOO_LONG else EOFError(str(child.returncode))
-        return json.loads(answer)
+        for _ in range(2):
+            with self._lock:
+                child, answer = self.start(), b""
+                try:
+                    self._send(line)
+                    with suppress(BrokenPipeError):
+                        answer = child.stdout.readline()
+                finally:
+                    if not answer:  # nobody else may get what is still to come
+                        self._end()
+            if answer:
+                return json.loads(answer)
+            if child.returncode == TOO_LONG:
+                raise TimeoutError
+        raise EOFError(str(child.returncode))
 
     def _end(self) -> None:
         if self.child is not None:
