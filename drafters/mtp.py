@@ -54,8 +54,8 @@ class MtpDrafter(AutoregressiveDrafter):
     def build(cls, context: Context) -> "MtpDrafter":
         """Raises ValueError if there is no MTP head, or one that cannot be loaded."""
         model, words = context.target.model, None
-        name = context.mtp or context.target.name
-        if context.mtp:
+        name = context.target.name if context.mtp is None else context.mtp
+        if context.mtp is not None:
             with reading(f"MTP head {name}"):
                 model, words = _read_host(name, context.target)
         text = model.config.get_text_config()
@@ -137,7 +137,7 @@ def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None
 
     A draft vocabulary is marked by `t2d`, [V] of bools, as in heads of EAGLE-3; None: all words.
     """
-    _, weights = read_folder(name, allow_pickle=False)
+    _, weights = read_folder(name, allow_pickle=None)
     config = AutoConfig.from_pretrained(name)
     check_sizes(config.hidden_size, config.vocab_size, target)
     config.dtype = target.model.dtype

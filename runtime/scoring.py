@@ -32,11 +32,13 @@ def scores_of(logits: Tensor, tokens: list[int], count: int) -> TokenScores:
     parts = list[TokenScores]()
     for begin in range(0, len(tokens), _AT_ONCE):
         part = tokens[begin : begin + _AT_ONCE]
-        rows = logits[begin : begin + len(part)].float().log_softmax(-1)
-        own = rows.gather(1, torch.tensor(part, device=rows.device)[:, None])
+        rows = logits[begin : begin + len(part)].float()
+        scores, ids = rows.log_softmax(-1), torch.tensor(part, device=rows.device)[:, None]
+        own = scores.gather(1, ids)
         if own.isnan().any():
             raise ValueError(NO_NUMBERS)
-        top = rows.topk(min(count, rows.shape[-1]))
-        ranks = 1 + (rows > own).sum(-1)
-        parts.append(TokenScores(own[:, 0], ranks, top.indices, top.values))
+        # By the logits: logarithms round, and would make two of them equal.
+        top = rows.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        ranks = 1 + (rows > rows.gather(1, ids)).sum(-1)
+        parts.append(TokenScores(own[:, 0], ranks, top, scores.gather(1, top)))
     return TokenScores(*(torch.cat(each).cpu() for each in zip(*parts, strict=True)))

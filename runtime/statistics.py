@@ -17,7 +17,7 @@ import torch
 from runtime.values import PLAIN
 
 FORMULAS = {
-    "num_draft_tokens": "drafted tokens, less those after an end of text or a stop string",
+    "num_draft_tokens": "drafted tokens, less those after an accepted one that ended the text",
     "draft_acceptance_rate": "accepted / drafted",
     "mean_acceptance_length": "1 + accepted / cycles with a draft",
     "tokens_per_pass": "tokens emitted after the prefill's / target forwards after prefill",
@@ -178,7 +178,7 @@ class Totals:
         self.by_drafter = {name: Statistics() for name in [*names, PLAIN]}
         self.by_rule = {rule: Statistics() for rule in ("greedy", "coupled", "rejection")}
         self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
-        self.num_faults = 0  # forwards that failed and were tried again
+        self.num_faults = 0  # forwards of the target that failed
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Count a cycle among the recent ones."""

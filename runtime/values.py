@@ -292,9 +292,9 @@ Engine = Any
 class Cycle:
     """What one cycle did to one sequence.
 
-    An end of text, a stop string or max_tokens may cut the text; drafted tokens after the cut do
-    not count. proposals, judged, emitted, held, logits and scores are as before the cut; tokens,
-    num_drafted, num_accepted and rejected are what stays after it.
+    An accepted token may end the text, and what was drafted after it does not count. proposals,
+    judged, emitted, held, logits and scores are as before this cut; tokens, num_drafted,
+    num_accepted and rejected are what stays after it.
     """
 
     number: int  # 0 is the prefill

@@ -224,14 +224,11 @@ def setting(engine: Engine, options: Options) -> str:
 
 
 def weights_of(model: Model) -> Json:
-    """A model in numbers: what a pass reads, and how much a text may hold."""
+    """A model in numbers: what a pass reads at most, and how much a text may hold."""
     config, fast = model.model.config.get_text_config(), model.compiled
-    size = 1 if model.quantize == "int8" else model.model.dtype.itemsize
-    kind, num_bytes = str(model.model.dtype).removeprefix("torch."), model.num_weights * size
-    if model.fingerprint:  # a file as it is
-        kind = "packed"
-    if model.fingerprint or model.quantize == "int4":
-        num_bytes = fast.num_bytes
+    dtype = model.model.dtype
+    kind = "packed" if model.fingerprint else str(dtype).removeprefix("torch.")  # a file as it is
+    num_bytes = fast.num_bytes if fast else model.num_weights * dtype.itemsize
     return {
         "parameters": model.num_weights,
         "layers": config.num_hidden_layers,
@@ -297,7 +294,7 @@ def _warnings(engine: Engine) -> list[str]:
     for name, count in dict(engine.pool.failures).items():
         warnings.append(f"failures of {name}: {count}; {fate}")
     if num_faults:
-        warnings.append(f"failed forwards of the target: {num_faults}; they were tried again")
+        warnings.append(f"failed forwards of the target: {num_faults}")
     for name, statistics in engine.totals.by_drafter.items():
         num_drafts = sum(statistics.drafted_at[:1])
         share = ratio(sum(statistics.accepted_at[:1]), num_drafts)

@@ -26,9 +26,9 @@ def load_draft(options: Options) -> Model | None:
     if is_gguf(name or "") and options.dtype not in ("packed", "int8"):
         options = replace(options, dtype="auto")
     try:
-        return core.load_model(name, options) if name else None
+        return None if name is None else core.load_model(name, options)
     except StartError as error:
-        if options.draft_model:
+        if options.draft_model is not None:
             raise
         drafters.LOG.warning("going on without draft_model: %s", error)
         return None

@@ -88,7 +88,7 @@ def check_head(options: Options, environ: Json) -> None:
         return
     if not asked.is_json:
         raise RequestError("the Content-Type must be application/json", status=415)
-    if asked.headers.get("Content-Encoding", "identity") != "identity":
+    if asked.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RequestError("a compressed body is not supported", status=415)
 
 

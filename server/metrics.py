@@ -102,9 +102,9 @@ def _counters(engine: Engine, total: Statistics) -> dict[str, tuple[int, str]]:
         "requests": (total.prefills, "texts that got a first token; those of comparisons, too"),
         "drafter_failures": (pool.failures.total(), "times that a drafter failed in a request"),
         "cycles_without_masks": (pool.num_late, "cycles that a text sat out for its grammar"),
-        "engine_faults": (num_faults, "target forwards that failed and were tried again"),
-        "prefix_cache_queries": (asked, "tokens of prompts"),
-        "prefix_cache_hits": (hits, "tokens of prompts that were known already"),
+        "engine_faults": (num_faults, "target forwards that failed"),
+        "prefix_cache_queries": (asked, "tokens of prompts that were looked up, for each text"),
+        "prefix_cache_hits": (hits, "of them known already"),
     }
 
 

@@ -120,7 +120,8 @@ class Options:
         # Where users other than the operator may call, timing reveals their answers to each other.
         is_local = self.host in ("localhost", "127.0.0.1", "::1")
         is_own = is_local and not (self.api_key or self.allowed_host or self.allow_origin)
-        named = [n for n in models if getattr(self, n)] + ["suffix"] * bool(self.suffix_corpus)
+        named = [name for name in models if getattr(self, name) is not None]
+        named += ["suffix"] * bool(self.suffix_corpus)
         return {name: getattr(self, name) for name in alike} | {
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
@@ -348,8 +349,12 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
         if getattr(flags, name) not in (None, getattr(Options, name)):
             flag = "no-kernels" if name == "kernels" else name.replace("_", "-")
             return f"--{flag} is for this server's own engine: it does not go with --engine"
-    parts = urlsplit("http://none" if flags.engine is None else flags.engine)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+    try:
+        parts = urlsplit("http://none" if flags.engine is None else flags.engine)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
         return f"--engine: {flags.engine!r} is no address such as http://host:8000"
     origin = flags.allow_origin or "*"
     if origin != "*" and not re.fullmatch(r"https?://[!-.0-~]+", origin):

@@ -42,6 +42,7 @@ def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence
             if cycles or s.finish_reason:
                 return cycles
             failure = error
+            engine.totals.num_faults += 1
         if not s.drafting.states:
             s.fail(failure)
             return {}

@@ -177,7 +177,7 @@ def _distributions(
 
 
 def _grammar(cycle: Cycle) -> list[Json]:
-    """What the grammar said where each new token was chosen.
+    """What the grammar, and all else that forbids tokens, said where each new one was chosen.
 
     `allowed` is the number of tokens that might come there, of `vocabulary`; where it is one,
     `forced` is true. `forbidden` are the likeliest of the others, as {id, p}, by falling p; p is

@@ -226,7 +226,7 @@ def test_a_draft_that_cannot_be_verified_is_lost(demo_engine, prompts, plain, mo
     engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit)
     failing(engine, monkeypatch, lambda _, num_logits: max(num_logits) > 1)
     sequence, _ = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted", **way)
-    assert sequence.output == expected and engine.totals.num_faults == 1
+    assert sequence.output == expected and engine.totals.num_faults == 2  # together and alone
     assert sequence.warnings == ["a forward failed (out of memory): went on without speculation"]
     assert engine.pool.drafters["scripted"].num_open == 0
 

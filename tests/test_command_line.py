@@ -198,10 +198,16 @@ MISTAKES = {  # what is said -> after which command line
     "https://例.org is no origin such as": "--port 5000 --allow-origin https://例.org",
     "README.md is a file, and no .gguf": "--prompt x --model README.md",
     "the name of a model is empty": "--prompt x --model ''",
+    "name of a model is empty": "--prompt x --model embedded --draft-model ''",
     "lone surrogate": "--model embedded --prompt \udcff",
     "stop must be a non-empty string": "--model embedded --prompt x --stop ''",
     "'vllm' is no address such as": "--port 1 --engine vllm --top-k 3",
     "'' is no address such as": "--port 1 --engine ''",
+    "--engine: 'http://[::1' is no address": "--port 1 --engine http://[::1",
+    "--engine: 'http://h:99999' is no address": "--port 1 --engine http://h:99999",
+    "--device meta computes": "--prompt x --model embedded --device meta",
+    "the MTP head : there is no such folder": "--prompt x --model embedded --mtp ''",
+    "it has no config.json": "--prompt x --model embedded --eagle3 tests",
     r"'a\nb' is no": "--port 1 --engine 'a\nb'",
 }
 TOGETHER = [  # what does not go

@@ -393,6 +393,8 @@ def examine(given: dict[str, Any], bar: Any = bench.tqdm) -> tuple[int, str, dic
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     progress = os.fdopen(os.dup(2), "w")
     os.dup2(1, 2)  # what the file prints is counted, wherever it prints
     logging.getLogger().addHandler(logging.NullHandler())  # the pool logs tracebacks

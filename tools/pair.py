@@ -125,7 +125,7 @@ def measure(flags: Any) -> dict[str, Any]:
         }
         for name, own in peers.items():
             row = {"who": name, "ready_s": round(own.ready_s, 2)}
-            row["memory_mb"] = int(own.status()["VmHWM"][0]) // 1000  # the most at once
+            row["memory_mb"] = int(own.status()["VmHWM"][0]) * 1024 // 10**6  # the most at once
             starts.append(row | {"prompt_tokens_per_s": read.get(name)})
         found = {"speeds": speeds, "starts": starts, "memory": [own_memory(ours, flags)]}
     return {"memory_gb_per_s": [before, memory_gb_per_s()]} | found

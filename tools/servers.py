@@ -132,7 +132,10 @@ class Server:
         return {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
 
     def own_mib(self, name: str = "VmRSS") -> float:
-        """Its memory that is no file's, in MiB: now, or (VmHWM) the most since its start."""
+        """Its memory that is no file's, in MiB: now, or (VmHWM) the most since its start.
+
+        In the most are pages of files that have been dropped by now.
+        """
         status = self.status()
         return (int(status[name][0]) - int(status["RssFile"][0])) / 1024
 

@@ -102,6 +102,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
     if dtype == "auto" and (device == "cpu" or options.is_embedded or is_known):
         dtype = "float32"
+    if device == "meta":  # torch's device of tensors without numbers
+        raise StartError("--device meta computes nothing")
     if dtype == "packed" and not is_file:
         raise StartError(f"--dtype packed is for GGUF files, and {name} is none")
     with explained(place, "", options):

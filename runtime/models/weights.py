@@ -17,23 +17,26 @@ from runtime.values import Model, in_short
 FILE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
-def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_folder(name: str, allow_pickle: bool | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What config.json says, and the weights, in one file or several; `name` may be a hub id.
 
+    `allow_pickle`: whether weights may come from a file that can run code; None: they never do.
     Raises ValueError or OSError, saying what is missing.
     """
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if not name or (is_path and not Path(name).exists()):
         raise ValueError("there is no such folder")
-    content = json.loads(Path(cached_file(name, "config.json")).read_text("utf-8"))
+    if (file := cached_file(name, "config.json")) is None:
+        raise ValueError("it has no config.json")
+    content = json.loads(Path(file).read_text("utf-8"))
     if files := weight_files(name):
         weights = map(load_file, files)
         return content, {key: weight for part in weights for key, weight in part.items()}
     if allow_pickle:
         file = cached_file(name, _PICKLED)
         return content, torch.load(file, map_location="cpu", weights_only=True)
-    raise ValueError(
-        f"it has no {FILE} (a {_PICKLED} can run code, and is loaded with --allow-pickle only)"
-    )
+    hint = f" (a {_PICKLED} can run code, and is loaded with --allow-pickle only)"
+    raise ValueError(f"it has no {FILE}" + hint * (allow_pickle is not None))
 
 
 def weight_files(name: str, explicit: str | None = None) -> list[str]:

@@ -87,10 +87,13 @@ class Untold:
         return taken
 
 
-def _stop(body: Json) -> Json:
-    """What ended a text, in vLLM's words and in SGLang's: a stop string, or there also a token."""
+def _stop(body: Json, is_constrained: bool) -> Json:
+    """What ended a text, in vLLM's words and in SGLang's: a stop string, or there also a token.
+
+    A constrained text may end because it is whole: then no token ends it.
+    """
     stop, ids = body.get("stop_reason"), body.get("token_ids")
-    last = ids[-1] if ids and body["finish_reason"] == "stop" else None
+    last = ids[-1] if ids and body["finish_reason"] == "stop" and not is_constrained else None
     return {"stop_reason": stop, "matched_stop": stop or last}
 
 
@@ -137,7 +140,8 @@ class OpenAIShape(Shape):
         choices = list[Json]()
         for i, each in enumerate(every):
             own = of_prompts[i // self.job.request.n] if self.has_own_prompts else {}
-            choices.append(_stop(each) | {"token_ids": None} | own | self.choice(i, each))
+            stop = _stop(each, self.job.request.grammar is not None)
+            choices.append(stop | {"token_ids": None} | own | self.choice(i, each))
             self._new_ids[i] = each.get("token_ids")
         of_all = {} if self.has_own_prompts else of_prompts[0]
         return self._head | of_all | self._with_ids(choices) | figures(body)
