@@ -1,7 +1,8 @@
 """Speculative decoding in one file: a cheap drafter proposes, the target verifies, nothing is lost.
 
 A language model reads all its weights to produce one token. A pass over four tokens reads the
-weights once, too. So guess tokens, then check them. A cycle is draft → verify → accept → truncate:
+weights once, too, and gives logits after each of them. So guess tokens, then check them. A cycle
+is draft → verify → accept → truncate:
 
     cached  │ pending  draft
     The cat │ sat      on ✓   a ✗    mat      one target pass over [pending, d1, d2, d3]
@@ -14,14 +15,14 @@ weights once, too. So guess tokens, then check them. A cycle is draft → verify
 The pending token is chosen, but not cached yet. This pass gave two tokens: d1, and "the", which is
 *recovered*, as it stands in the place of a rejected token. If all of a draft is accepted, the
 choice after it is a *bonus*. The text is the one that the target alone would have written, also
-where tokens are sampled: `choices` says why. (`Engine` also knows rejection sampling, the classical
-rule. It keeps the distribution, but not the text.)
+where tokens are sampled: `verify` and `choices` say why. (This is the coupled rule. `Engine` knows
+rejection sampling, too, the classical rule: it keeps the distribution, but not the text.)
 
 *When does speculation lose?* A longer pass costs little more, as long as reading weights takes most
-of the time. Accepted tokens have to pay for that and for drafting. They do not where drafts are
+of the time. Accepted tokens have to pay for that and for drafting. They cannot where drafts are
 mostly wrong, where the drafter is slow, and in large batches, where computing takes the time.
 
-The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
+The method comes first: `verify`, `choices`, `speculate` for one request, and `plain_decode`.
 What they use follows: KV cache and truncation · cached model · rejection · engine · loading · Flask
 app · command line. runtime/ computes, drafters/ guess (drafters/auto/ chooses who drafts, and how
 much), and server/ puts engines together and speaks HTTP.
@@ -56,8 +57,8 @@ def verify(
 
     choice_after(i) is the target's choice after drafted token i, or None where no token may follow;
     choice_after(-1), after the pending token. Token i of a chain has one child, token i + 1. In a
-    tree a token has several. Returns the judgements, and the accepted tokens' indexes. Of tokens
-    that are not chosen only the first is judged.
+    tree, which holds several guesses, it may have more. Returns the judgements, and the accepted
+    tokens' indexes. Where the walk stops, the first child is judged as rejected.
 
     Only the target's choices are emitted. A choice is made only after all tokens before it matched,
     so it is made as in plain decoding: after the same text, by the same noise and the same logits.
@@ -68,7 +69,7 @@ def verify(
     judged, accepted, at = list[Judgement](), list[int](), -1
     while True:
         chosen, children = choice_after(at), draft.children(at)
-        if chosen is None:  # the text ends here, or the choice after the next pass raises
+        if chosen is None:  # no token may follow: the last accepted one is pending
             return judged, accepted
         matching = [i for i in children if draft.tokens[i] == chosen]
         if not matching:
@@ -87,13 +88,13 @@ def choices(
     """What `verify` asks for: the target's choice after drafted token i, by row i + 1 of scores.
 
     scores [n + 1, V] are `penalise`d logits. A greedy choice is the token of the largest score. A
-    sampled choice is the winner of a race, in which token t takes the time e / w:
+    sampled choice is the first of a race, in which token t takes the time e / w:
 
         w = exp(score / temperature)   or 0, if top_k, top_p or min_p cuts the token off
         e = −log(1 − v)                v in (0, 1) is a hash of the seed, the position and t
 
     A token wins with probability w / Σ w. Seed and position fix the noise, so a draft changes no
-    choice. *This is how a draft can be right where tokens are sampled*: the drafter runs the same
+    choice. *So a drafter can guess even a token that is sampled*: the drafter runs the same
     race with its own w and the same e. The closer its w are to the target's, the more often the
     same token wins. The choice will stand at position num_tokens + (tokens on the path to i).
     """

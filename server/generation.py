@@ -13,7 +13,7 @@ _ENDS = {"length": "the limit is reached", "stop": "the text has ended"}
 REASONS = {  # why a token is chosen, by rule
     "greedy": "The score is the target's logit. It chooses the token with the highest score.",
     "coupled": "The target chooses the token with the highest sum of log p (p: its chance) and\n"
-    "noise, which is made from the seed and the position alone.",
+    "noise, which is made from seed, position and token alone.",
     "rejection": "p and q are the chances that target and drafter give a token. It is accepted if\n"
     "the random number u is below p / q.",
 }

@@ -1,7 +1,7 @@
 """GET /metrics: counters in Prometheus' text format, under vLLM's names.
 
-Counters are over the server's life, of requests that have ended. prometheus-client writes the
-format. Everything comes twice, plain and with the prefix of vLLM.
+Counters are over the server's life; those of texts, tokens, drafts and passes cover requests that
+have ended. prometheus-client writes the format, everything twice: plain, and with vLLM's prefix.
 """
 
 import re

@@ -66,7 +66,7 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
 
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="^[^:]+ cannot be served: its logits are"):
-        assemble(Options(model=model, dtype="int8", draft_model=""))
+        assemble(Options(model=model, dtype="int8"))
 
 
 @pytest.mark.parametrize("head", ["eagle3", "mtp"])

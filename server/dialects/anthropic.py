@@ -5,7 +5,7 @@
     tools, tool_choice          tools, tool_choice, parallel_tool_calls
     stop_sequences              stop
     output_config.format        response_format
-    max_tokens, top_k, stream…  the same; so are all fields of /generate
+    max_tokens, top_k, stream…  the same; so are most fields of /generate
 
 A block of an answer is a text, thinking (the model's reasoning, which nobody has signed) or a call.
 `metrics`, with `timings` in it, `seed` and `warnings` stand beside what Anthropic's answers have.

@@ -6,7 +6,7 @@
     text.format                 response_format, which is flat there
     max_output_tokens           max_tokens
     top_logprobs, include       logprobs, top_logprobs
-    temperature, stream, …      the same; so are all fields of /generate
+    temperature, stream, …      the same; so are most fields of /generate
 
 An answer is a list of items: a message, reasoning, calls. It has /generate's figures, too. Not
 covered: images, files, built-in tools.

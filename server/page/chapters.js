@@ -51,9 +51,9 @@ export function atWay(data, way, k = QUESTION.k) {
 export const gainOf = (data, way, k) => balanceOf(data.here.curve, atWay(data, way, k)).speedup;
 
 /** The largest K that this way's users have positions for. */
-const mostK = (way) => Math.min(LARGEST_K, MOST_POSITIONS / (WAYS[way].batch ?? 1) - 1);
+export const mostK = (way) => Math.min(LARGEST_K, MOST_POSITIONS / (WAYS[way].batch ?? 1) - 1);
 
-const UNDRAWN = "No sampled run was recorded with this model.";
+const UNDRAWN = "No sampled run with a drafter’s chances was recorded with this model.";
 const list = (length, make) => Array.from({ length }, (_, i) => make(i));
 const asPlain = (tokens) => tokens.map((token) => ({ ...token, kind: "plain" }));
 /** A slider of a cycle's phases; the chapter plays the draft, and the rest with the answer. */
@@ -300,7 +300,7 @@ export const CHAPTERS = {
       const { here: { curve } } = data;
       const at = atWay(data, way, k);
       drawGain(scene, data, at);
-      const [best, { tokens, passes, speedup }] = [bestK(curve, at), balanceOf(curve, at)];
+      const [best, { tokens, passes, speedup }] = [bestK(curve, at, mostK(way)), balanceOf(curve, at)];
       const { ways, why } = texts.chapters.loses;
       return `${ways[way]}: ${short(tokens)} tokens in the time of ${short(passes)} plain passes, `
         + `${times(speedup)}. Best: ${best ? `K = ${best}` : "no drafts"}. ${why[way]}`;

@@ -55,9 +55,9 @@ export function breakEven(curve, at) {
   return high;
 }
 
-/** The k that pays best, 0 where none does. */
-export function bestK(curve, at) {
-  const all = byK(curve, at).map(({ speedup }) => speedup);
+/** The k up to `most` that pays best, 0 where none does. */
+export function bestK(curve, at, most = LARGEST_K) {
+  const all = byK(curve, at).slice(0, most + 1).map(({ speedup }) => speedup);
   return all.indexOf(Math.max(...all));
 }
 

@@ -91,8 +91,9 @@ function numberIn(name, text) {
 /** The settings of a request, in words; fields that are left out, or empty, have none. */
 export function settingsWords({ num_speculative_tokens: k = "", seed = "", ...request }) {
   const { temperature, top_p: topP, verification, max_tokens: most, json_schema: schema } = request;
+  const how = temperature !== "" && Number(temperature) === 0 ? ["greedy"] : []; // else as the server has it
   const sampled = [`temperature ${Number(temperature)}`, topP < 1 && `top-p ${Number(topP)}`, verification,
     seed !== "" && `seed ${seed}`];
-  return [k !== "" && `K = ${k}`, ...temperature > 0 ? sampled : ["greedy"], most && `${most} tokens`,
+  return [k !== "" && `K = ${k}`, ...temperature > 0 ? sampled : how, most && `${most} tokens`,
     schema && "a JSON schema"].filter(Boolean).join(", ");
 }

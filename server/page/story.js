@@ -1,7 +1,7 @@
 // The story: chapters to scroll beside one picture. All that it tells was recorded (recordings/), but for the
 // cost curve, which is this server's as soon as it has measured one.
 
-import { atWay, CHAPTERS, gainOf, QUESTION } from "./chapters.js";
+import { atWay, CHAPTERS, gainOf, mostK, QUESTION } from "./chapters.js";
 import { bestK, costOfDraft, expectedTokens, passMs } from "./curve.js";
 import { acceptanceOf, top, withNoise } from "./distribution.js";
 import { byId, element, isNarrow, mayMove, reveal, slider, write } from "./elements.js";
@@ -44,20 +44,18 @@ class Data {
     const names = runs.map(({ request }) => request.drafter);
     this.drafter = [...MODELS, ...names].find((name) => names.includes(name));
     const { cycles } = this.#run("first", this.drafter);
-    this.told = { cycles, prompt: prompts.first };
-    this.tokens = tokensIn(cycles);
+    [this.told, this.tokens] = [{ cycles, prompt: prompts.first }, tokensIn(cycles)];
     this.played = { cycles: this.#run("new", this.drafter).cycles, prompt: prompts.new };
     const drafted = cycles.slice(1).filter(({ proposals }) => proposals.length > 1);
     const able = drafted.length ? drafted : cycles.slice(-2);
     this.whole = able.find((cycle) => numAccepted(cycle) === cycle.proposals.length) ?? mostTelling(able);
     this.cut = mostTelling(able.filter((cycle) => cycle !== this.whole || able.length === 1));
     this.behind = cycles[this.cut.step + 1];
-    const sampled = this.#runs.find(({ request }) => (
-      request.temperature > 0 && request.verification === "coupled"));
+    const sampled = this.#runs.find(({ request: r }) => r.temperature > 0 && r.verification === "coupled");
     this.drawn = sampled ? this.#drawnOf(sampled) : null;
-    const known = [this.drafter, ...Object.keys(this.here.curve.drafters)];
-    const costs = known.map((name) => costOfDraft(this.here.curve, name, QUESTION.k));
-    this.c = costs.find((cost) => cost !== null) ?? costOfDraft(curve, this.drafter, QUESTION.k) ?? 0.1;
+    const costs = [this.here.curve, curve].map((one) => costOfDraft(one, this.drafter, QUESTION.k));
+    const { drafted: guesses, ms } = figuresOf(cycles);
+    this.c = costs.find((cost) => cost !== null) ?? (guesses ? ms.draft / guesses / this.plainMs : 0);
   }
   #run(prompt, drafter, temperature = 0) {
     const ofPrompt = this.#runs.filter((run) => run.prompt === prompt);
@@ -163,7 +161,7 @@ class Data {
     const speed = (way) => times(gainOf(this, way));
     const [n, gave] = [whole.proposals.length, whole.tokens.length];
     const { liked = { text: "…" }, entries = [] } = this.drawn?.over ?? {};
-    const { byRejection, byNoise } = acceptanceOf(entries);
+    const { byRejection, byNoise } = entries.length ? acceptanceOf(entries) : {};
     return {
       byRejection: short(byRejection), byNoise: short(byNoise), passes: ROUNDS,
       liked: quoted(liked), likedP: chance(liked.p), likedQ: chance(liked.q),
@@ -176,9 +174,10 @@ class Data {
       wrong: quoted(cut.rejected ?? cut.tokens.at(-1)), own: quoted(cut.tokens.at(-1)),
       cut: counted(cut.cached[0] - cut.cached[1], "token"), from: cut.cached[0], to: cut.cached[1],
       five: short(expectedTokens(QUESTION.alpha, QUESTION.k)), oneUser: speed("alone"),
-      eightUsers: speed("batch"), slowGuesser: speed("bad"), eightBest: bestK(curve, atWay(this, "batch")),
-      copyRanks: best(copy), newRanks: best(fresh), drafterSays: texts.drafters[this.drafter], most: n + 1,
-      ngramCopy: ngram(copy), ngramNew: ngram(fresh),
+      eightUsers: speed("batch"), slowGuesser: speed("bad"), most: n + 1,
+      eightBest: bestK(curve, atWay(this, "batch"), mostK("batch")),
+      copyRanks: best(copy), newRanks: best(fresh), state: cut.recurrent ? ` ${texts.words.state}` : "",
+      ngramCopy: ngram(copy), ngramNew: ngram(fresh), drafterSays: texts.drafters[this.drafter],
       auto: autoNew ? filled(texts.says.auto, { autoCopy, autoNew }) : "",
     };
   }
@@ -277,10 +276,9 @@ export class Story {
     article.append(element("div.question", question, buttons, element("div.verdict-place", says)),
       element("button.skip", { type: "button", click: skip }, "Move the picture"));
     article.addEventListener("focusin", ({ target }) => target.matches(":focus-visible") && this.#enter(id));
-    const request = chapter.run?.(this.#data);
-    const click = () => dispatchEvent(new CustomEvent("try", { detail: request }));
-    const label = "See this run in the workbench";
-    if (request) article.append(element("button.quiet", { type: "button", click }, label));
+    const run = chapter.run?.(this.#data);
+    const click = () => dispatchEvent(new CustomEvent("try", { detail: run }));
+    if (run) article.append(element("button.quiet", { type: "button", click }, "See it in the workbench"));
   }
   #rightOf(id) { return [CHAPTERS[id].right(this.#data)].flat(); }
   /** Say how many questions were answered, and how well. */

@@ -15,7 +15,7 @@ import { Run } from "./run.js";
 import { getJson, isRecorded, isUnrecorded, recordedRun, recording, unrecorded } from "./stream.js";
 import texts from "./texts.json" with { type: "json" };
 import { TokenText } from "./tokens.js";
-import { figuresOf, numAccepted, readCycle, tellingCycle } from "./trace.js";
+import { figuresOf, numAccepted, readCycle, tellingCycle, tokensIn } from "./trace.js";
 import { pace, summary } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
@@ -112,8 +112,8 @@ function showAnswer(session) {
   const { answer, cycles, request } = session;
   say(`Finished (${answer.finish_reason}): ${pace(figuresOf(cycles))}, seed ${answer.seed}.`);
   write("whole-text", `The whole text: ${answer.text}`);
-  const isSuffix = cycles.some(({ drafter }) => drafter === "suffix");
-  const more = isSuffix && request.verification !== "rejection" ? [texts.says.remembers] : [];
+  const isDrawn = tokensIn(cycles).some(({ u }) => u !== undefined); // by rejection
+  const more = !isDrawn && cycles.some(({ drafter }) => drafter === "suffix") ? [texts.says.remembers] : [];
   byId("notes").replaceChildren(...[...answer.warnings, ...more].map((words) => element("li", words)));
   if (request.compare) race.finish(answer, (id) => nameOf(session, id));
 }
@@ -325,7 +325,7 @@ async function load() {
   try {
     showError(null);
     if (!await askHealth()) return;
-    if (byId("status").textContent === LOADING) say("Ready.");
+    if ([LOADING, "Failed."].includes(byId("status").textContent)) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
     if (isOpening) followLink(); // later the address tells of a run that was made here
     const isFree = mode === "idle" && !byId("error").hasChildNodes();
