@@ -181,7 +181,8 @@ More for --demo and --prompt
 --help | show this page and exit
 
 Models
---draft-model NAME | the small model that guesses (default: none; {DEFAULT}, {FALLBACK} and the pairs have one)
+--draft-model NAME | the small model that guesses (default: none; {", ".join(PAIRS)}, {DEFAULT} and
+  {FALLBACK} have one)
 --mtp NAME | the model's MTP head, a folder or a Hugging Face name (default: what the model has)
 --eagle3 NAME | an EAGLE-3 head for it, named like --mtp (default: none; {DEFAULT} has one)
 --dflash NAME | a DFlash head for it, named like --mtp (default: none; {FALLBACK} has one)

@@ -222,15 +222,16 @@ def checked_limits(kind: str, value: Any, special: Collection[str]) -> Limits:
         raise ValueError(f"has a rule with {attribute[1]}, which is not supported")
     # Where a special token's text would be taken for the token. Rules of Lark's may name one.
     parts = schemas if is_rules else [in_characters(value) if is_lark else value]
-    values = [each for part in parts for each in values_in(part)]
-    if any(isinstance(each, int) and abs(each) > _EXACT for each in values):
-        raise ValueError("holds an integer beyond 2^53, which would be read as another")
     # As one text, with what no token has between its parts: there may be thousands of either.
-    plain = "\0".join(each for each in values if isinstance(each, str)).replace("\\", "")
+    texts = (each for part in parts for each in values_in(part) if isinstance(each, str))
+    plain = "\0".join(texts).replace("\\", "")
     for token in special:
         if token in plain:
             raise ValueError(f"holds {token}, which is a token of its own")
     for schema in schemas_in(schemas):  # keys would have to be counted: a text may repeat one
+        for value in values_in([schema.get("const"), schema.get("enum")], ()):
+            if isinstance(value, int) and abs(value) > _EXACT:
+                raise ValueError("holds an integer beyond 2^53, which would be written as another")
         required, least = schema.get("required"), schema.get("minProperties")
         if isinstance(least, int) and least > len(required if isinstance(required, list) else []):
             raise ValueError("minProperties beyond the required ones is not supported")
