@@ -312,9 +312,9 @@ class Engine:
     def close(self, s: Sequence) -> None:
         """Free the cache row and the drafters' states. Call it once for every opened sequence."""
         with s.opened:
+            self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
             if s.failure is None and self.target.report and self.target.report.is_exact:
                 self.pool.remember(s.drafting, s.tokens)
-        self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
     def generate(self, request: values.Request) -> Iterator[tuple[Sequence, values.Cycle]]:
         """Run a request, cycle by cycle. Stopping early is fine. Raises the sequence's failure."""

@@ -173,9 +173,12 @@ def test_a_careless_drafter_changes_no_text(demo_engine, prompts, plain):
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("open", 0), ("open", 12), ("propose", 12), ("observe", 12), ("close", 12)]
+    ("method", "most", "came"),
+    [("open", 0, 0), ("open", 12, 1), ("propose", 12, 2), ("observe", 12, 2), ("close", 12, 12)],
 )
-def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch, method, most):
+def test_a_strict_engine_fails_the_request_of_a_drafter(
+    demo_engine, monkeypatch, method, most, came
+):
     drafter, cache = ScriptedDrafter(lambda tokens, k: tokens[-k:]), demo_engine.target.cache
     engine = core.Engine(demo_engine.target, {"scripted": drafter}, is_strict=True)
     error = RuntimeError("out of ideas\nand of lines")
@@ -185,6 +188,7 @@ def test_a_strict_engine_fails_the_request_of_a_drafter(demo_engine, monkeypatch
     with pytest.raises(RequestError, match=rf"^drafter scripted {how} \(out of ideas") as caught:
         run(engine, [5, 6, 7], max_tokens=most, drafter="scripted")
     assert (len(cache._free), drafter.num_open) == (num_free, method == "close")
+    assert engine.totals.by_drafter["scripted"].completion_tokens == came
     assert caught.value.status == 500  # over HTTP, with this message alone
     assert answers._warnings(engine) == ["failures of scripted: 1; these requests failed: --strict"]
 
