@@ -302,7 +302,7 @@ class Engine:
             s = Sequence(admitted, self.target.cache.open_row(opened), self.target.tokenizer)
             s.drafting = drafters.DraftedText(admitted, s.noise, s.row, s.matcher)
             s.warnings.extend(warnings)
-            opened.callback(self.pool.close, s.drafting)
+            opened.callback(lambda: self.pool.close(s.drafting, s.finish_reason is None))
             self.pool.open(s.drafting)
             self.planner.open(s)
             opened.callback(self.planner.close, s)
@@ -310,7 +310,7 @@ class Engine:
         return s
 
     def close(self, s: Sequence) -> None:
-        """Free the cache row and the drafters' states. Call it once for every opened sequence."""
+        """Free what a sequence holds; call it once for each. With --strict it may raise."""
         with s.opened:
             self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
             if s.failure is None and self.target.report and self.target.report.is_exact:
@@ -356,7 +356,7 @@ class Engine:
         for s, cycle in cycles.items():
             cycle.times = times
             s.statistics.record_times(times, is_prefill=cycle.number == 0)
-            if s.drafting.failure:
+            if s.drafting.failure:  # a drafter's fault, with --strict
                 s.fail(s.drafting.failure)
         self.planner.record_cycle(plan, drafts, cycles.values(), None if has_prefill else times)
         return cycles
@@ -370,8 +370,6 @@ class Engine:
             output = self.target.forward([s.row], [fed], [s.reading.num_logits(fed)], layers)
             s.drafting.hidden[cached] = {i: states for i, (states,) in output.hidden.items()}
             s.finish_reason = s.reading.note(cached, fed, output.logits[0])
-            if s.drafting.failure:  # a drafter's fault, with --strict
-                s.fail(s.drafting.failure)
             s.statistics.prompt_ms += (self.now() - began) * 1e3
         return self.pool.settled([s for s in sequences if s not in reading])
 

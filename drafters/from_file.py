@@ -59,11 +59,11 @@ def check_drafter(drafter: Drafter, context: Context) -> None:
     for name in ("block_size", "num_step_weights"):
         if not isinstance(size := getattr(drafter, name), int) or not 0 <= size <= sys.maxsize:
             wrong = f"{name} of {drafter.name} is {size!r:.100}"
-            raise ValueError(f"{wrong}: write 0 or more, at most 2^63")
+            raise ValueError(f"{wrong}: write 0 or more, less than 2^63")
     if type(drafter).attach is not Drafter.attach:
         kind = type(drafter).attach.__qualname__.partition(".")[0]
         what = f"{drafter.name} needs {kind}.attach, which is not called for a drafter from a file"
-        raise ValueError(f"{what}: derive it from Drafter")
+        raise ValueError(f"{what}: derive it from Drafter, without attach")
     for name in ("open", "propose", "propose_batch", "observe", "close"):
         wanted, method = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
         try:

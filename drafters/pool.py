@@ -71,7 +71,7 @@ class DrafterPool:
         self.spent: dict[str, tuple[list[int], float]] = {}
 
     def open(self, text: DraftedText) -> None:
-        """Open the states of the drafters that a new request names."""
+        """Open the states of the drafters that a request names. With --strict, raises a fault."""
         request, failed = text.request, dict[str, Exception]()
         text.merge = request.drafter if request.drafter in self.merging else None
         for name in self.eligible(request):
@@ -85,6 +85,8 @@ class DrafterPool:
                 failed[name] = error
         for name, error in failed.items():
             self.drop_drafter(text, name, "open", error)
+        if text.failure:
+            raise text.failure
         is_scored = request.prompt_logprobs is not None  # then all of the prompt has to be read
         if self.prefixes and not (request.isolated or is_scored):
             hidden = self.prefixes.restore(text.row, request.prompt, self.layers([text]))
@@ -103,21 +105,20 @@ class DrafterPool:
         present = {name for text in texts for name in text.states}
         return tuple(sorted({i for name in present for i in self.drafters[name].wanted_layers}))
 
-    def close(self, text: DraftedText) -> None:
-        """The text is over: give its drafters' states back. With --strict, raises their fault."""
+    def close(self, text: DraftedText, is_early: bool = False) -> None:
+        """Give the drafters' states back. With --strict, raises a fault in that, if not early."""
         told = text.failure
-        self._close(text, list(text.states))
-        if text.failure and text.failure is not told:
+        for name in list(text.states):
+            self._close(text, name)
+        if text.failure is not told and not is_early:
             raise text.failure
 
-    def _close(self, text: DraftedText, names: list[str]) -> None:
-        """Give the states of these drafters back."""
-        for name in names:
-            drafter = self.drafters[name]
-            if drafter.keeps_outputs:
-                self._catch_up(text, name)
-            if name not in text.states:
-                continue
+    def _close(self, text: DraftedText, name: str) -> None:
+        """Give a drafter's state back, if the text has it."""
+        drafter = self.drafters[name]
+        if drafter.keeps_outputs:
+            self._catch_up(text, name)
+        if name in text.states:
             try:
                 drafter.call("close", text.states.pop(name))
             except Exception as error:
@@ -308,7 +309,7 @@ class DrafterPool:
     def drop_drafter(self, text: DraftedText, name: str, method: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
         what = self._fault(text, name, method, "failed", error)
-        self._close(text, [name] if name in text.states else [])
+        self._close(text, name)
         rest = " and ".join(text.states)
         text.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
         if not rest:
@@ -329,4 +330,5 @@ class DrafterPool:
         """The request goes on without speculation."""
         text.task, text.draft = Task(), None
         text.warnings.append(f"{why}: went on without speculation")
-        self._close(text, list(text.states))
+        for name in list(text.states):
+            self._close(text, name)

@@ -38,7 +38,17 @@ def scores_of(logits: Tensor, tokens: list[int], count: int) -> TokenScores:
         if own.isnan().any():
             raise ValueError(NO_NUMBERS)
         # By the logits: logarithms round, and would make two of them equal.
-        top = rows.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        top = _largest(rows, count)
         ranks = 1 + (rows > rows.gather(1, ids)).sum(-1)
         parts.append(TokenScores(own[:, 0], ranks, top, scores.gather(1, top)))
     return TokenScores(*(torch.cat(each).cpu() for each in zip(*parts, strict=True)))
+
+
+def _largest(rows: Tensor, count: int) -> Tensor:
+    """The ids of each row's `count` largest numbers; of equal ones the first come first."""
+    least = rows.topk(min(max(1, count), rows.shape[-1])).values[:, -1:]
+    result = list[Tensor]()
+    for row, is_near in zip(rows, rows >= least, strict=True):
+        ids = is_near.nonzero()[:, 0]  # a few more, if they are equal: topk takes any of those
+        result.append(ids[row[ids].sort(dim=0, descending=True, stable=True).indices][:count])
+    return torch.stack(result)

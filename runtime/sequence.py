@@ -27,6 +27,7 @@ class Sequence:
         self.statistics, self.reading = Statistics(), Reading(request)
         self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
+        self.stop_token: int | None = None  # that ended the text
         self.failure: Exception | None = None  # with it the finish_reason is "error"
 
     @property
@@ -51,6 +52,8 @@ class Sequence:
             is_whole = self.matcher is not None and self.matcher.consume(token.id)
             if token.id in eos_ids or self.text.push(token.id, token.kind) or is_whole:
                 self.finish_reason = "stop"
+                ends = eos_ids | self.request.stop_token_ids  # else a stop string, or a grammar
+                self.stop_token = token.id if token.id in ends else None
             elif self.remaining == 1:
                 self.finish_reason = "length"
             self.tokens.append(token.id)

@@ -226,9 +226,9 @@ def setting(engine: Engine, options: Options) -> str:
 def weights_of(model: Model) -> Json:
     """A model in numbers: what a pass reads at most, and how much a text may hold."""
     config, fast = model.model.config.get_text_config(), model.compiled
-    dtype = model.model.dtype
+    dtype, is_int8 = model.model.dtype, model.quantize == "int8"
     kind = "packed" if model.fingerprint else str(dtype).removeprefix("torch.")  # a file as it is
-    num_bytes = fast.num_bytes if fast else model.num_weights * dtype.itemsize
+    num_bytes = fast.num_bytes if fast else model.num_weights * (1 if is_int8 else dtype.itemsize)
     return {
         "parameters": model.num_weights,
         "layers": config.num_hidden_layers,

@@ -121,11 +121,10 @@ class Options:
         is_local = self.host in ("localhost", "127.0.0.1", "::1")
         is_own = is_local and not (self.api_key or self.allowed_host or self.allow_origin)
         named = [name for name in models if getattr(self, name) is not None]
-        named += ["suffix"] * bool(self.suffix_corpus)
         return {name: getattr(self, name) for name in alike} | {
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
-            "named": named,
+            "named": named + ["suffix"] * bool(self.suffix_corpus),
             **{name: self.model_of(name) for name in models[1:]},
             "suffix_cache": REMEMBERED * is_own if self.suffix_cache is None else self.suffix_cache,
         }

@@ -70,6 +70,11 @@ def broke_off(why: str) -> RequestError:
     return RequestError(f"the engine broke off: {why}", status=502, code="engine_failed")
 
 
+def ending() -> RequestError:
+    """This server ends, and what is not done is cut off."""
+    return unavailable(WHY_NOT["draining"])
+
+
 def refusal(status: Any, body: bytes) -> RequestError:
     """The error that our client gets where the engine has answered with one."""
     try:
@@ -86,16 +91,13 @@ def refusal(status: Any, body: bytes) -> RequestError:
 
 @contextmanager
 def failing(is_cut: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Whatever fails in the engine becomes a RequestError, and so does what is cut off here."""
+    """Whatever fails in the engine becomes a RequestError; a failure may be that it is cut off."""
     try:
         yield
     except TimeoutError:
         raise RequestError("the engine took too long", status=504, code="timeout") from None
     except (OSError, HTTPException, ValueError) as error:
-        if not is_cut():
-            raise broke_off(in_short(error)) from None
-    if is_cut():
-        raise unavailable(WHY_NOT["draining"])
+        raise (ending() if is_cut() else broke_off(in_short(error))) from None
 
 
 def ask(
@@ -265,7 +267,7 @@ class Relay:
     def _ask(self, opened: ExitStack, path: str, data: bytes | None) -> HTTPResponse:
         """The engine's answer to the request at hand, which is sent on. Raises RequestError."""
         if self._is_draining:
-            raise unavailable(WHY_NOT["draining"])
+            raise ending()
         left = g.left = Event()  # for the log
 
         def note(line: socket.socket) -> None:
@@ -296,12 +298,12 @@ class Relay:
     def generate(self) -> Response | Json:
         """The answer of /generate."""
         body = read_body(takes_place=False)
-        fields = translated(body, self._options, self._card)
         with failing(self._has_cut.is_set), ExitStack() as opened:
+            fields = translated(body, self._options, self._card)
             answer = self._ask(opened, "/v1/completions", json.dumps(fields).encode())
-            if answer.status == 404:  # the engine may have another model by now
-                self._card = model_card(self._options.engine)
-                fields["model"] = self._card["id"]
+            if answer.status == 404 and self._has_changed():
+                opened.close()
+                fields = translated(body, self._options, self._card)
                 answer = self._ask(opened, "/v1/completions", json.dumps(fields).encode())
             if answer.status != 200:
                 whole(answer)  # raises the refusal
@@ -310,6 +312,13 @@ class Relay:
             if not body.get("stream"):
                 return [first, *events][-1]
             return self._respond(opened, chain(map(sse, chain([first], events)), [_DONE]), _EVENTS)
+
+    def _has_changed(self) -> bool:
+        """Whether the engine has another model by now."""
+        before = self._card["id"]
+        with suppress(RequestError):
+            self._card = model_card(self._options.engine)
+        return self._card["id"] != before
 
     def health(self) -> tuple[Json, int]:
         """The body of GET /health, and its status."""
@@ -354,6 +363,8 @@ class Relay:
             try:
                 with failing(self._has_cut.is_set):
                     yield from pieces
+                if self._has_cut.is_set():  # where nothing says how long it is, it seems whole
+                    raise ending()
             except RequestError as error:
                 LOG.warning("an answer broke off: %s", error)
                 if kind != _EVENTS:

@@ -74,7 +74,7 @@ def room_for(options: Options) -> tuple[int, int]:
 
 
 def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
-    """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one (no SIGHUP) ends it.
+    """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second (no SIGHUP) ends it.
 
     The address is taken first, so that clients get a 503 while the model is loaded. On the first
     signal what runs is finished, for `options.grace_period` seconds at most. The exit status is 1

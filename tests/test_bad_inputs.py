@@ -31,6 +31,7 @@ from transformers import AutoTokenizer
 from runtime.grammars import probe
 from runtime.models import chat as reading
 from runtime.models.chat import chat_prompt
+from runtime.models.child import Child
 from runtime.models.prompts import FairLock, tokenize
 from runtime.values import RequestError
 from server.fields import NEUTRAL
@@ -289,6 +290,15 @@ def test_what_cannot_be_written_for_a_template_is_refused_and_ends_no_process():
     with pytest.raises(RequestError, match="^the chat template .*recursion") as caught:
         chat_prompt(HI, tokenizer, CONTEXT, how={"chat_template_kwargs": {"x": deep}})
     assert caught.value.status == 400 and reading.renderer.start() is child
+
+
+@pytest.mark.parametrize(("end", "times"), [("sys.exit(3)", 1), ("os.kill(os.getpid(), 9)", 2)])
+def test_a_child_is_asked_once_more_only_where_it_was_killed(tmp_path, end, times):
+    file, log = tmp_path / "child.py", tmp_path / "log"
+    file.write_text(f"import os, sys\ninput()\nopen({str(log)!r}, 'a').write('x')\n{end}")
+    with pytest.raises(EOFError):
+        Child(str(file)).ask(1)
+    assert log.read_text() == "x" * times
 
 
 def test_what_ends_the_process_of_templates_costs_no_prompt():

@@ -174,7 +174,7 @@ def test_a_careless_drafter_changes_no_text(demo_engine, prompts, plain):
 
 @pytest.mark.parametrize(
     ("method", "most", "came"),
-    [("open", 0, 0), ("open", 12, 1), ("propose", 12, 2), ("observe", 12, 2), ("close", 12, 12)],
+    [("open", 0, 0), ("open", 12, 0), ("propose", 12, 2), ("observe", 12, 2), ("close", 12, 12)],
 )
 def test_a_strict_engine_fails_the_request_of_a_drafter(
     demo_engine, monkeypatch, method, most, came
@@ -191,6 +191,16 @@ def test_a_strict_engine_fails_the_request_of_a_drafter(
     assert engine.totals.by_drafter["scripted"].completion_tokens == came
     assert caught.value.status == 500  # over HTTP, with this message alone
     assert answers._warnings(engine) == ["failures of scripted: 1; these requests failed: --strict"]
+
+
+def test_who_leaves_hears_nothing_of_a_strict_drafter_that_cannot_close(demo_engine, monkeypatch):
+    drafter = ScriptedDrafter(lambda tokens, k: tokens[-k:])
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, is_strict=True)
+    monkeypatch.setattr(drafter, "close", Mock(side_effect=RuntimeError("no")))
+    cycles = engine.generate(Request([5, 6, 7], 12, "scripted"))
+    next(cycles)
+    cycles.close()
+    assert engine.pool.failures["scripted"] == 1 and not engine.target.cache.rows
 
 
 def test_an_error_of_megabytes_is_cut_before_it_is_looked_through():

@@ -199,8 +199,13 @@ def test_an_engine_that_has_another_model_by_now_is_asked_for_that(ask, replay):
         return handler.say(404, ["{}"]) if is_unknown else answer(handler, body)
 
     answer, replay.answer = replay.answer, knowing
-    ask.client.application.extensions["worker"]._card = {"id": "before"}
+    ask.client.application.extensions["worker"]._card = {"id": "before", "owned_by": "llamacpp"}
     assert ask("plain")[1]["text"] == TEXT
+    _, sent, _ = replay.seen[-1]  # with the fields that this engine knows
+    assert "repetition_penalty" in sent and "repeat_penalty" not in sent
+    count = len(replay.seen)
+    replay.status = 404  # for another reason: it is not asked again
+    assert ask("plain")[0] == 400 and len(replay.seen) == count + 2
 
 
 def generating(replay, change):

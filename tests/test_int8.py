@@ -117,6 +117,12 @@ def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkey
     assert "drafter self_int8 failed (no numbers)" in s.warnings[0]
 
 
+def test_what_is_not_compiled_tells_its_bytes_too(tiny_folder):
+    target = load(tiny_folder("xglm"), dtype="int8").target
+    assert target.compiled is None
+    assert answers.weights_of(target)["weight_bytes"] == target.num_weights
+
+
 # ------------------------------------------------------------------------------ four bits
 @pytest.mark.parametrize("options", [{}, {"dtype": "int8"}], ids=str)
 def test_a_large_draft_model_has_four_bits_and_changes_no_text(monkeypatch, prompts, options):

@@ -101,6 +101,7 @@ def test_an_answer_tells_what_ended_it(client, server):
         ({"extra_body": {"stop_token_ids": [last]}}, None, last),
         ({"max_tokens": 3}, None, None),
         ({"extra_body": {"choice": [text[:5]]}}, None, None),
+        ({"extra_body": {"regex": "(?s:.*)", "stop_token_ids": [last]}}, None, last),
     ):
         choice = ask(**fields).choices[0]
         assert (choice.stop_reason, choice.matched_stop) == (stop, matched)

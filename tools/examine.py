@@ -21,7 +21,7 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -86,8 +86,11 @@ class Walk(NamedTuple):
 
 def walk(engine: Engine, requests: list[Request]) -> list[Walk]:
     """Run requests side by side to their ends. Raises the error of one that fails."""
-    walks = [Walk(engine.open(request), []) for request in requests]
-    try:
+    walks = list[Walk]()
+    with ExitStack() as opened:  # a drafter may fail to close: then the others are closed, too
+        for request in requests:
+            walks.append(Walk(engine.open(request), []))
+            opened.callback(engine.close, walks[-1].sequence)
         while running := [each for each in walks if not each.sequence.finish_reason]:
             lengths = [len(each.sequence.tokens) for each in running]
             cycles = engine.step([each.sequence for each in running])
@@ -97,9 +100,6 @@ def walk(engine: Engine, requests: list[Request]) -> list[Walk]:
                 if s in cycles and cycles[s].number:  # the first one reads the prompt
                     task, draft = s.drafting.task, cycles[s].draft
                     steps.append(Step(s.tokens[:length], task.drafter, task.limit, draft))
-    finally:
-        for each in walks:
-            engine.close(each.sequence)
     return walks
 
 

@@ -227,9 +227,8 @@ def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
         return like.new_zeros(shape)
     size = prod(shape) * like.element_size()
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # of a kernel without large ones
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    with suppress(AttributeError, OSError):  # where there are no large ones
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 

@@ -229,9 +229,9 @@ def checked_limits(kind: str, value: Any, special: Collection[str]) -> Limits:
         if token in plain:
             raise ValueError(f"holds {token}, which is a token of its own")
     for schema in schemas_in(schemas):  # keys would have to be counted: a text may repeat one
-        for value in values_in([schema.get("const"), schema.get("enum")], ()):
-            if isinstance(value, int) and abs(value) > _EXACT:
-                raise ValueError("holds an integer beyond 2^53, which would be written as another")
+        for each in values_in([schema.get("const"), schema.get("enum")], ()):
+            if isinstance(each, int) and abs(each) > _EXACT:
+                raise ValueError("holds an integer beyond 2^53, which may be written as another")
         required, least = schema.get("required"), schema.get("minProperties")
         if isinstance(least, int) and least > len(required if isinstance(required, list) else []):
             raise ValueError("minProperties beyond the required ones is not supported")

@@ -47,7 +47,7 @@ class Child:
     def ask(self, *values: Any) -> Any:
         """What the child answers. Raises TimeoutError, or EOFError where it ended otherwise.
 
-        Then it is asked twice: what ended it may have come from outside.
+        Where it was killed it is asked once more: that may have come from outside.
         """
         line = _line(values)  # which fails, if at all, before there is anything to end
         for _ in range(2):
@@ -62,9 +62,9 @@ class Child:
                         self._end()
             if answer:
                 return json.loads(answer)
-            if child.returncode == TOO_LONG:
-                raise TimeoutError
-        raise EOFError(str(child.returncode))
+            if child.returncode != -signal.SIGKILL:
+                break
+        raise TimeoutError if child.returncode == TOO_LONG else EOFError(str(child.returncode))
 
     def _end(self) -> None:
         if self.child is not None:

@@ -87,16 +87,6 @@ class Untold:
         return taken
 
 
-def _stop(body: Json, is_constrained: bool) -> Json:
-    """What ended a text, in vLLM's words and in SGLang's: a stop string, or there also a token.
-
-    A constrained text may end because it is whole: then no token ends it.
-    """
-    stop, ids = body.get("stop_reason"), body.get("token_ids")
-    last = ids[-1] if ids and body["finish_reason"] == "stop" and not is_constrained else None
-    return {"stop_reason": stop, "matched_stop": stop or last}
-
-
 class OpenAIShape(Shape):
     """OpenAI's shape of an answer: a body with choices, or chunks of them and then the figures."""
 
@@ -140,7 +130,9 @@ class OpenAIShape(Shape):
         choices = list[Json]()
         for i, each in enumerate(every):
             own = of_prompts[i // self.job.request.n] if self.has_own_prompts else {}
-            stop = _stop(each, self.job.request.grammar is not None)
+            # What ended the text, in vLLM's words and in SGLang's: there a token may, too.
+            s, text = self.job.runs[i].sequence, each.get("stop_reason")
+            stop = {"stop_reason": text, "matched_stop": text or s.stop_token}
             choices.append(stop | {"token_ids": None} | own | self.choice(i, each))
             self._new_ids[i] = each.get("token_ids")
         of_all = {} if self.has_own_prompts else of_prompts[0]

@@ -2,7 +2,7 @@
 // by the server, which names the field; here what is no number is refused. An address can hold it all.
 
 import { byId, element, write } from "./elements.js";
-import { ServerError } from "./stream.js";
+import { isRecorded, ServerError } from "./stream.js";
 import { nameOfPrompt } from "./words.js";
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
@@ -91,9 +91,9 @@ function numberIn(name, text) {
 /** The settings of a request, in words; fields that are left out, or empty, have none. */
 export function settingsWords({ num_speculative_tokens: k = "", seed = "", ...request }) {
   const { temperature, top_p: topP, verification, max_tokens: most, json_schema: schema } = request;
-  const how = temperature !== "" && Number(temperature) === 0 ? ["greedy"] : []; // else as the server has it
+  const isGreedy = (temperature ?? "") === "" ? isRecorded : Number(temperature) === 0;
   const sampled = [`temperature ${Number(temperature)}`, topP < 1 && `top-p ${Number(topP)}`, verification,
     seed !== "" && `seed ${seed}`];
-  return [k !== "" && `K = ${k}`, ...temperature > 0 ? sampled : how, most && `${most} tokens`,
-    schema && "a JSON schema"].filter(Boolean).join(", ");
+  return [k !== "" && `K = ${k}`, ...temperature > 0 ? sampled : [isGreedy && "greedy"],
+    most && `${most} tokens`, schema && "a JSON schema"].filter(Boolean).join(", ") || "nothing set";
 }

@@ -101,7 +101,7 @@ export function summary(cycle, { drafter: asked, fixed_k: isFixed, num_speculati
   }
   const [kept, why] = [numAccepted(cycle), rejected ? "then a rejection" : "the most of all"];
   const tells = most && kept ? ` of ${most}, which tells most: ${kept} accepted, ${why}. ` : ": ";
-  const of = fed.length > n ? `, ${n} in the branch that the text took` : "";
+  const of = fed.length > n ? ` (${n} in the branch that the text took)` : "";
   const parts = n ? [`${drafter ?? "the drafter"} proposed ${fed.length}${of}`, `${kept} accepted`]
     : ["plain decoding"];
   if (rejected) parts.push(`${quoted(rejected)} rejected`);
