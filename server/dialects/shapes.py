@@ -132,7 +132,7 @@ class OpenAIShape(Shape):
             own = of_prompts[i // self.job.request.n] if self.has_own_prompts else {}
             # What ended the text, in vLLM's words and in SGLang's: there a token may, too.
             s, text = self.job.runs[i].sequence, each.get("stop_reason")
-            stop = {"stop_reason": text, "matched_stop": text or s.stop_token}
+            stop = {"stop_reason": text, "matched_stop": text or (s and s.stop_token)}
             choices.append(stop | {"token_ids": None} | own | self.choice(i, each))
             self._new_ids[i] = each.get("token_ids")
         of_all = {} if self.has_own_prompts else of_prompts[0]
