@@ -7,6 +7,7 @@ all plugs the files of minimal.txt are left. They get along without a compiler, 
 transformers, flask and numpy alone.
 """
 
+import ast
 import json
 import os
 import re
@@ -125,6 +126,11 @@ PLUGS = {
     "retry": Plug(("server/retry.py",)),
     "warming": Plug(("server/warming.py",)),
 }  # fmt: skip
+PROGRAM = {
+    str(path.relative_to(ROOT))
+    for room in ("runtime", "drafters", "server")
+    for path in (ROOT / room).rglob("*.py")
+}
 ORDINARY = "auto", "dialects"  # the others are in the slow run
 MINIMAL = (ROOT / "tests" / "minimal.txt").read_text().split()
 # What the program uses beside the four packages, and beside what those need themselves.
@@ -236,14 +242,24 @@ def test_fields_of_a_plug_are_known_where_it_is_missing():
     assert known["server.formats"] == {*formats.FIELDS}
 
 
+def test_what_lacks_a_plug_says_which():
+    """`plug` takes ModuleNotFoundError for it. `from package import module` raises another one."""
+    for path in PROGRAM:
+        folder, asked = (ROOT / path).parent, set()
+        for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                package = (folder / ("../" * (node.level - 1))).resolve() if node.level else ROOT
+                package = package.joinpath(*(node.module or "").split("."))
+                asked |= {str((package / each.name).relative_to(ROOT)) for each in node.names}
+        for plug in PLUGS.values():
+            if not path.startswith(plug.paths):
+                gone = {each.removesuffix(".py") for each in plug.paths}
+                assert not asked & gone - {"runtime/kernels"}, path  # runtime/__init__.py has that
+
+
 def test_each_file_is_of_the_minimal_server_or_of_a_plug_and_the_docs_count_it():
-    every = {
-        str(path.relative_to(ROOT))
-        for room in ("runtime", "drafters", "server")
-        for path in (ROOT / room).rglob("*.py")
-    }
     plugged = [path for plug in PLUGS.values() for path in plug.paths]
-    rest = {path for path in every if not path.startswith(tuple(plugged))}
+    rest = {path for path in PROGRAM if not path.startswith(tuple(plugged))}
     assert rest == {*MINIMAL} - {SCRIPT}
     told = {}
     table = (ROOT / "docs" / "inside.md").read_text("utf-8").split("```")[1]
@@ -255,4 +271,4 @@ def test_each_file_is_of_the_minimal_server_or_of_a_plug_and_the_docs_count_it()
         code = [f for f in files if f.suffix in (".py", ".c", ".h", ".js", ".css", ".html")]
         lines = sum(f.read_text("utf-8").count("\n") for f in code)
         assert abs(lines - int(count.replace(",", ""))) <= max(20, lines / 10), (room, names, lines)
-    assert not every - {*told} - {*MINIMAL}
+    assert not PROGRAM - {*told} - {*MINIMAL}

@@ -19,8 +19,9 @@ from filelock import FileLock
 
 from runtime.values import in_short
 
-from . import StartError, gguf_file  # noqa: F401  (without it nobody reads what is fetched)
+from . import StartError
 from .catalogue import PROGRESS, Entry, cache_folder
+from .gguf_file import GgufFile  # noqa: F401  (without it nobody reads what is fetched)
 
 _under_way: list[Path] = []  # folders that are no use if this process ends
 _children: list[subprocess.Popen[str]] = []
