@@ -2,13 +2,14 @@
 
     open(prompt) → [target prefill] → observe(empty draft) → (propose → verify → observe)* → close
 
-A drafter holds shared weights and is read-only after construction; what belongs to one request
-lives in the state that `open` returns. The smallest drafter has `propose` alone; the one in
-README.md also keeps a state.
+A drafter holds weights that all requests share. What belongs to one request lives in the state that
+`open` returns. The smallest drafter has `propose` alone; the one in README.md also keeps a state.
 
-A drafter that proposed observes at once what became of its draft. A drafter that was not asked
-observes before it is asked next: one verdict, with drafted = 0, has all tokens since. A text's
-last cycle is observed only by a drafter that `keeps_outputs`.
+A drafter that proposed observes at once what became of its draft: one verdict, or two if the draft
+was merged with another one's, and the text goes on with the other. Of two, the first says how far
+its own draft was accepted, and the second, with drafted = 0, has the tokens behind that. A drafter
+that was not asked observes before it is asked next: one verdict, with drafted = 0, has all tokens
+since. A text's last cycle is observed only by a drafter that `keeps_outputs`.
 
 A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 
@@ -26,7 +27,8 @@ cuts. How it draws depends on the request's rule:
 `sample` returns q where it is needed (sampling.needs_q), else None. Where nothing was drawn, as in
 ngram, probs stay None by either rule. The position is the number of tokens before the token: so
 `sample` gets the text with the draft so far. Under rejection a drafter drops no drawn token.
-A whole drafter that draws what followed the last token before, and rarely anything else:
+A whole drafter, which draws among the tokens that followed the last token earlier in the text, and
+rarely any other:
 
     import torch
 
@@ -83,7 +85,7 @@ class Context:
     """What a drafter may be built from: the core's models and the command line's options.
 
     `target` and `draft` are the core's cached models; `draft` is None where no draft model was
-    named. The rows of its cache are those of the drafter draft_model.
+    loaded. The rows of its cache are those of the drafter draft_model.
     """
 
     target: Model
@@ -184,7 +186,7 @@ class Drafter(ABC):
     rank: int = 9  # the one with the lowest begins, where none is named
     leads: bool = False  # it drafts first where a request has what it `needs`
     is_costly: bool = False  # in memory: loaded if it is named, or if the server may choose it
-    stops_early: bool = False  # a state is a ModelState
+    stops_early: bool = False  # a state gets `least_confidence`, at which its draft is to end
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
     branches: bool = False  # a state gets `tree`, where a tree is welcome
     keeps_outputs: bool = False  # a state hears of the last tokens, too

@@ -6,8 +6,8 @@
     draft:                      fox …                     (what followed it, read on into itself)
 
 No model and nothing drawn: q is one-hot, so a token is accepted with probability p. Where the text
-repeats itself the draft is nearly free and often right; where it does not, the drafter proposes
-nothing and the cycle is plain decoding.
+repeats itself the draft is nearly free and often right. Where no suffix came before, the drafter
+proposes nothing, and the cycle is plain decoding if no other drafter was asked.
 
 A hash index per request keeps a lookup O(1) in the length of the text: each committed token adds
 one entry per suffix length. Drafts never enter the index, so a rejected draft needs no rollback.

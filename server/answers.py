@@ -29,8 +29,8 @@ def answer(runs: list[Run], notes: list[str], dtype: torch.dtype) -> Json:
     """What /generate returns for the runs of a finished job of a target in `dtype`.
 
     Several are choices, for each of the prompts: the body is the first one's, with all of them in
-    `choices`. Where a comparison was asked for, every second run decodes the request plainly, with
-    a trace. `notes` are warnings; there may be more.
+    `choices`. Where a comparison was asked for, every second run decodes the request plainly, the
+    first of these with a trace. `notes` are warnings; there may be more.
     """
     request = runs[0].sequence.request  # as it was admitted
     texts = runs[: request.texts]
@@ -241,7 +241,7 @@ def weights_of(model: Model) -> Json:
 
 
 def health(engine: Engine, worker: Worker, options: Options) -> Json:
-    """The body of GET /health: state, load, and acceptance over the server's life."""
+    """The body of GET /health: state, load, and acceptance in all texts that have ended."""
     k, cache, report = options.num_speculative_tokens, engine.target.cache, engine.target.report
     by_drafter, by_rule = dict(engine.totals.by_drafter), dict(engine.totals.by_rule)
     controller, prefixes = engine.controller, engine.pool.prefixes
