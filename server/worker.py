@@ -346,7 +346,7 @@ class Worker:
             self._end(job, run, error)
 
     def _step(self) -> None:
-        """A cycle of all that runs. A fault in it fails them all, unless `retry` finds whose it is."""
+        """A cycle of all that runs. A fault in it fails all, unless `retry` finds whose it is."""
         try:
             engine, sequences = self._engine, [run.sequence for _, run in self._running]
             cycles = retry.step(engine, sequences) if retry else engine.step(sequences)

@@ -87,10 +87,10 @@ def test_curl_commands_are_answered(server):
     assert len(found) > 5
     for words in found:
         options = dict(zip(words, words[1:], strict=False))
-        (url,) = (word for word in words if word.startswith("localhost:5000"))
+        (url,) = (word for word in words if word.startswith("127.0.0.1:5000"))
         body = options.get("-d")
         body = body and body.replace('"smollm2"', '"embedded"')  # which runs here
-        path = url.removeprefix("localhost:5000") or "/"
+        path = url.removeprefix("127.0.0.1:5000") or "/"
         assert server.call("POST" if body else "GET", path, body)[0] == 200, words
 
 

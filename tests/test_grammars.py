@@ -230,10 +230,10 @@ def test_a_draft_that_the_grammar_has_made_is_shown_and_counted_as_its_own(demo_
         patch.setattr(mtp, "propose_batch", lambda *given: asked.append(True) or heads(*given))
         heads = type(mtp).propose_batch.__get__(mtp)
         while not s.finish_reason:
-            asked.clear()
-            for cycle in demo_engine.step([s]).values():
+            for cycle in demo_engine.step([s]).values():  # none while the grammar is late
                 if cycle.num_drafted:
                     makers.add((event(s, cycle)["drafter"], bool(asked)))
+                asked.clear()
     demo_engine.close(s)
     assert makers == {("mtp", True), ("grammar", False)}
 

@@ -184,6 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
     for path in filter(None, (which(flags.llama) or flags.llama, flags.target, flags.draft)):
         if not Path(path).is_file():
             options.error(f"there is no file {path}")
+    if not Path("/proc").exists():
+        options.error("memory is read from /proc, which Linux has alone")
     bench.report(__spec__.name, arguments, flags, measure(flags))
 
 

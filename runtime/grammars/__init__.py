@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -238,8 +239,9 @@ class Grammar:
 
 
 def _lower_priority() -> None:
-    with suppress(AttributeError, OSError):  # a thread has a priority of its own on Linux alone
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    if sys.platform == "linux":  # elsewhere the number may be that of another process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 _threads = ThreadPoolExecutor(_NUM_THREADS, "masks", _lower_priority)
