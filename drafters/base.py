@@ -5,11 +5,10 @@
 A drafter holds weights that all requests share. What belongs to one request lives in the state that
 `open` returns. The smallest drafter has `propose` alone; the one in README.md also keeps a state.
 
-A drafter that proposed observes at once what became of its draft: one verdict, or two if the draft
-was merged with another one's, and the text goes on with the other. Of two, the first says how far
-its own draft was accepted, and the second, with drafted = 0, has the tokens behind that. A drafter
-that was not asked observes before it is asked next: one verdict, with drafted = 0, has all tokens
-since. A text's last cycle is observed only by a drafter that `keeps_outputs`.
+A drafter that proposed observes at once what became of its draft. If a merged draft was accepted
+further than its own, a second verdict, with drafted = 0, has the tokens behind. A drafter that was
+not asked observes before it is asked next: one verdict, with drafted = 0, has all tokens since. A
+text's last cycle is observed only by a drafter that `keeps_outputs`.
 
 A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 
@@ -27,8 +26,7 @@ cuts. How it draws depends on the request's rule:
 `sample` returns q where it is needed (sampling.needs_q), else None. Where nothing was drawn, as in
 ngram, probs stay None by either rule. The position is the number of tokens before the token: so
 `sample` gets the text with the draft so far. Under rejection a drafter drops no drawn token.
-A whole drafter, which draws among the tokens that followed the last token earlier in the text, and
-rarely any other:
+A whole drafter, which draws what followed earlier occurrences of the last token, rarely any other:
 
     import torch
 
@@ -84,8 +82,8 @@ MANY_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pa
 class Context:
     """What a drafter may be built from: the core's models and the command line's options.
 
-    `target` and `draft` are the core's cached models; `draft` is None where no draft model was
-    loaded. The rows of its cache are those of the drafter draft_model.
+    `target` and `draft` are the core's cached models; `draft` is None where none was loaded. The
+    rows of its cache are those of the drafter draft_model.
     """
 
     target: Model

@@ -144,7 +144,7 @@ def check_fields(body: Json) -> Json:
     """The fields of a body, each in range. Raises RequestError, naming the first that is not."""
     known = known_fields(body, KNOWN)
     for name, lacking in _MISSING.items():
-        if known.get(name, False) is not False:  # which asks for nothing
+        if known.get(name) not in (None, False, 0, "") or known.get("drafter") == name:
             raise wrong(name, f"needs {lacking}, which is not here")
     for name, (is_valid, what) in _CHECKS.items():
         if name in known and not is_valid(known[name]):

@@ -101,7 +101,8 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     server = Server(loading, check, options.host, port, num_threads, num_connections)
     server.start(at_end=lambda: ends.put(None))
     url = url_of(options.host, port)
-    _say(f"loading {options.title}: {url} shows the progress, and all else answers 503 until then")
+    progress = url if plug("server.page") else f"{url}/health"
+    _say(f"loading {options.title}: {progress} shows how far it is, and all else answers 503")
     try:
         server.app = app = load()
     finally:
