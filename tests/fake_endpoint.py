@@ -25,7 +25,9 @@ def fair(asked):
     return {
         "choices": [{"text": "".join(tokens), "logprobs": told}],
         "usage": {"completion_tokens": count},
-        "timings": {"draft_n": 2, "draft_n_accepted": min(2, count)},
+        "timings": {}
+        if "speculative" in asked
+        else {"draft_n": 2, "draft_n_accepted": min(2, count)},
     }
 
 

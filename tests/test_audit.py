@@ -211,6 +211,70 @@ def test_texts_that_differ_where_nothing_tells_why_are_no_proof(check, capsys):
     assert status == 2 and document["verdict"].startswith(f"not told: greedy, {check}: ")
 
 
+def silent(asked):
+    body = fair(asked)
+    del body["choices"][0]["logprobs"]
+    return body
+
+
+def empty(asked):
+    return fair(asked) | {"choices": [{"text": ""}]}
+
+
+def idle(asked):
+    return fair(asked) | {"timings": {"draft_n": 0, "draft_n_accepted": 0}}
+
+
+def busy(asked):
+    return (429, "too many") if "seed" in asked and "speculative" not in asked else fair(asked)
+
+
+def wrong_or_short(asked):
+    """Of three greedy texts one goes on where plain decoding has ended, and two are wrong."""
+    body = fair(asked)
+    if not asked["temperature"] and "speculative" not in asked:
+        told, is_short = body["choices"][0]["logprobs"], asked["prompt"].startswith("tick")
+        told["tokens"] = told["tokens"][:8] if is_short else [" b", *told["tokens"][1:]]
+        for name in ("token_logprobs", "top_logprobs"):
+            told[name] = told[name][: len(told["tokens"])]
+        if not is_short:
+            told["token_logprobs"][0] = told["top_logprobs"][0][" b"] = -6.0
+        body["choices"][0]["text"] = "".join(told["tokens"])
+    return body
+
+
+@pytest.mark.parametrize(("answer", "expected", "words"), [
+    (lambda asked: silent(asked) if "speculative" in asked else fair(asked), 0, "lossless, as far"),
+    (unless_plain(silent), 0, "lossless, as far"),  # only one side tells its tokens
+    (lambda asked: fair({n: x for n, x in asked.items() if n != "speculative"}), 2,
+     "plain decoding has drafted tokens"),
+    (empty, 2, "all greedy requests with empty texts"),
+    (idle, 2, "has drafted nothing: is speculation on?"),
+    (busy, 2, "status 429"),
+], ids=["plain is silent", "ours is silent", "plain drafts", "empty", "idle", "busy"])  # fmt: skip
+def test_what_was_not_compared_is_no_verdict(answer, expected, words, capsys):
+    with fake(answer) as endpoint:
+        status, _, document = audited(capsys, endpoint.url, *OFF)
+    assert status == expected and words in document["verdict"], document
+
+
+def test_a_text_that_ends_early_hides_no_error(capsys):
+    with fake(wrong_or_short) as endpoint:
+        _, _, document = audited(capsys, endpoint.url, *OFF)
+    (found,) = [f for f in document["findings"] if f["check"] == "greedy, plain decoding"]
+    assert found["verdict"] == "failed", document
+
+
+def test_what_cannot_be_printed_is_no_verdict(capsys, monkeypatch):
+    def full(*texts, **options):
+        if options.get("file") is None:
+            raise OSError("no space left")
+
+    with fake(fair) as endpoint:
+        monkeypatch.setattr("builtins.print", full)
+        assert audit.main([endpoint.url, "--json", *FEW, *OFF]) == 2
+
+
 def test_a_state_that_cannot_be_written_is_one_line(capsys, tmp_path):
     state = str(tmp_path / "no" / "state")
     with fake(fair) as endpoint:

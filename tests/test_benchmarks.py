@@ -312,7 +312,8 @@ FAST, UNLIKED = QUIET | {"auto": [50.0] * 9}, "Nobody gains more than the noise"
 @pytest.mark.parametrize(("ms", "winner", "says"), [
     (QUIET | {"ngram": [97.0] * 9}, "ngram", "Speculation pays here: ngram has 1.03 times"),
     (QUIET | {"ngram": [120.0] * 9}, None, "Speculation does not pay here: ngram has 0.83 times"),
-    (NOISY | {"ngram": [80.0] * 9}, None, f"{UNLIKED} (0.33): ngram has 1.25 times"),
+    (NOISY | {"ngram": [80.0] * 9}, None, f"{UNLIKED} (0.41): ngram has 1.25 times"),
+    (NOISY | {"ngram": [110.0] * 9}, None, f"{UNLIKED} (0.41): ngram has 0.91 times"),
     # Where one of two plain decodings is slower in all turns.
     ({"none": [109.0] * 99, "again": [100.0] * 99, "ngram": [104.0] * 99}, None,
      f"{UNLIKED} (0.09): ngram has 1.05 times"),
@@ -321,15 +322,24 @@ FAST, UNLIKED = QUIET | {"auto": [50.0] * 9}, "Nobody gains more than the noise"
     # Of few turns nobody wins by a hair.
     ({"none": [100.0] * 9, "again": [100.0] * 9, "ngram": [95.0] * 9}, "ngram",
      "Speculation pays here: ngram"),
-    ({"none": [100.0], "again": [100.0], "ngram": [95.0]}, None, f"{UNLIKED} (0.10): ngram has"),
+    ({"none": [100.0], "again": [100.0], "ngram": [95.0]}, None, f"{UNLIKED} (0.20): ngram has"),
     # Who never drafted, or had no more tokens a pass, was not faster by drafts.
     (FAST | {"drafted": 0, "accepted": 0}, None, "Nobody drafted enough to tell"),
-    (FAST | {"accepted": 0}, None, f"{UNLIKED} (0.01): auto has 2.00 times"),
+    (FAST | {"accepted": 0}, None, f"{UNLIKED} (0.02): auto has 2.00 times"),
 ])  # fmt: skip
 def test_who_wins_an_audition_gains_more_than_plain_decoding_differs_from_itself(ms, winner, says):
     best, told = audition.verdict(turns_of(**ms))
     assert best == winner and told[-1].startswith(says)
     assert any("machine is busy" in line for line in told) == (ms["again"] is NOISY["again"])
+
+
+def test_who_ends_a_text_early_is_not_faster_by_it():
+    turns = turns_of(**QUIET, ngram=[50.0] * 9)
+    for turn in turns:
+        for way, count in (("none", 20), (audition.AGAIN, 20), ("ngram", 10)):
+            turn[way] = turn[way]._replace(finished=turn[way].finished._replace(output=[1] * count))
+    (row,) = [row for row in audition.table_of(turns) if row["drafter"] == "ngram"]
+    assert row["of_plain"] == 1 and row["quartiles"] == [1, 1] and row["tokens_per_s"] == 200
 
 
 def test_an_audition_gives_the_reason_and_says_whose_texts_differ():

@@ -427,6 +427,7 @@ MODEL = {"call_ms": 0.0, "step_ms": 6.0, "read_ms": 0.3}  # of the draft model, 
 KINDS = {  # tokens of prompt and text, how certain the target is, how often a copy begins
     "code": (115, 96, 0.93, 0.06), "chat": (60, 96, 0.65, 0.01), "edit": (190, 96, 0.95, 0.15),
     "extraction": (600, 16, 0.88, 0.05), "poem": (60, 96, 0.4, 0.01),
+    "summary": (2000, 96, 0.88, 0.06), "answer": (2000, 30, 0.88, 0.06),
 }  # fmt: skip
 WRONG = -1  # a token that no text has
 PLAIN = "model", 0  # a drafter, and the tokens that it always drafts
@@ -556,7 +557,8 @@ def test_nobody_pays_more_than_the_bound_for_a_bad_drafter(name, clients):
     ("pair", 4, {"code": 1.1, "chat": 0.92, "edit": 1.5, "extraction": 0.92, "poem": 0.92}, 0.92),
     ("memory", 8, {"edit": 1.45}, 0.93),
     ("pair", 2, {"code": 1.22}, 0.93),  # one after the other is read: the first would not pay alone
-], ids=["alone", "four", "edits of eight", "code of two"])  # fmt: skip
+    ("pair", 1, {"summary": 1.05, "answer": 1.05}, 0.85),  # before it is long, no text is worth it
+], ids=["alone", "four", "edits of eight", "code of two", "of long prompts"])  # fmt: skip
 def test_auto_gains_where_drafts_are_right_and_loses_little_elsewhere(
     machine, clients, of_plain, of_best
 ):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import islice
@@ -151,7 +151,7 @@ def run_together(
     return [done[i] for i in range(len(requests))]
 
 
-def total(finished: list[Finished]) -> Statistics:
+def total(finished: Iterable[Finished]) -> Statistics:
     """The sum of what was counted."""
     return sum((one.statistics for one in finished), Statistics())
 

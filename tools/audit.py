@@ -68,7 +68,8 @@ class Audit:
 
     def __init__(self, endpoint: Endpoint, plain: Endpoint | None, flags: Any) -> None:
         self.endpoint, self.plain, self.flags = endpoint, plain, flags
-        self.answers = list[Answer]()  # of the endpoint that is judged
+        # Of the endpoint that is judged, and of plain decoding.
+        self.answers, self.plain_answers = list[Answer](), list[Answer]()
         self._known, self._lock = _kept(flags.state) if flags.state else {}, Lock()
         ways = 2 if plain else 1
         total = flags.texts * (2 + ways) + flags.samples * ways * (len(GUESSABLE) + 1) + 1
@@ -101,14 +102,13 @@ class Audit:
                 finally:
                     pool.shutdown(cancel_futures=True)
         except NoAnswer as error:
-            if plain or not self.plain:
+            if plain or not self.plain or error.is_busy:
                 raise
             # What plain decoding says of the same request, alone, shows whose fault it is.
             self.plain.ask(*asked[len(answers)])
             said = f"{error} (plain decoding answers the same request)"
             raise NoAnswer(said, FAILED) from error
-        if not plain:
-            self.answers += answers
+        (self.plain_answers if plain else self.answers).extend(answers)
         return answers
 
     # ------------------------------------------------------------------------------- the checks
@@ -119,6 +119,8 @@ class Audit:
         rounds = [divmod(i, len(prompts)) for i in range(self.flags.texts)]
         asked = [(prompts[i] + " " * blanks, fields) for blanks, i in rounds]
         first = self.ask(asked)
+        if not any(answer.text for answer in first):
+            raise NoAnswer(f"{self.endpoint.url} answers all greedy requests with empty texts")
         yield _compared("greedy, asked again", first, self.ask(asked, again=1))
         yield _compared("greedy, in company", first, self.ask(asked, AT_ONCE))
         if self.plain:
@@ -134,7 +136,8 @@ class Audit:
         check, test = "sampled, log-probabilities", _against_sizes(prompts, ours)
         if self.plain:
             theirs = self.ask(asked, AT_ONCE, plain=True)
-            for name, view in VIEWS.items():
+            told = all(answer.tokens or not answer.text for answer in ours + theirs)
+            for name, view in (VIEWS if told else {"texts": None}).items():
                 views = [_viewed(prompts, answers, view) for answers in (ours, theirs)]
                 yield _judged(f"sampled, plain decoding, {name}", _paired(*views), ours, theirs)
             control = _against_sizes(prompts, theirs)
@@ -177,10 +180,15 @@ class Audit:
         said += " drafted tokens were accepted" + (": is speculation on?" if not drafted else "")
         verdict = FAILED if wrong else PASSED if told and drafted else NOT_CHECKED
         yield Finding("what answers tell", verdict, wrong[0] if wrong else said)
+        if any(answer.drafted for answer in self.plain_answers):
+            raise NoAnswer("plain decoding has drafted tokens: --off or --baseline does not end it")
+        if {0} == {answer.drafted for answer in self.answers}:
+            raise NoAnswer(f"{self.endpoint.url} has drafted nothing: is speculation on?")
 
 
 # What is compared of sampled texts. The first token is never drafted.
-VIEWS: dict[str, Callable[[list[str]], Any]] = {
+View = Callable[[list[str]], Any]
+VIEWS: dict[str, View] = {
     "2nd token": lambda tokens: tokens[1:2],
     "3rd token": lambda tokens: tokens[2:3],
     "2nd and 3rd": lambda tokens: tokens[1:3],
@@ -203,9 +211,9 @@ def _kept(path: str) -> dict[str, Any]:
     return found
 
 
-def _viewed(prompts: list[str], answers: list[Answer], view: Callable[..., Any]) -> list[Any]:
-    """A view of each answer, or its text if the endpoint tells no tokens."""
-    seen = [tuple(view(a.tokens)) if a.tokens else a.text for a in answers]
+def _viewed(prompts: list[str], answers: list[Answer], view: View | None) -> list[Any]:
+    """A view of each answer's tokens; without one, its text."""
+    seen = [tuple(view(a.tokens)) if view else a.text for a in answers]
     return list(zip(prompts, seen, strict=True))
 
 
@@ -228,11 +236,12 @@ def _compared(check: str, texts: list[Answer], others: list[Answer]) -> Finding:
         most = min(100, math.ceil(300 / len(texts)))
         return Finding(check, PASSED, f"{said}: fewer than {most} in 100 do, with 95 % confidence")
     said += f" ({100 * len(gaps) / len(texts):.0f} in 100)"
-    if None in gaps:
+    known = [gap for gap in gaps if gap is not None]
+    most = max(known, default=0.0)
+    if len(known) < len(gaps) and most <= NEAR:
         return Finding(check, NOT_CHECKED, f"{said}; no log-probabilities tell why")
-    least = math.exp(-max(gaps))
-    said += f"; where they part, one token is {least:.2g} times as likely as the other, or more"
-    return Finding(check, FAILED if max(gaps) > NEAR else NEAR_TIES, said)
+    said += f"; where they part, one token is {math.exp(-most):.2g} times as likely as the other"
+    return Finding(check, FAILED if most > NEAR else NEAR_TIES, f"{said}, or more")
 
 
 def _gap(text: Answer, other: Answer) -> float | None:
@@ -365,16 +374,16 @@ def main(arguments: list[str] | None = None) -> int:
             for finding in findings[begin:]:
                 if not flags.json:
                     tqdm.write(f"{finding.verdict:12}{finding.check}: {finding.evidence}")
+        said, status = verdict_of(findings)
+        document = {"verdict": said, "findings": [finding._asdict() for finding in findings]}
+        print(json.dumps(document) if flags.json else f"\n{said}", flush=True)
+        return status
     except (NoAnswer, OSError) as error:  # the file of --state cannot be written, for one
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted (with --state a second run goes on)", file=sys.stderr)
         return 130
-    said, status = verdict_of(findings)
-    document = {"verdict": said, "findings": [finding._asdict() for finding in findings]}
-    print(json.dumps(document) if flags.json else f"\n{said}")
-    return status
 
 
 if __name__ == "__main__":

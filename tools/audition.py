@@ -9,7 +9,7 @@ always drafts: the best K by the cost curve if .7 of its tokens are right. The t
 `tok_pass` counts the tokens after the first one per target pass. `accepted` is a share of the
 drafted tokens, and `needed` the share that pays for them: what a token takes, in plain passes,
 `to_draft` and `to_verify`. `differing` counts texts that are not plain decoding's. Nobody wins who
-gains no more than the noise: what two plain decodings differ by, in all and in single turns.
+gains no more than the noise: what two plain decodings differ by, and more of few turns.
 
     python -m tools.audition [--prompts FILE] [--each 3] [--raw] [--minutes 3] [--tokens 96]
         [--model NAME_OR_PATH] [--draft-model …] [--mtp …] [--eagle3 …] [--dflash …]
@@ -124,19 +124,29 @@ def differ_by(turns: Turns) -> float:
 
 
 def noise_of(turns: Turns) -> float:
-    """What may look like a gain; of a few turns at least a tenth by their number."""
-    in_all = abs(sum(ms_of(turns, PLAIN)) / sum(ms_of(turns, AGAIN)) - 1)
-    return max(in_all, 2 * differ_by(turns) / sqrt(len(turns)), _BUSY / len(turns), _LEAST)
+    """What may look like a gain: three times the error of a ratio of sums, more of a few turns.
+
+    The error is what two plain decodings tell. The best of several ways is to be more than it.
+    """
+    plain, again, count = ms_of(turns, PLAIN), ms_of(turns, AGAIN), len(turns)
+    least = min(sum(plain), sum(again))
+    error = sqrt(sum((a - b) ** 2 for a, b in zip(plain, again, strict=True))) / least
+    in_all = abs(sum(plain) - sum(again)) / least
+    return max(in_all, 3 * error * (1 + 2 / count), 2 * _BUSY / count, _LEAST)
 
 
 def row_of(turns: Turns, way: str) -> dict[str, Any]:
     """The figures of a way to decode."""
-    plain, own = ([turn[one].finished for turn in turns] for one in (PLAIN, way))
-    plain_ms, own_ms, total = ms_of(turns, PLAIN), ms_of(turns, way), bench.total(own)
+    plain, own = ([turn[one] for turn in turns] for one in (PLAIN, way))
+    texts, total = [run.finished.output for run in own], bench.total(run.finished for run in own)
+    # Of a token: where bits differ, texts may differ in length.
+    plain_ms, own_ms = (
+        [run.ms / max(1, len(run.finished.output)) for run in runs] for runs in (plain, own)
+    )
     drafted, passes = total.num_draft_tokens, total.target_passes
     note, costs = "", dict.fromkeys(("to_draft", "to_verify", "needed"))
     if drafted * _RARELY > passes:  # in plain passes: an accepted token saves one
-        known = costs_of(total, bench.total(plain))
+        known = costs_of(total, bench.total(run.finished for run in plain))
         parts = known["c"], max(0.0, known["t_verify"] - 1) * passes / drafted
         costs = {n: round(x, 2) for n, x in zip(costs, (*parts, sum(parts)), strict=True)}
     elif way not in (PLAIN, AGAIN):
@@ -144,10 +154,10 @@ def row_of(turns: Turns, way: str) -> dict[str, Any]:
     return {
         "drafter": way, "of_plain": round(sum(plain_ms) / sum(own_ms), 3),
         "quartiles": bench.speedup(plain_ms, own_ms).quartiles,
-        "tokens_per_s": round(1e3 * sum(len(each.output) for each in own) / sum(own_ms), 1),
+        "tokens_per_s": round(1e3 * sum(map(len, texts)) / sum(run.ms for run in own), 1),
         "tok_pass": bench.places(total.tokens_per_pass, 2), **costs,
         "accepted": bench.places(total.draft_acceptance_rate, 2),
-        "differing": sum(a.output != b.output for a, b in zip(plain, own, strict=True)),
+        "differing": sum(a.finished.output != b for a, b in zip(plain, texts, strict=True)),
         "note": note,
     }  # fmt: skip
 
@@ -191,7 +201,7 @@ def verdict(turns: Turns) -> tuple[str | None, list[str]]:
     liked = {bench.AUTO: least} if winners else {}
     best = max(winners or rows, key=lambda row: row["of_plain"] * liked.get(row["drafter"], 1))
     begin = "Speculation pays here" if winners else "Speculation does not pay here"
-    if not winners and best["of_plain"] > 1:
+    if not winners and best["of_plain"] * least > 1:
         begin = f"Nobody gains more than the noise ({least - 1:.2f})"
     must = f"{best['needed']:.2f} of the" if best["needed"] <= 1 else "more than all"
     says.append(

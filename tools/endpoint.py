@@ -17,11 +17,14 @@ Asked = tuple[str, dict[str, Any]]  # a prompt and the request's other fields
 
 
 class NoAnswer(RuntimeError):
-    """There is no answer, or none that the protocol knows; the message is a sentence."""
+    """There is no answer, or none that the protocol knows; the message is a sentence.
 
-    def __init__(self, sentence: str, verdict: str = "no answer") -> None:
+    `is_busy`: it is too busy, or does not answer at all, which says nothing of the request.
+    """
+
+    def __init__(self, sentence: str, verdict: str = "no answer", is_busy: bool = False) -> None:
         super().__init__(sentence)
-        self.verdict = verdict
+        self.verdict, self.is_busy = verdict, is_busy
 
 
 class Answer(NamedTuple):
@@ -99,7 +102,8 @@ class Endpoint:
     def _send(self, path: str, fields: dict[str, Any] | None = None) -> Any:
         """The JSON that comes back. Raises NoAnswer."""
         data = None if fields is None else json.dumps(fields).encode()
-        headers, text = {"Content-Type": "application/json"}, ""
+        headers, status, text = {"Content-Type": "application/json"}, None, ""
+        is_busy = False
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         try:
@@ -107,16 +111,18 @@ class Endpoint:
             status, text = self._fetch(request)
             if status == 200:
                 return json.loads(text)
-            reason = f"status {status}: {text}"
+            reason, is_busy = f"status {status}: {text}", status in (429, 503)
         except (OSError, HTTPException) as error:
-            why = getattr(error, "reason", error)
+            why, is_busy = getattr(error, "reason", error), True
             reason = f"it does not answer: {why!r}"
             if isinstance(why, TimeoutError):
                 reason = f"it did not answer in {self.timeout_s} s"
         except (ValueError, RecursionError):
             reason = f"its answer is no JSON: {text[:80]!r}"
+            if status is None:
+                reason = "the URL or OPENAI_API_KEY has letters that cannot be sent"
         reason = self._without_key(reason)[:300]
-        raise NoAnswer(f"{self.url}{path}: {' '.join(reason.split())}")
+        raise NoAnswer(f"{self.url}{path}: {' '.join(reason.split())}", is_busy=is_busy)
 
     def _without_key(self, text: str) -> str:
         return text.replace(self.key, "…") if self.key else text

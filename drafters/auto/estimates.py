@@ -80,9 +80,8 @@ class Certainty:
     drafts would bring where nobody drafts.
     """
 
-    def __init__(self, usual: float = CERTAIN) -> None:
-        """`usual` is that of other texts."""
-        self.mean, self.count = usual, 0
+    def __init__(self) -> None:
+        self.mean, self.count = CERTAIN, 0
 
     def observe(self, chances: Collection[float]) -> None:
         """Tokens that the target gave these chances, and chose."""

@@ -32,10 +32,10 @@ from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Leng
 
 CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
+_STAKE, _SHARE = 16, 0.5  # of plain cycles, that reading may take: so many, and of the text's
 _UNSURE = 2  # times as dear is reading if others must be read, too, and again if it comes later
 _MOST_EVIDENCE = 8  # of a guess
 _LATELY = 0.1  # how far a cycle moves the worth of time
-_TEXTWISE = 0.06  # how far a text moves what is usual of texts
 _EACH, _NOW_AND_THEN = 32, 4  # tokens whose certainty is noted; later in one of so many cycles
 CHOSEN, REUSED = "chosen", "reused"  # kinds of cycle, beside IDLE: drafts chosen now, or earlier
 
@@ -84,6 +84,7 @@ class Candidate:
 
     able: dict[str, Acceptance]  # the records of the drafters that may propose now
     limit: int = 0  # drafted tokens, at most, now
+    length: int = 0  # tokens so far
     remaining: float = 0.0  # tokens until it ends, as is to be expected
     records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
     guesses: dict[str, Guess | None] = field(default_factory=dict)  # in this cycle, by drafter
@@ -147,7 +148,9 @@ class Choice:
             record = candidate.able.get(name)
             must_read = runs and record and record.unread > READ_ALONG
             reading_ms = record.unread * price.read_ms if record else 0.0
-            if not record or (must_read and not may_read):
+            # Nobody knows how long a text becomes, so the stake grows with it.
+            stake_ms = self.prices.plain_ms * (_STAKE + _SHARE * candidate.length)
+            if not record or (must_read and (not may_read or reading_ms > stake_ms)):
                 continue
             limit = min(candidate.limit, self.prices.most, self._costs.at_once.get(name, inf))
             once_ms = reading_ms / max(1.0, candidate.remaining / 2)  # it serves many cycles
@@ -203,7 +206,7 @@ class Controller:
     def __init__(self, *sizes: Any) -> None:
         """The arguments of Costs."""
         self.costs = Costs(*sizes)
-        self.lengths, self.certainty = Lengths(), Certainty()  # of texts; the usual one
+        self.lengths = Lengths()
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         # Tokens of each request, by class of batches, for a plain cycle's time: half of what drafts
@@ -265,7 +268,7 @@ class Planner(FixedK):
     def open(self, s: TextSequence) -> None:
         """Give each drafter of a new sequence a record, and all of them together."""
         text, sampling = s.drafting, s.request.sampling
-        certainty = Certainty(self.controller.certainty.mean)
+        certainty = Certainty()
         record = partial(self.controller.record, rule=sampling.rule, certainty=certainty)
         records = {name: record(name) for name in text.states}
         if len(self._pool.members(text, text.merge)) > 1:
@@ -274,11 +277,8 @@ class Planner(FixedK):
         self.controller.join()
 
     def close(self, s: TextSequence) -> None:
-        controller = self.controller
-        controller.lengths.observe(s)
-        if (candidate := self.candidates.pop(s, None)) and candidate.certainty.count:
-            usual = controller.certainty
-            usual.mean += _TEXTWISE * (candidate.certainty.mean - usual.mean)
+        self.controller.lengths.observe(s)
+        self.candidates.pop(s, None)
         self._chosen.pop(s, None)
 
     def plan(self, batch: list[TextSequence]) -> Plan:
@@ -310,7 +310,7 @@ class Planner(FixedK):
         for s in [s for s in batch if s.num_steps]:  # the others read their prompts
             candidate, candidate.guesses = self.candidates[s], {}
             self._chosen[s] = fixed(s) if s.request.fixed_k else nothing(s)
-            candidate.limit = limit_of(s)
+            candidate.limit, candidate.length = limit_of(s), len(s.output)
             candidate.remaining = self.controller.lengths.left(s)
             if candidate.limit and not s.request.fixed_k:
                 candidate.able = self._able(s, candidate)
