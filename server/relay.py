@@ -12,6 +12,7 @@ as p, q, u and its cache, so the page has no cycles to show.
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ from threading import Event
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from flask import Flask, Response, abort, g, request
+from flask import Flask, Response, abort, g, request, stream_with_context
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.models import StartError
@@ -34,6 +35,7 @@ from runtime.statistics import FORMULAS, Statistics
 from runtime.values import Json, RequestError, in_short
 from server.answers import sse
 from server.dialects import ERROR_FORMS
+from server.dialects.shapes import event
 from server.fields import wrong
 from server.http import WHEN_LEFT, base_app
 from server.options import Options
@@ -45,7 +47,8 @@ LOG = logging.getLogger("engine")
 KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which the engine asks for
 _CONNECT_S, _QUESTION_S = 5.0, 2.0  # to connect, and to say how it is
 _EVENTS, _DONE = "text/event-stream", "data: [DONE]\n\n"
-_MOST = 16 << 20  # bytes of an answer that is translated
+_ENDED = re.compile(rb".*\n\r?\n", re.DOTALL)  # whole events
+_MOST = 16 << 20  # bytes of an answer that is translated, and of an event
 _PASSED = "Accept", "Content-Type", "Anthropic-Version", "Anthropic-Beta"  # of a request's head
 _RETURNED = "Content-Type", "Content-Encoding", "Retry-After"  # of an answer's
 # Sent unless a request says otherwise: an engine may have other defaults for its model.
@@ -133,6 +136,20 @@ def pieces_of(answer: HTTPResponse) -> Iterator[bytes]:
         yield part
     if answer.length:  # its head has said more
         raise HTTPException("its answer is not complete")
+
+
+def whole_events(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces of a stream, cut where events end: behind one may stand that it breaks off."""
+    rest = b""
+    for piece in pieces:
+        rest += piece
+        if ended := _ENDED.match(rest):
+            yield ended[0]
+            rest = rest[ended.end() :]
+        elif len(rest) > _MOST:
+            raise HTTPException("an event has no end")
+    if rest.strip():
+        raise HTTPException("its last event has no end")
 
 
 def events_of(answer: HTTPResponse) -> Iterator[bytes]:
@@ -289,7 +306,10 @@ class Relay:
         path, data = quote(request.path) + query, request.get_data() or None
         with failing(self._has_cut.is_set), ExitStack() as opened:
             answer = self._ask(opened, path, data)
-            response = self._respond(opened, pieces_of(answer), answer.headers.get_content_type())
+            pieces, kind = pieces_of(answer), answer.headers.get_content_type()
+            if kind == _EVENTS and "Content-Encoding" not in answer.headers:
+                pieces = whole_events(pieces)
+            response = self._respond(opened, pieces, kind)
             response.status_code = answer.status
             kept = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
             response.headers.update(kept)
@@ -369,9 +389,10 @@ class Relay:
                 LOG.warning("an answer broke off: %s", error)
                 if kind != _EVENTS:
                     raise  # the connection breaks off: a body that merely ended would look whole
-                yield sse(error.body()) + _DONE
+                form = ERROR_FORMS.get(request.path)  # its clients know events by their names
+                yield event("error", **form(error)) if form else sse(error.body()) + _DONE
 
-        response = Response(sent(), mimetype=kind)
+        response = Response(stream_with_context(sent()), mimetype=kind)
         response.call_on_close(opened.pop_all().close)
         return response
 

@@ -465,6 +465,9 @@ UNREADABLE = {  # by what is said
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("peers", "--k 17", "must be from"),
     ("never_loses", "--fixed ngram", "must be a drafter and K, as ngram:5, not ngram"),
+    ("never_loses", "--fixed nobody:3", "unknown drafter 'nobody'"),
+    ("served", "--drafters nobody", "unknown drafter 'nobody'"),
+    ("lossless", "--drafter {mine}:Nobody", "has no class 'Nobody'"),
     ("pair", f"--llama /nope --target {__file__}", "there is no file /nope"),
     ("pair", f"--llama {sys.executable} --target /x.gguf", "there is no file /x.gguf"),
     ("audition", "--drafters nobody", "unknown drafter 'nobody'"),

@@ -193,6 +193,24 @@ def test_an_engine_that_breaks_off_ends_streams_with_an_error(ask, replay):
     assert "no end" in ask("long")[1][-1]["error"]["message"]
 
 
+def raw(ask, path, body):
+    return ask.client.post(path, json=body | {"stream": True}).text
+
+
+def test_behind_half_an_event_stands_an_error_that_clients_can_read(ask, replay):
+    """Each dialect's: Anthropic's clients know events by their names."""
+    half = 'data: {"choices": [{"delta"'
+    pieces = ["data: {}\r\n\r\nda", "ta: {}\n\n", half]
+    replay.answer = lambda handler, _: handler.say(200, pieces, "text/event-stream")
+    events = raw(ask, "/v1/chat/completions", CHAT)
+    assert half not in events and events.startswith("data: {}\r\n\r\ndata: {}\n\n")
+    assert "its last event has no end" in events and events.endswith("data: [DONE]\n\n")
+    events = raw(ask, "/v1/messages", CHAT).split("\n\n")
+    name, data = events[-2].split("\n")
+    assert name == "event: error" and not events[-1]
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"
+
+
 def test_an_engine_that_has_another_model_by_now_is_asked_for_that(ask, replay):
     def knowing(handler, body):
         is_unknown = body and body.get("model") == "before"

@@ -196,6 +196,25 @@ def test_an_answer_and_a_stream_tell_the_same_ids_and_tokens_by_them(client, rou
     assert all("usage" not in c and "token_ids" not in json.dumps(c) for c in plain)
 
 
+def test_a_token_s_bytes_and_place_are_the_same_under_its_number(client):
+    """Also behind a byte that is no character, which is told only with the next token."""
+    fields = {"logprobs": True, "temperature": 3, "seed": 3, "max_tokens": 6}
+    fields["allowed_token_ids"] = [128, 65, 66]  # the byte C3, two letters
+    given = {"prompt": [88, 128, 65], "echo": True} | fields
+    numbers = {"return_tokens_as_token_ids": True}
+    texts, named = (
+        ask(client, "/v1/completions", **given | more)[1]["choices"][0] for more in ({}, numbers)
+    )
+    assert "\ufffd" in texts["text"] == named["text"]
+    assert texts["logprobs"]["text_offset"] == named["logprobs"]["text_offset"]
+    texts, named = (
+        ask(client, CHAT, **fields | more)[1]["choices"][0]["logprobs"]["content"]
+        for more in ({}, numbers)
+    )
+    assert [one["bytes"] for one in texts] == [one["bytes"] for one in named]
+    assert texts != named
+
+
 def test_a_template_reads_the_variables_that_are_sent(chat_folder):
     tokenizer = AutoTokenizer.from_pretrained(chat_folder("llama"))
     tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}{{ tone['x'] }}"

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from drafters import check_name
+from drafters.from_file import class_from_file
 from runtime.models.chat import chat_ids
 from runtime.models.prompts import kind_of, prompt_ids, read_prompts
 from runtime.statistics import Statistics
@@ -256,6 +258,17 @@ def add_count(options: Any, name: str, low: int, high: int, default: int, text: 
     """An option that is an integer from low to high."""
     text += " (default: %(default)s)"
     options.add_argument(name, type=between(low, high), default=default, help=text)
+
+
+def drafter(text: str) -> str:
+    """An argparse type: what a request may name. A file's class is loaded, and not kept."""
+    try:
+        check_name(text)
+        if ":" in text:
+            class_from_file(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def report(

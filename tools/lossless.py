@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__, runs=None)
     bench.add_count(options, "--samples", 16, 10**6, 4096, "of a case")
-    options.add_argument("--drafter", help="one of your own, as file.py:Class")
+    options.add_argument("--drafter", type=bench.drafter, help="one of your own: file.py:Class")
     flags = options.parse_args(arguments)
     short = {"max_running": BATCH, "max_model_len": 32, "drafter": flags.drafter}
     engine = bench.load_engine(fixed_k=True, **short)

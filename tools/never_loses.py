@@ -94,7 +94,7 @@ def fixed_way(text: str) -> str:
     name, _, k = text.partition(":")
     if not name or not k.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a drafter and K, as ngram:5, not {text}")
-    return text
+    return f"{bench.drafter(name)}:{k}"
 
 
 def in_order(count: int, order: str, chance: random.Random) -> list[int]:

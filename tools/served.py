@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__)
     options.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    options.add_argument("--drafters", nargs="+", default=["none", bench.AUTO])
+    options.add_argument("--drafters", nargs="+", type=bench.drafter, default=["none", bench.AUTO])
     options.add_argument("--clients", nargs="+", type=between(1, 8), default=[1])
     bench.add_count(options, "--prompts", 1, 13, 3, "at least, of the demo's")
     bench.add_count(options, "--tokens", 2, 1000, 128, "a request, at most")

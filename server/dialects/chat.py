@@ -185,8 +185,9 @@ def log_probabilities(logprobs: list[Json], tokenizer: Tokenizer) -> list[Json]:
     """Those of tokens, as a chat has them."""
 
     def entry(one: Json) -> Json:
-        token, is_part = one["token"], "\ufffd" in one["token"]  # of a character
-        known = bytes_of(one["id"], tokenizer) if is_part else token.encode("utf-8")
+        token, id = one["token"], one["id"]
+        is_text = "\ufffd" not in token and token != f"token_id:{id}"  # whole characters
+        known = token.encode("utf-8") if is_text else bytes_of(id, tokenizer)
         return {"token": token, "logprob": one["logprob"], "bytes": [*known]}
 
     return [entry(one) | {"top_logprobs": [*map(entry, one["top_logprobs"])]} for one in logprobs]

@@ -9,6 +9,7 @@ from flask import current_app, g
 
 from runtime.models.calls import AnswerReader, Part
 from runtime.models.prompts import Tokenizer
+from runtime.models.token_bytes import bytes_of
 from runtime.text import TextStream
 from runtime.values import Json
 from server.answers import Shape, sse
@@ -54,10 +55,11 @@ class Places:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         """The text goes on behind the tokens `before`."""
         self._text, self._end = TextStream(tokenizer, before=before), 0
+        self._tokenizer = tokenizer
 
     def next(self, entry: Json) -> tuple[int, int]:
         """The place of the next token, which has this entry of log-probabilities."""
-        begin, word = self._end, entry["token"]
+        begin, word = self._end, bytes_of(entry["id"], self._tokenizer).decode(errors="replace")
         self._text.push(entry["id"], "")
         new = "".join(text for text, _ in self._text.release())
         self._end += len(new)
