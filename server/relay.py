@@ -148,8 +148,10 @@ def whole_events(pieces: Iterator[bytes]) -> Iterator[bytes]:
             rest = rest[ended.end() :]
         elif len(rest) > _MOST:
             raise HTTPException("an event has no end")
-    if rest.strip():
+    if rest and not rest.endswith(b"\n"):
         raise HTTPException("its last event has no end")
+    if rest:
+        yield rest + b"\n"
 
 
 def events_of(answer: HTTPResponse) -> Iterator[bytes]:

@@ -205,6 +205,9 @@ def test_behind_half_an_event_stands_an_error_that_clients_can_read(ask, replay)
     events = raw(ask, "/v1/chat/completions", CHAT)
     assert half not in events and events.startswith("data: {}\r\n\r\ndata: {}\n\n")
     assert "its last event has no end" in events and events.endswith("data: [DONE]\n\n")
+    pieces[2] = ": ping\ndata: [DONE]\n"  # of which no line is cut
+    assert raw(ask, "/v1/chat/completions", CHAT).endswith("\n\n: ping\ndata: [DONE]\n\n")
+    pieces[2] = half
     events = raw(ask, "/v1/messages", CHAT).split("\n\n")
     name, data = events[-2].split("\n")
     assert name == "event: error" and not events[-1]

@@ -32,7 +32,8 @@ from .estimates import READ_ALONG, Acceptance, Agreement, Certainty, Costs, Leng
 
 CHOICE_BUDGET = 0.01  # of the time, at most
 _READING = 1.0  # plain cycles: no more texts are read for a model where one takes so long
-_STAKE, _SHARE = 16, 0.5  # of plain cycles, that reading may take: so many, and of the text's
+# A model reads a text if that takes no longer than 16 plain cycles and half of the text's own ones.
+_STAKE, _SHARE = 16, 0.5
 _UNSURE = 2  # times as dear is reading if others must be read, too, and again if it comes later
 _MOST_EVIDENCE = 8  # of a guess
 _LATELY = 0.1  # how far a cycle moves the worth of time
