@@ -94,6 +94,7 @@ def check_error(route, answer, field=None):
     error = body["error"]
     if route in (MESSAGES, COUNT):
         assert body == {"type": "error", "error": error, "request_id": number}
+        assert answer.headers["request-id"] == number  # where Anthropic's clients look
         kinds = {404: "not_found_error", 413: "request_too_large"}
         assert error["type"] == kinds.get(answer.status_code, "invalid_request_error")
     else:

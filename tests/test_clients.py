@@ -27,7 +27,7 @@ import anthropic
 client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0).messages
 fields = dict(model=model, max_tokens=64, extra_body={"temperature": 0})
 answer = client.create(system="Be brief.", messages=hello, **fields)
-assert answer.content[0].text and 0 < answer.usage.output_tokens <= 64
+assert answer.content[0].text and 0 < answer.usage.output_tokens <= 64 and answer._request_id
 with client.stream(messages=hello, **fields) as events:
     text = "".join(events.text_stream)
     assert text and events.get_final_message().content[0].text == text
@@ -57,7 +57,7 @@ assert llm.invoke("Where is the Louvre?")["city"]
 """
 # What README shows; more of this client is in test_openai.py, as it is installed here, too.
 SHOWN = re.findall(r"^```py\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
-OPENAI = "".join(SHOWN).replace('"http://localhost:5000/v1"', 'url + "/v1"')
+OPENAI = "".join(SHOWN).replace('"http://127.0.0.1:5000/v1"', 'url + "/v1"')
 CLIENTS = {"openai": OPENAI, "anthropic": ANTHROPIC, "langchain-openai": LANGCHAIN}
 
 
