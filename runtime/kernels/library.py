@@ -290,7 +290,7 @@ def _run(*arguments: str | Path) -> None:
 
 
 def _compile(file: Path) -> None:
-    """Compile all sources at once, the largest first. Raises what `_run` raises, or OSError.
+    """Compile all sources at once, the slowest first. Raises what `_run` raises, or OSError.
 
     The library is made beside its place: several processes may do so at once.
     """
@@ -300,7 +300,7 @@ def _compile(file: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
-        sources = sorted(_FOLDER.glob("*.c"), key=lambda source: -source.stat().st_size)
+        sources = sorted(_FOLDER.glob("*.c"), key=lambda source: "blocks" not in source.name)
         objects = [made.with_name(f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_run, *_FLAGS, "-x", "c", "-c", "-o"), objects, sources))

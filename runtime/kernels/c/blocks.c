@@ -10,6 +10,9 @@ enum { HAS_16_BITS = 1 };
 enum { HAS_16_BITS = 0 };
 #endif
 
+// Sums in 16 bits take a register for each row, where linear.c's take two: so AVX2 has room for more rows.
+enum { TILE_ROWS = HAS_16_BITS ? 8 : MOST_ROWS };
+
 INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }
 
 #define ROW(r) ((const inputs_block *)(x + (r) * x_step))
@@ -42,10 +45,10 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
     else d = load_half(scales);
     if (is_k && has_minima(form)) m = mul(shared_m, sub(all(0), as_floats(load_uint8(scales + LANES))));
     else if (has_minima(form)) m = load_half(scales + 32);
-    ilanes dots[MOST_ROWS];
+    ilanes dots[TILE_ROWS];
     EACH {
       AGAIN(x);
-      ivec first[MOST_ROWS], second[MOST_ROWS], part[MOST_ROWS], factors[2], above = {0};
+      ivec first[TILE_ROWS], second[TILE_ROWS], part[TILE_ROWS], factors[2], above = {0};
       ROWS first[r] = second[r] = (ivec){0};
       if (has_start && !is_16) ROWS first[r] = START(r);
       if (form == Q6K && !is_16) ROWS first[r] = same(ROW(r)->starts_32), second[r] = same(ROW(r)->starts_32 + 1);
@@ -105,23 +108,31 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
 
 INLINE void tile(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step, const target *to,
                  int row, int output) {
-  lanes sums[MOST_ROWS][WIDTH];
+  lanes sums[TILE_ROWS][WIDTH];
   ROWS sums[r][0] = all(0);
   add_blocks(R, form, w, inputs, x, x_step, sums);
-  float stored[MOST_ROWS * LANES];
+  float stored[TILE_ROWS * LANES];
   ROWS store(stored + r * LANES, sums[r][0]);
   put(stored, R, 1, to, row, output);
 }
 
-void block_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
+#ifdef K_BLOCKS
+#define NAME k_block_panels
+#define FORMS FORM(Q4K) FORM(Q5K) FORM(Q6K)
+#else
+#define NAME block_panels
+#define FORMS FORM(Q8) FORM(Q4) FORM(Q4M) FORM(Q5) FORM(Q5M)
+#endif
+
+void NAME(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
   const size_t panel = panel_bytes(m->form, m->inputs);
   for (int p = first; p < first + count; ++p) {
     const uint8_t *w = m->panels + p * panel;
     for (int row = 0, some; row < rows; row += some) {
-      some = rows_of_tile(rows - row, MOST_ROWS);
+      some = rows_of_tile(rows - row, TILE_ROWS);
 #define TILE(r) tile(r, F, w, m->inputs, x + row * x_step, x_step, to, row, p * LANES)
-#define BLOCKS(form) case form: { enum { F = form }; switch (some) { ALL_CASES(TILE) } } break;
-      switch (m->form) { BLOCKS(Q8) BLOCKS(Q4) BLOCKS(Q4M) BLOCKS(Q5) BLOCKS(Q5M) BLOCKS(Q4K) BLOCKS(Q5K) BLOCKS(Q6K) }
+#define FORM(form) case form: { enum { F = form }; switch (some) { ALL_CASES(TILE) } } break;
+      switch (m->form) { FORMS }
     }
   }
 }

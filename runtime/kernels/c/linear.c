@@ -9,6 +9,8 @@
 #include "threads.h"
 #include "tiles.h"
 
+enum { TILE_ROWS = MOST_ROWS };
+
 int outputs_of(const layer *l) {
   int sum = 0;
   for (int i = 0; i < l->count; ++i) sum += l->parts[i]->outputs;
@@ -122,11 +124,11 @@ INLINE void add_pairs(const int R, const int P, const uint8_t *w, size_t panel, 
 
 INLINE void tile(const int R, const int P, const int form, const uint8_t *w, size_t panel, int inputs, const uint8_t *x, size_t x_step,
                  const target *to, int row, int output) {
-  lanes sums[MOST_ROWS][WIDTH];
+  lanes sums[TILE_ROWS][WIDTH];
   ROWS PANELS sums[r][p] = all(0);
   if (form == HALF) add_pairs(R, P, w, panel, inputs, (const float *)x, x_step / 4, sums);
   else add_products(R, P, form, 1, LANES, w, panel, form == FLOAT ? 64 : 32, inputs, (const float *)x, x_step / 4, NULL, 0, sums);
-  float stored[MOST_ROWS * WIDTH * LANES];
+  float stored[TILE_ROWS * WIDTH * LANES];
   ROWS PANELS store(stored + (r * P + p) * LANES, sums[r][p]);
   put(stored, R, P, to, row, output);
 }
@@ -211,7 +213,7 @@ static void float_panels(const matrix *m, int first, int count, int rows, const 
     const uint8_t *w = m->panels + p * panel;
     taken = first + count - p >= width ? width : 1;
     for (int row = 0, some; row < rows; row += some) {
-      some = rows_of_tile(rows - row, MOST_ROWS);
+      some = rows_of_tile(rows - row, TILE_ROWS);
 #define TILE(r) tile(r, P, F, w, panel, m->inputs, x + row * x_step, x_step, to, row, p * LANES)
 #define TILES(width, cases) { enum { P = width }; switch (some) { cases(TILE) } }
 #define FLOATS(form) \
@@ -224,6 +226,11 @@ static void float_panels(const matrix *m, int first, int count, int rows, const 
       switch (m->form) { FLOATS(FLOAT) FLOATS(FLOAT16) FLOATS(HALF) }
     }
   }
+}
+
+static compute_panels *panels_of(int form) {
+  if (form >= Q8) return form >= Q4K ? k_block_panels : block_panels;
+  return form == HALF && has_amx ? amx_panels : float_panels;
 }
 
 void multiply(const layer *l, int rows, const void *prepared, float *y, const float *residual, float scale) {
@@ -239,8 +246,7 @@ void multiply(const layer *l, int rows, const void *prepared, float *y, const fl
       const int part_panels = (part->outputs + LANES - 1) / LANES, some = part_panels - begin < count ? part_panels - begin : count;
       if (some > 0) {
         const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, step, part->outputs};
-        const int is_amx = part->form == HALF && has_amx;
-        (part->form >= Q8 ? block_panels : is_amx ? amx_panels : float_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
+        panels_of(part->form)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
         count -= some, begin += some;
       }
       begin -= part_panels;
@@ -252,7 +258,7 @@ void multiply(const layer *l, int rows, const void *prepared, float *y, const fl
 
 INLINE void product_tile(const int R, const int P, const int form, const int is_whole, const product *of, int row, int column,
                          int count, const char *ahead, int pace) {
-  lanes sums[MOST_ROWS][WIDTH];
+  lanes sums[TILE_ROWS][WIDTH];
   const size_t bytes = form == FLOAT ? 4 : 2;
   float *y = of->y + row * of->y_step + column;
   ROWS PANELS sums[r][p] = of->adds ? load_some(y + r * of->y_step + p * LANES, is_whole ? LANES : count) : all(0);

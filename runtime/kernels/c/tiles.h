@@ -1,5 +1,5 @@
-// Tiles of several rows, which read a weight once for all: what linear.c (floats) and blocks.c have in common.
-// They are two files because compilers take most of their time for tiles, and compile two files at once.
+// Tiles of several rows, which read a weight once for all: what linear.c (floats), blocks.c and k_blocks.c have in common.
+// They are three files because compilers take most of their time for tiles, and compile several files at once.
 
 #pragma once
 
@@ -33,14 +33,15 @@ typedef struct {  // where a tile's sums go
 // Write the sums [rows, panels, 16] of a tile that begins at this row and output.
 void put(const float *sums, int rows, int panels, const target *to, int row, int output);
 
-// All rows of some panels of blocks.
-void block_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to);
+// All rows of some panels of blocks; `k_block_panels` has the forms that share scales over 256 inputs.
+typedef void compute_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to);
+compute_panels block_panels, k_block_panels;
 
 #define ROWS _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r)
 #define PANELS _Pragma("GCC unroll 4") for (int p = 0; p < P; ++p)
 
-// Only such tiles as there are: one of more rows than its sums is no code at all.
-#define CASE(r, call) case r: if (r <= MOST_ROWS) { call(r); } break;
+// Only such tiles as there are: one of more rows than the file's TILE_ROWS is no code at all.
+#define CASE(r, call) case r: if (r <= TILE_ROWS) { call(r); } break;
 #define FEW_CASES(call) CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call)
 #define MANY_CASES(call) CASE(4, call) CASE(5, call) CASE(6, call) CASE(7, call) CASE(8, call)
 #define ALL_CASES(call) FEW_CASES(call) CASE(7, call) CASE(8, call)
