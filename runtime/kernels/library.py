@@ -72,18 +72,19 @@ def num_threads() -> int:
 
 
 @contextmanager
-def exclusive() -> Iterator[None]:
+def exclusive(threads: int | None = None) -> Iterator[None]:
     """Within it torch computes in the calling thread, between calls of kernels.
 
     Its other threads wait busily for a while for what comes next, and would take the cores from
-    the kernels'. Where kernels are not used, it computes with all.
+    the kernels'. Those are as many as before, or `threads`. Where kernels are not used, torch
+    computes with all.
     """
     import torch
 
     if not is_used:
         yield
         return
-    before, token = torch.get_num_threads(), _outside.set(num_threads())
+    before, token = torch.get_num_threads(), _outside.set(threads or num_threads())
     try:
         torch.set_num_threads(1)
         yield

@@ -70,14 +70,19 @@ INLINE lanes pick(ilanes is, lanes a, lanes b) {
   EACH r.v[i] = (vec)((is.v[i] & (ivec)a.v[i]) | (~is.v[i] & (ivec)b.v[i]));
   return r;
 }
-// A NaN in b is passed over.
+// A NaN in b is passed over. gcc does not find a CPU's own instruction for it.
 #if VECTOR_BYTES == 64
-INLINE lanes larger(lanes a, lanes b) { return (lanes){{(vec)_mm512_max_ps((__m512)b.v[0], (__m512)a.v[0])}}; }
-INLINE lanes smaller(lanes a, lanes b) { return (lanes){{(vec)_mm512_min_ps((__m512)b.v[0], (__m512)a.v[0])}}; }
+#define LARGER(a, b) (vec)_mm512_max_ps((__m512)(b), (__m512)(a))
+#define SMALLER(a, b) (vec)_mm512_min_ps((__m512)(b), (__m512)(a))
+#elif VECTOR_BYTES == 32
+#define LARGER(a, b) (vec)_mm256_max_ps((__m256)(b), (__m256)(a))
+#define SMALLER(a, b) (vec)_mm256_min_ps((__m256)(b), (__m256)(a))
 #else
-INLINE lanes larger(lanes a, lanes b) { return pick(less(a, b), b, a); }
-INLINE lanes smaller(lanes a, lanes b) { return pick(less(b, a), b, a); }
+#define LARGER(a, b) ((a) < (b) ? (b) : (a))
+#define SMALLER(a, b) ((b) < (a) ? (b) : (a))
 #endif
+INLINE lanes larger(lanes a, lanes b) { lanes r; EACH r.v[i] = LARGER(a.v[i], b.v[i]); return r; }
+INLINE lanes smaller(lanes a, lanes b) { lanes r; EACH r.v[i] = SMALLER(a.v[i], b.v[i]); return r; }
 INLINE lanes numbered(float first) {  // first, first + 1, …
   lanes r;
   EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = first + (float)(i * PER_VECTOR + j);

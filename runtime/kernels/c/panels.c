@@ -159,9 +159,9 @@ INLINE uint16_t half_of(float x) {
   return (uint16_t)((x < 0) << 15 | (size < 0x1p-14f ? small - 0x3f000000 : size < 65520 ? usual : 0x7c00));
 }
 
-INLINE ilanes nearest_of_16(lanes x) {  // from 0 to 15
-  const lanes magic = all(12582920.0f);  // 1.5 · 2^23 + 8: the sum has no room for a fraction
-  return iadd(float_bits(add(smaller(larger(x, all(-8)), all(7)), magic)), iall(-0x4b400000));
+INLINE lanes nearest_of_16(lanes x) {  // from -8 to 7
+  const lanes magic = all(12582912.0f);  // 1.5 · 2^23: the sum has no room for a fraction
+  return sub(add(smaller(larger(x, all(-8)), all(7)), magic), magic);
 }
 
 // Round 16 outputs' 32 weights to Q4. Of a few scales that one is taken which leaves the least error, in the square, of
@@ -177,7 +177,7 @@ static int round_block(const lanes *x, uint8_t *block) {
     const lanes inverse = over(all(-8.8f + 0.4f * (float)i), most);
     lanes product = all(0), square = all(0);
     for (int j = 0; j < 32; ++j) {
-      const lanes q = as_floats(iadd(nearest_of_16(mul(x[j], inverse)), iall(-8))), xq = mul(x[j], q);
+      const lanes q = nearest_of_16(mul(x[j], inverse)), xq = mul(x[j], q);
       product = fma16(mul(x[j], x[j]), xq, product), square = fma16(xq, xq, square);
     }
     const lanes tried = over(product, square), gain = mul(product, tried);
@@ -196,8 +196,8 @@ static int round_block(const lanes *x, uint8_t *block) {
   for (int word = 0; word < 4; ++word) {  // as place_of_four says
     ilanes four = iall(0);
     for (int j = 0; j < 8; ++j) {
-      const ilanes q = nearest_of_16(mul(x[8 * word + j], inverse));
-      for (int k = 0; k < VECTORS; ++k) four.v[k] |= q.v[k] << (8 * (j % 4) + 4 * (j / 4));
+      const lanes q = nearest_of_16(mul(x[8 * word + j], inverse));
+      for (int k = 0; k < VECTORS; ++k) four.v[k] |= (__builtin_convertvector(q.v[k], ivec) + 8) << (8 * (j % 4) + 4 * (j / 4));
     }
     memcpy(block + 64 * word, &four, 64);
   }
