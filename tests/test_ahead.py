@@ -33,7 +33,7 @@ def begun(tmp_path):
         wait(ahead._begun.values())
         made = ahead._files[str(path)].ahead if ahead._files else {}
         wait(made.values())
-        return path, {name: weakref.ref(future.result()) for name, future in made.items()}
+        return path, {name: weakref.ref(future.result()[name]) for name, future in made.items()}
 
     yield begin
     ahead.end()
@@ -91,10 +91,10 @@ def test_nothing_is_laid_out_where_it_would_not_be_used(words, begun):
 @pytest.mark.parametrize("damage", ["another kind", "cut off", "becomes shorter"])
 def test_an_error_is_the_one_that_reading_meets(damage, tmp_path, monkeypatch):
     write(path := tmp_path / "model.gguf", TINY, Q8_0)
-    content, rows, said = path.read_bytes(), GgufFile.rows, []
+    content, lay_out, said = path.read_bytes(), GgufFile.lay_out, []
     half = len(content) // 2
     if damage == "becomes shorter":
-        monkeypatch.setattr(GgufFile, "rows", lambda *a: os.truncate(path, half) or rows(*a))
+        monkeypatch.setattr(GgufFile, "lay_out", lambda *a: os.truncate(path, half) or lay_out(*a))
     else:
         content = content[:half] if damage == "cut off" else b"GGML" + content[4:]
     for begins in (False, True):
@@ -122,7 +122,7 @@ with suppress(ImportError):
     import runtime.models.startup
 from runtime.models import ahead
 ahead.wait(ahead._begun.values())
-made = [made.result() for file in ahead._files.values() for made in file.ahead.values()]
+made = [made.result()[name] for file in ahead._files.values() for name, made in file.ahead.items()]
 assert len(made) > 10
 """
     command = [sys.executable, "-c", code, "--model", str(path), "--port", "1"]

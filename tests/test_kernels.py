@@ -111,6 +111,25 @@ def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     assert np.array_equal(*(np.where(np.isnan(x), -1, x.view(np.int32)) for x in both))
 
 
+@pytest.mark.parametrize("form", TYPES)
+def test_matrices_of_a_file_lie_in_panels_as_rows_in_memory_do(form, tmp_path):
+    """One is read as a whole, one in three pieces; an error is that of the one that is lacking."""
+    block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[TYPES[form][0]]]
+    small, large = (np.random.default_rng(1).bytes(n * num_bytes) for n in (3 * 200, 9000 * 40))
+    (path := tmp_path / "file").write_bytes(b"GGUF." + small + large)
+    places = (5, form, (200, 3 * block)), (5 + len(small), form, (40, 9000 * block))
+    with path.open("rb") as file:
+        made = library.lay_out_file(file.fileno(), places)
+        os.truncate(path, 5 + len(small + large) - 1)
+        with pytest.raises(EOFError):
+            library.lay_out_file(file.fileno(), places)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        library.lay_out_file(-1, places)
+    for data, panels, (_, _, shape) in zip((small, large), made, places, strict=True):
+        rows = np.frombuffer(data, np.uint8).reshape(shape[0], -1)
+        assert np.array_equal(panels, PackedMatrix(form, shape, [rows])._data)
+
+
 @pytest.mark.parametrize("odd", [math.nan, -math.inf, 1e7])
 def test_a_matrix_that_four_bits_cannot_hold_stays_as_it_is(odd):
     weight = numbers(40, 100)
@@ -499,7 +518,8 @@ CALLS = {  # tests of these files that call C with odd sizes, and the entry poin
     # Matrices as large as the third are in kernels_bits.c.
     "a_row_has_the_same_bits and not 577": "apply_linear gather read_rows",
     "four_bits_cannot_hold_stays": "round_matrix",
-    "panels_hold_the_numbers": "bytes_of repack",
+    "panels_hold_the_numbers": "bytes_of repack use_large_pages",
+    "matrices_of_a_file": "repack_file",
     "attention_of_any_shape or where_nothing_is": "run_decoder tabulate",
     "exact_in_modules and (gpt_oss or deepseek)": "run_attention",
     "exact_in_modules and qwen3_5 or on_a_stack": "apply_rule",

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
@@ -50,7 +50,7 @@ LANES = 16  # outputs of a panel
 # As in linear.h.
 FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
 _MOST_INPUTS = 1 << 24
-_LARGE_PAGE = 1 << 21  # bytes
+Shape = tuple[int, int]  # of a matrix: outputs, inputs
 _library: ctypes.CDLL | None = None
 _failure = ""  # why there is none
 _outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `exclusive`
@@ -176,7 +176,7 @@ def load(compiles: bool = True) -> ctypes.CDLL:
         raise _failed(f"the kernels cannot be compiled: {in_short(error)}") from error
 
 
-def lay_out(form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray]) -> np.ndarray:
+def lay_out(form: str, shape: Shape, pieces: Iterable[np.ndarray]) -> np.ndarray:
     """A GGUF tensor's bytes in panels: the same numbers in another order. uint8 [bytes].
 
     `pieces` are uint8 [rows, bytes of a row] of a matrix [outputs, inputs]; all but the last one
@@ -195,20 +195,48 @@ def lay_out(form: str, shape: tuple[int, int], pieces: Iterable[np.ndarray]) -> 
     return data
 
 
+def lay_out_file(file: int, matrices: Sequence[tuple[int, str, Shape]]) -> list[np.ndarray]:
+    """Matrices (first byte, form, shape) of a GGUF file in panels. uint8 [bytes] each.
+
+    One call makes all of them: whoever returns to Python has to wait for its other threads. Raises
+    OSError, and EOFError where the file ends before a matrix does.
+    """
+    from .structs import STRUCTS
+
+    made = [_memory(_num_bytes(form, *shape)) for _, form, shape in matrices]
+    stored = (STRUCTS["stored"] * len(made))(
+        *(
+            (offset, FORMS.index(form), *shape, panels.ctypes.data)
+            for (offset, form, shape), panels in zip(matrices, made, strict=True)
+        )
+    )
+    if (error := load().repack_file(file, stored, len(made))) < 0:
+        raise EOFError
+    if error:
+        raise OSError(error, os.strerror(error))
+    return made
+
+
 def room_for(form: str, outputs: int, inputs: int) -> np.ndarray:
     """Memory for a matrix's panels, which are zeros yet. uint8 [bytes]."""
+    return _room(_num_bytes(form, outputs, inputs))
+
+
+def _num_bytes(form: str, outputs: int, inputs: int) -> int:
     assert 0 < outputs < 1 << 31 and 0 < inputs <= _MOST_INPUTS
     load().bytes_of.restype = ctypes.c_size_t
-    return _room(load().bytes_of(FORMS.index(form), outputs, inputs))
+    return load().bytes_of(FORMS.index(form), outputs, inputs)
 
 
 def _room(size: int) -> np.ndarray:
     """Memory [size] in pages of its own, in large ones where the system has them."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    memory = _memory(size)
+    load().use_large_pages(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(size))
+    return memory
+
+
+def _memory(size: int) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def compute(name: str, *arguments: Any, threads: int | None = None) -> None:

@@ -8,18 +8,20 @@ An error here is no error: who opens the file, or reads the matrix, meets it aga
 """
 
 import os
+import re
 import sys
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
 
-from .gguf_file import FORMS, GgufFile
+from .gguf_file import FORMS, GgufFile, Tensor
 
-_PIECE = 1 << 25  # bytes that are read at once: each time a thread waits for the import's
 _SWITCH_S, _USUAL_S = 0.0005, sys.getswitchinterval()  # how long it waits at most
 _ELSE = {"-h", "--help", "--device", "--engine", "--no-kernels"}
 # Tensors whose rows llama.cpp has put into another order, by family.
 _MOVED = {"llama": ("attn_q.weight", "attn_k.weight")}
+_LAYER = re.compile(r"blk\.\d+|.*", re.DOTALL)  # in a tensor's name
 _files: dict[str, GgufFile] = {}  # until somebody opens them
 _begun: dict[ThreadPoolExecutor, Future[None]] = {}
 
@@ -56,7 +58,7 @@ def end() -> None:
 def _open(pool: ThreadPoolExecutor, target: str, draft: str) -> None:
     """Open the files that are on this machine, and let threads work on their matrices."""
     with suppress(Exception):
-        from runtime.kernels import lay_out, load
+        from runtime.kernels import load
 
         from . import catalogue, gguf_hub
 
@@ -66,8 +68,12 @@ def _open(pool: ThreadPoolExecutor, target: str, draft: str) -> None:
             path = gguf_hub.on_disk(name) if gguf_hub.is_named(name) else name
             file = _files[path] = GgufFile(path)
             moved = _MOVED.get(file.metadata.get("general.architecture"), ())
-            for tensor in sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes):
-                form, is_matrix = FORMS.get(tensor.type.name), len(tensor.shape) == 2
-                if form and is_matrix and not tensor.name.endswith(moved):
-                    rows = file.rows(tensor, _PIECE)
-                    file.ahead[tensor.name] = pool.submit(lay_out, form, tensor.shape, rows)
+            # A layer at once: when it is done, a thread waits for the import's to go on.
+            layers = defaultdict[tuple[int, str], list[Tensor]](list)
+            for tensor in file.tensors.values():
+                is_matrix = tensor.type.name in FORMS and len(tensor.shape) == 2
+                if is_matrix and not tensor.name.endswith(moved):
+                    layers[tensor.part, _LAYER.match(tensor.name)[0]].append(tensor)
+            for tensors in sorted(layers.values(), key=lambda ts: -sum(t.num_bytes for t in ts)):
+                made = pool.submit(file.lay_out, tensors)
+                file.ahead |= dict.fromkeys((tensor.name for tensor in tensors), made)

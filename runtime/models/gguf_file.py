@@ -22,9 +22,9 @@ import re
 import stat
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from runtime.kernels import LANES
+from runtime.kernels import lay_out_file
 
 from . import StartError
 
@@ -42,6 +42,8 @@ FORMS = {  # the kernels' names for GGUF's types
     "F32": "FLOAT", "F16": "FLOAT16", "BF16": "HALF", "Q8_0": "Q8", "Q4_0": "Q4", "Q4_1": "Q4M",
     "Q5_0": "Q5", "Q5_1": "Q5M", "Q4_K": "Q4K", "Q5_K": "Q5K", "Q6_K": "Q6K",
 }  # fmt: skip
+
+Panels = dict[str, np.ndarray]  # uint8, by tensor's name
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _WHOLE = ("None", "0", "1")  # what split.count says of a file without other parts
@@ -112,7 +114,7 @@ class GgufFile(AbstractContextManager):
         self.name = self.paths[0]
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.ahead: dict[str, Future[np.ndarray]] = {}  # what ahead.py makes, by tensor's name
+        self.ahead: dict[str, Future[Panels]] = {}  # what ahead.py makes, by tensor's name
         self._files: list[int] = []
         self._digest = hashlib.sha256()  # of headers, samples, and what the system tells of files
         try:
@@ -147,34 +149,30 @@ class GgufFile(AbstractContextManager):
         num_bytes = tensor.num_bytes - start if num_bytes is None else num_bytes
         assert 0 <= start <= start + num_bytes <= tensor.num_bytes
         data = np.empty(num_bytes, np.uint8)
-        self._read_into(data, tensor, start)
+        _fill(self._files[tensor.part], data, tensor.offset + start, self.paths[tensor.part])
         return data
 
-    def rows(self, tensor: Tensor, num_bytes: int) -> Iterator[np.ndarray]:
-        """The rows of a matrix in pieces of whole panels, of about `num_bytes`, for `lay_out`.
+    def lay_out(self, tensors: Sequence[Tensor]) -> Panels:
+        """Matrices of one part in panels: the same numbers in another order. uint8 [bytes] each.
 
-        A piece is overwritten by the next one: new memory costs more than to read into it.
+        Raises what `read` raises.
         """
-        count, step = tensor.shape[0], max(1, num_bytes // (tensor.row_bytes * LANES)) * LANES
-        room = np.empty((min(step, count), tensor.row_bytes), np.uint8)
-        for begin in range(0, count, step):
-            piece = room[: count - begin]
-            self._read_into(piece.reshape(-1), tensor, begin * tensor.row_bytes)
-            yield piece
+        part = tensors[0].part
+        matrices = [(t.offset, FORMS[t.type.name], t.shape) for t in tensors]
+        names = (tensor.name for tensor in tensors)
+        with _explained(self.paths[part]):
+            return dict(zip(names, lay_out_file(self._files[part], matrices), strict=True))
 
-    def laid_out(self, tensor: Tensor) -> np.ndarray | None:
-        """A matrix's panels, if ahead.py has begun with them. Raises what reading it has raised."""
+    def panels(self, tensor: Tensor) -> np.ndarray:
+        """A matrix in panels: those that ahead.py has made, if any. Raises what `read` raises."""
         made = self.ahead.pop(tensor.name, None)
-        return None if made is None or made.cancel() else made.result()
+        is_made = made is not None and not made.cancel()
+        return (made.result() if is_made else self.lay_out([tensor]))[tensor.name]
 
     def stop(self) -> None:
         """Give back what ahead.py has made and nobody has taken."""
         wait([made for made in self.ahead.values() if not made.cancel()])
         self.ahead.clear()
-
-    def _read_into(self, data: np.ndarray, tensor: Tensor, start: int) -> None:
-        """Fill uint8 [bytes] with those of a tensor, from its byte `start` on."""
-        _fill(self._files[tensor.part], data, tensor.offset + start, self.paths[tensor.part])
 
     def _add(self, part: int) -> None:
         """Read the header of a part. The first one's metadata are the model's."""
@@ -227,14 +225,23 @@ def _parts(path: str) -> list[str]:
 def _fill(file: int, buffer: np.ndarray | bytearray, offset: int, path: str) -> None:
     """Read bytes from `offset` on until `buffer` is full."""
     view = memoryview(buffer)
-    while view:
-        try:
-            count = os.preadv(file, [view[: 1 << 30]], offset)
-        except OSError as error:
-            raise BadFile(f"cannot read {path}: {error.strerror}") from error
-        if not count:
-            raise BadFile(f"{path} is damaged or cut off: it became shorter while it was read")
-        view, offset = view[count:], offset + count
+    with _explained(path):
+        while view:
+            if not (count := os.preadv(file, [view[: 1 << 30]], offset)):
+                raise EOFError
+            view, offset = view[count:], offset + count
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turn what reading a file fails with into a BadFile."""
+    try:
+        yield
+    except OSError as error:
+        raise BadFile(f"cannot read {path}: {error.strerror}") from error
+    except EOFError as error:
+        reason = "it became shorter while it was read"
+        raise BadFile(f"{path} is damaged or cut off: {reason}") from error
 
 
 class _Head:

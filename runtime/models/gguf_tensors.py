@@ -38,7 +38,6 @@ gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 MIXTURES = "qwen2moe", "qwen3moe"  # families whose experts' matrices Experts puts together
 EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)(_exps)\.weight")
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
-_PIECE_BYTES = 1 << 20  # that are read at once for panels
 Weights = dict[str, torch.Tensor]
 
 
@@ -144,13 +143,11 @@ class Conversion:
 
     def panels(self, file: GgufFile) -> PackedMatrix:
         """The tensor's weights [outputs, inputs] in panels."""
-        made = file.laid_out(self.tensor)
         if self.form and self._order is not None:
             rows = file.read(self.tensor).reshape(len(self._order), -1)[self._order]
             return PackedMatrix(self.form, self.tensor.shape, [rows])
         if self.form:
-            rows = made if made is not None else file.rows(self.tensor, _PIECE_BYTES)
-            return PackedMatrix(self.form, self.tensor.shape, rows)
+            return PackedMatrix(self.form, self.tensor.shape, file.panels(self.tensor))
         floats = self.floats(file, torch.bfloat16)
         return PackedMatrix.of(floats.T if self.is_transposed else floats)
 

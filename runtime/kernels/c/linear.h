@@ -92,5 +92,16 @@ void gather(const matrix *m, int count, const int64_t *rows, uint8_t *panels);
 // `first` is a multiple of 16. Nothing lies behind the last row.
 void repack(int form, const uint8_t *rows, int first, int count, int inputs, uint8_t *panels);
 
+// Let memory of whole pages be large pages, where the system has them.
+void use_large_pages(void *memory, size_t size);
+
+// Matrices of a file, which begin at its bytes `offset`, to panels. Returns 0, the system's error, or -1 where the file ends.
+typedef struct {
+  int64_t offset;
+  int form, outputs, inputs;
+  uint8_t *panels;
+} stored;
+int repack_file(int file, const stored *matrices, int count);
+
 // A panel of a matrix in Q4: its weights rounded to four bits. Returns 0 if one of them, or a scale, is no number there.
 int round_panel(const matrix *m, int panel, uint8_t *to);

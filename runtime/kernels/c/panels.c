@@ -1,5 +1,10 @@
 // Panels from the rows of GGUF's tensors, and rows from panels. Numbers change their place only.
 
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "linear.h"
 
 // Where an output's number of input k lies in a panel that has no blocks.
@@ -308,4 +313,41 @@ void repack(int form, const uint8_t *rows, int first, int count, int inputs, uin
       FORM(FLOAT) FORM(FLOAT16) FORM(HALF) FORM(Q8) FORM(Q4) FORM(Q4M) FORM(Q5) FORM(Q5M) FORM(Q4K) FORM(Q5K) FORM(Q6K)
     }
   }
+}
+
+void use_large_pages(void *memory, size_t size) {
+#ifdef MADV_HUGEPAGE
+  if (size >= 1 << 21) madvise(memory, size, MADV_HUGEPAGE);  // a kernel without them refuses
+#endif
+}
+
+static int fill(int file, uint8_t *to, size_t size, int64_t from) {
+  while (size) {
+    const ssize_t got = pread(file, to, size, from);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return got ? errno : -1;
+    to += got, from += got, size -= (size_t)got;
+  }
+  return 0;
+}
+
+int repack_file(int file, const stored *matrices, int count) {
+  const size_t at_once = 1 << 18;  // bytes, which stay in a core's cache
+  uint8_t *rows = NULL;
+  int error = 0;
+  for (const stored *m = matrices; m < matrices + count && !error; ++m) {
+    const size_t row_bytes = file_row_bytes(m->form, m->inputs), panel = row_bytes * LANES;
+    const int step = panel < at_once ? (int)(at_once / panel) * LANES : LANES;
+    uint8_t *const larger = realloc(rows, step * row_bytes);
+    if (!larger) error = ENOMEM;
+    else rows = larger;
+    use_large_pages(m->panels, bytes_of(m->form, m->outputs, m->inputs));
+    for (int row = 0; row < m->outputs && !error; row += step) {
+      const int some = m->outputs - row < step ? m->outputs - row : step;
+      error = fill(file, rows, some * row_bytes, m->offset + (int64_t)(row * row_bytes));
+      if (!error) repack(m->form, rows, row, some, m->inputs, m->panels);
+    }
+  }
+  free(rows);
+  return error;
 }
