@@ -32,7 +32,7 @@ def report_of(model: Model) -> None:
 
 
 @contextmanager
-def exclusive() -> Iterator[None]:
+def exclusive(**_: Any) -> Iterator[None]:
     """Within it torch computes as everywhere."""
     yield
 

@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 import drafters
 import tools as bench
 from drafters.auto import Controller
-from drafters.from_file import class_from_file
 from drafters.pool import TREE
 from runtime.models.catalogue import with_model
 from runtime.models.reference import system_fingerprint
@@ -248,7 +247,9 @@ def add_options(options: argparse.ArgumentParser) -> None:
         if flag[2:].replace("-", "_") in LOADED:
             options.add_argument(flag, **details)
     text = "names, or yours as file.py:Class (default: all that fit, and auto)"
-    options.add_argument("--drafters", nargs="+", default=[], metavar="NAME", help=text)
+    options.add_argument(
+        "--drafters", nargs="+", type=bench.drafter, default=[], metavar="NAME", help=text
+    )
     options.add_argument(
         "--k", type=between(1, MAX_SPECULATIVE_TOKENS), help="tokens of each draft"
     )
@@ -266,12 +267,9 @@ def check(flags: argparse.Namespace) -> tuple[Options, dict[str, str]]:
     if flags.raw and not flags.prompts:
         raise ValueError("--raw goes with --prompts")
     for name in flags.drafters:
-        drafters.check_name(name)
-        if ":" in name:
-            class_from_file(name)
-        elif name in bench.SPECIAL:
+        if name in bench.SPECIAL:
             raise ValueError(f"{name} drafts only for requests that bring a {name}")
-        elif name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):
+        if name in ("draft_model", "eagle3", "dflash") and not options.model_of(name):
             raise ValueError(f"{options.title} has no {name}: add --{name.replace('_', '-')}")
     return options, bench.prompts_of(flags.prompts) if flags.prompts else {}
 

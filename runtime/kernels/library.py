@@ -203,7 +203,7 @@ def lay_out_file(file: int, matrices: Sequence[tuple[int, str, Shape]]) -> list[
     """
     from .structs import STRUCTS
 
-    made = [_memory(_num_bytes(form, *shape)) for _, form, shape in matrices]
+    made = [_pages_for(form, *shape) for _, form, shape in matrices]
     stored = (STRUCTS["stored"] * len(made))(
         *(
             (offset, FORMS.index(form), *shape, panels.ctypes.data)
@@ -218,24 +218,17 @@ def lay_out_file(file: int, matrices: Sequence[tuple[int, str, Shape]]) -> list[
 
 
 def room_for(form: str, outputs: int, inputs: int) -> np.ndarray:
-    """Memory for a matrix's panels, which are zeros yet. uint8 [bytes]."""
-    return _room(_num_bytes(form, outputs, inputs))
-
-
-def _num_bytes(form: str, outputs: int, inputs: int) -> int:
-    assert 0 < outputs < 1 << 31 and 0 < inputs <= _MOST_INPUTS
-    load().bytes_of.restype = ctypes.c_size_t
-    return load().bytes_of(FORMS.index(form), outputs, inputs)
-
-
-def _room(size: int) -> np.ndarray:
-    """Memory [size] in pages of its own, in large ones where the system has them."""
-    memory = _memory(size)
-    load().use_large_pages(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(size))
+    """Memory for a matrix's panels, which are zeros yet, in large pages if possible. uint8."""
+    memory = _pages_for(form, outputs, inputs)
+    load().use_large_pages(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)))
     return memory
 
 
-def _memory(size: int) -> np.ndarray:
+def _pages_for(form: str, outputs: int, inputs: int) -> np.ndarray:
+    """Memory as that of `room_for`, in usual pages."""
+    assert 0 < outputs < 1 << 31 and 0 < inputs <= _MOST_INPUTS
+    load().bytes_of.restype = ctypes.c_size_t
+    size = load().bytes_of(FORMS.index(form), outputs, inputs)
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
