@@ -32,7 +32,7 @@ def report_of(model: Model) -> None:
 
 
 @contextmanager
-def exclusive(**_: Any) -> Iterator[None]:
+def exclusive() -> Iterator[None]:
     """Within it torch computes as everywhere."""
     yield
 

@@ -56,8 +56,10 @@ def base_app(options: Options) -> Flask:
     @app.after_request
     def add_headers(response: Response) -> Response:
         """Keep a browser from taking an answer for something else; say which pages may read it."""
-        headers = response.headers
+        headers, forms = response.headers, current_app.extensions["error_forms"]
         headers["X-Request-Id"] = g.id
+        if request.path in forms:  # Anthropic's clients look there
+            headers["request-id"] = g.id
         headers["X-Content-Type-Options"] = "nosniff"
         headers.setdefault("Content-Security-Policy", "default-src 'none'")
         if options.allow_origin:  # CORS
@@ -65,7 +67,7 @@ def base_app(options: Options) -> Flask:
             headers["Access-Control-Allow-Origin"] = options.allow_origin
             headers["Access-Control-Allow-Headers"] = wanted or "Authorization, Content-Type"
             headers["Access-Control-Allow-Methods"] = "GET, POST"
-            headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id"
+            headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id, request-id"
             response.vary.add("Origin")
         return response
 

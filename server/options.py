@@ -340,8 +340,7 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
         what = "UTF-8, without control characters and spaces around it"
         return f"cannot use the API key: it must be {what}"
     if not flags.host.strip():
-        here = Options.host
-        return f"--host is empty: give {here} for this machine alone, 0.0.0.0 for all networks"
+        return "--host is empty: give 127.0.0.1 for this machine alone, 0.0.0.0 for all networks"
     shortest, longest = flags.prompt_lookup_min, flags.prompt_lookup_max
     if shortest > longest:
         return f"--prompt-lookup-min ({shortest}) must be at most --prompt-lookup-max ({longest})"
@@ -359,8 +358,7 @@ def _mistake_in(flags: argparse.Namespace) -> str | None:
     origin = flags.allow_origin or "*"
     if origin != "*" and not re.fullmatch(r"https?://[!-.0-~]+", origin):
         return f"--allow-origin: {origin} is no origin such as https://example.org"
-    names = read_prompts(is_chat=True)
-    known = sorted({*names, *map(kind_of, names)})
+    known = sorted({n for each in read_prompts(is_chat=True) for n in (each, kind_of(each))})
     if unknown := set(flags.prompts or ()) - set(known):
         return f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}"
     return None

@@ -148,9 +148,11 @@ def whole_events(pieces: Iterator[bytes]) -> Iterator[bytes]:
             rest = rest[ended.end() :]
         elif len(rest) > _MOST:
             raise HTTPException("an event has no end")
-    if rest and not rest.endswith(b"\n"):
+    last = rest.rstrip().rpartition(b"\n")[2]
+    is_end = rest.endswith(b"\n") and (last.startswith(b":") or last.endswith(b"[DONE]"))
+    if last and not is_end:
         raise HTTPException("its last event has no end")
-    if rest:
+    if last:
         yield rest + b"\n"
 
 

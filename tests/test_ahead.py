@@ -73,6 +73,7 @@ def test_what_has_another_order_is_not_taken(begun, monkeypatch):
     assert any("attn_q.weight" in name for name in made)
     ours, usual = (logits_of(load(path).target, TEXT) for _ in range(2))
     assert torch.equal(ours, usual)
+    assert not any(matrix() is not None for name, matrix in made.items() if "attn_q.w" in name)
 
 
 def test_a_command_gives_back_what_it_did_not_open(begun, main):

@@ -202,13 +202,16 @@ def test_behind_half_an_event_stands_an_error_that_clients_can_read(ask, replay)
     half = 'data: {"choices": [{"delta"'
     pieces = ["data: {}\r\n\r\nda", "ta: {}\n\n", half]
     replay.answer = lambda handler, _: handler.say(200, pieces, "text/event-stream")
-    events = raw(ask, "/v1/chat/completions", CHAT)
-    assert half not in events and events.startswith("data: {}\r\n\r\ndata: {}\n\n")
-    assert "its last event has no end" in events and events.endswith("data: [DONE]\n\n")
+    for pieces[2] in half, "event: half\n":
+        events = raw(ask, "/v1/chat/completions", CHAT)
+        assert pieces[2] not in events and events.startswith("data: {}\r\n\r\ndata: {}\n\n")
+        assert "its last event has no end" in events and events.endswith("data: [DONE]\n\n")
     pieces[2] = ": ping\ndata: [DONE]\n"  # of which no line is cut
     assert raw(ask, "/v1/chat/completions", CHAT).endswith("\n\n: ping\ndata: [DONE]\n\n")
     pieces[2] = half
-    events = raw(ask, "/v1/messages", CHAT).split("\n\n")
+    answer = ask.client.post("/v1/messages", json=CHAT | {"stream": True})
+    assert answer.headers["request-id"] == answer.headers["X-Request-Id"]
+    events = answer.text.split("\n\n")
     name, data = events[-2].split("\n")
     assert name == "event: error" and not events[-1]
     assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"

@@ -113,11 +113,14 @@ def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
 
 @pytest.mark.parametrize("form", TYPES)
 def test_matrices_of_a_file_lie_in_panels_as_rows_in_memory_do(form, tmp_path):
-    """One is read as a whole, one in three pieces; an error is that of the one that is lacking."""
+    """One is read in pieces of three panels, one in pieces of one: 256 KB are read at once."""
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[TYPES[form][0]]]
-    small, large = (np.random.default_rng(1).bytes(n * num_bytes) for n in (3 * 200, 9000 * 40))
+    wide = (1 << 18) // (16 * num_bytes) + 1  # blocks of a row
+    small, large = (
+        np.random.default_rng(1).bytes(n * num_bytes) for n in (wide // 3 * 100, wide * 40)
+    )
     (path := tmp_path / "file").write_bytes(b"GGUF." + small + large)
-    places = (5, form, (200, 3 * block)), (5 + len(small), form, (40, 9000 * block))
+    places = (5, form, (100, wide // 3 * block)), (5 + len(small), form, (40, wide * block))
     with path.open("rb") as file:
         made = library.lay_out_file(file.fileno(), places)
         os.truncate(path, 5 + len(small + large) - 1)
@@ -470,6 +473,17 @@ def test_all_that_is_in_c_has_the_same_bits_on_every_x86(tmp_path, cpu, flags, o
     if not flags <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("not this CPU")
     assert bits(tmp_path, cpu, "-O1", *options) == library_bits(tmp_path)
+
+
+@pytest.mark.parametrize("flags", ["gcc -march=x86-64", "aarch64-linux-gnu-gcc"])
+def test_the_code_is_c_for_other_cpus(flags):
+    """Of the CPUs here only one has its code compiled in other tests, but for slow ones."""
+    command = flags.split()
+    if not shutil.which(command[0]) or (len(command) > 1 and os.uname().machine != "x86_64"):
+        pytest.skip("no compiler for it")
+    options = [each for each in library._FLAGS if each != "-march=native"]
+    sources = sorted(library._FOLDER.glob("*.c"))
+    subprocess.run([*command, *options, "-fsyntax-only", *sources], check=True)
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="not this CPU")

@@ -28,7 +28,6 @@ import torch
 from tqdm import tqdm
 
 from drafters import check_name
-from drafters.from_file import class_from_file
 from runtime.models.chat import chat_ids
 from runtime.models.prompts import kind_of, prompt_ids, read_prompts
 from runtime.statistics import Statistics
@@ -265,6 +264,8 @@ def drafter(text: str) -> str:
     try:
         check_name(text)
         if ":" in text:
+            from drafters.from_file import class_from_file
+
             class_from_file(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

@@ -15,7 +15,7 @@ This is the room's face: all that other rooms may use. README.md tells how a pas
     can_choose, choose, survivors, leaders
                                  what runtime/sampling.py and trees compute, with the same bits
     confidence, score_rows       probabilities, with about the bits of torch; no text hangs on them
-    PackedMatrix, LANES          a matrix in panels of so many outputs: floats, or a file's bytes
+    PackedMatrix                 a matrix in panels of so many outputs: floats, or a file's bytes
     lay_out_file, load           how a file's rows come to lie so; the compiled kernels
     put_panels, put_experts      let a module compute with panels; matrices_of names the experts'
     num_weights, why_not_int8    of a model, packed or not; why a device has no int8
@@ -34,7 +34,7 @@ _FILES = {
     "start": ("setup", "speed_up", "report_of"),
     "forward": ("KernelForward", "Report"),
     "library": (
-        "are_used", "exclusive", "instructions", "load", "LANES", "lay_out_file",
+        "are_used", "exclusive", "instructions", "load", "lay_out_file",
     ),
     "head": (
         "KernelHead", "speed_up_head", "speed_up_blocks", "eagle_layer", "mtp_layer",

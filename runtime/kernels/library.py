@@ -44,6 +44,7 @@ _FLAGS = (
     "-O3 -march=native -std=gnu11 -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math "
     "-pthread"
 ).split()
+_SLOWEST = "blocks", "k_blocks", "linear"
 _LINKING = "-shared", "-pthread", "-Wl,-Bsymbolic"
 _SECONDS = 300
 LANES = 16  # outputs of a panel
@@ -72,19 +73,18 @@ def num_threads() -> int:
 
 
 @contextmanager
-def exclusive(threads: int | None = None) -> Iterator[None]:
+def exclusive() -> Iterator[None]:
     """Within it torch computes in the calling thread, between calls of kernels.
 
     Its other threads wait busily for a while for what comes next, and would take the cores from
-    the kernels'. Those are as many as before, or `threads`. Where kernels are not used, torch
-    computes with all.
+    the kernels'. Where kernels are not used, it computes with all.
     """
     import torch
 
     if not is_used:
         yield
         return
-    before, token = torch.get_num_threads(), _outside.set(threads or num_threads())
+    before, token = torch.get_num_threads(), _outside.set(num_threads())
     try:
         torch.set_num_threads(1)
         yield
@@ -204,13 +204,13 @@ def lay_out_file(file: int, matrices: Sequence[tuple[int, str, Shape]]) -> list[
     from .structs import STRUCTS
 
     made = [_pages_for(form, *shape) for _, form, shape in matrices]
-    stored = (STRUCTS["stored"] * len(made))(
+    places = (STRUCTS["file_matrix"] * len(made))(
         *(
             (offset, FORMS.index(form), *shape, panels.ctypes.data)
             for (offset, form, shape), panels in zip(matrices, made, strict=True)
         )
     )
-    if (error := load().repack_file(file, stored, len(made))) < 0:
+    if (error := load().repack_file(file, places, len(made))) < 0:
         raise EOFError
     if error:
         raise OSError(error, os.strerror(error))
@@ -225,10 +225,11 @@ def room_for(form: str, outputs: int, inputs: int) -> np.ndarray:
 
 
 def _pages_for(form: str, outputs: int, inputs: int) -> np.ndarray:
-    """Memory as that of `room_for`, in usual pages."""
+    """Memory as that of `room_for`; C makes its pages large."""
     assert 0 < outputs < 1 << 31 and 0 < inputs <= _MOST_INPUTS
-    load().bytes_of.restype = ctypes.c_size_t
-    size = load().bytes_of(FORMS.index(form), outputs, inputs)
+    call = ctypes.PyDLL(None, handle=load()._handle)  # lets no other thread run Python meanwhile
+    call.bytes_of.restype = ctypes.c_size_t
+    size = call.bytes_of(FORMS.index(form), outputs, inputs)
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
@@ -312,7 +313,7 @@ def _run(*arguments: str | Path) -> None:
 
 
 def _compile(file: Path) -> None:
-    """Compile all sources at once, the slowest first. Raises what `_run` raises, or OSError.
+    """Compile all sources at once, the slowest ones first. Raises what `_run` raises, or OSError.
 
     The library is made beside its place: several processes may do so at once.
     """
@@ -322,7 +323,7 @@ def _compile(file: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
-        sources = sorted(_FOLDER.glob("*.c"), key=lambda source: "blocks" not in source.name)
+        sources = sorted(_FOLDER.glob("*.c"), key=lambda source: source.stem not in _SLOWEST)
         objects = [made.with_name(f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_run, *_FLAGS, "-x", "c", "-c", "-o"), objects, sources))

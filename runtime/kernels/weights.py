@@ -32,7 +32,7 @@ class PackedMatrix:
         self, form: str, shape: tuple[int, int], rows: Iterable[np.ndarray] | np.ndarray,
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Take over a GGUF tensor's rows, as `lay_out` takes them or as it has made them."""
+        """Take over a GGUF tensor's rows, as `lay_out` takes them, or finished panels."""
         self.outputs, self.inputs = shape
         self.struct = _Matrix(outputs=self.outputs, inputs=self.inputs)
         self._alone = PackedMatrix.side_by_side([self])

@@ -1,6 +1,6 @@
 """Lays out the matrices of GGUF files in panels while torch and transformers are imported.
 
-    begin  →  threads open the files and lay out  →  open_file, GgufFile.laid_out  →  end
+    begin  →  threads open the files and lay out  →  open_file, GgufFile.panels  →  end
 
 An import takes seconds on one core, and reading needs neither of the two. Whether a file's matrices
 are used as they are is decided later: what nobody asks for is given back when its file is closed.
@@ -17,7 +17,8 @@ from itertools import pairwise
 
 from .gguf_file import FORMS, GgufFile, Tensor
 
-_SWITCH_S, _USUAL_S = 0.0005, sys.getswitchinterval()  # how long it waits at most
+# How long a thread waits at most for the import's.
+_SWITCH_S, _USUAL_S = 0.0005, sys.getswitchinterval()
 _ELSE = {"-h", "--help", "--device", "--engine", "--no-kernels"}
 # Tensors whose rows llama.cpp has put into another order, by family.
 _MOVED = {"llama": ("attn_q.weight", "attn_k.weight")}
@@ -68,7 +69,7 @@ def _open(pool: ThreadPoolExecutor, target: str, draft: str) -> None:
             path = gguf_hub.on_disk(name) if gguf_hub.is_named(name) else name
             file = _files[path] = GgufFile(path)
             moved = _MOVED.get(file.metadata.get("general.architecture"), ())
-            # A layer at once: when it is done, a thread waits for the import's to go on.
+            # A task is a layer: after each one, a thread waits until the import's lets it go on.
             layers = defaultdict[tuple[int, str], list[Tensor]](list)
             for tensor in file.tensors.values():
                 is_matrix = tensor.type.name in FORMS and len(tensor.shape) == 2

@@ -144,6 +144,7 @@ class Conversion:
     def panels(self, file: GgufFile) -> PackedMatrix:
         """The tensor's weights [outputs, inputs] in panels."""
         if self.form and self._order is not None:
+            file.ahead.pop(self.tensor.name, None)  # whose order is the file's
             rows = file.read(self.tensor).reshape(len(self._order), -1)[self._order]
             return PackedMatrix(self.form, self.tensor.shape, [rows])
         if self.form:

@@ -91,7 +91,7 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
     return Structure(windows, num_cache_layers, length, has_experts, is_recurrent)
 
 
-@kernels.exclusive(threads=1)  # several would wait for ahead.py's, which have the other cores
+@kernels.exclusive()
 @torch.inference_mode()
 def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
     """Let the model read a few tokens.

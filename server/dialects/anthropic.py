@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flask import Flask, Response, current_app, g, request
+from flask import Flask, Response, current_app, g
 
 import server.dialects.translation as to_chat
 from runtime.models.calls import AnswerReader, Call, Part, Thought
@@ -69,13 +69,6 @@ def register_routes(app: Flask, service: Service) -> None:
             _translate(fields, sent)
             read_chat(service, fields, sent)
         return {"input_tokens": len(fields["prompt"])}
-
-    @app.after_request
-    def name_request(response: Response) -> Response:
-        """Add the header in which Anthropic's clients look for a request's id."""
-        if request.path in ERROR_FORMS:
-            response.headers["request-id"] = g.id
-        return response
 
 
 def error_body(error: RequestError, request_id: str) -> Json:

@@ -10,7 +10,8 @@ enum { HAS_16_BITS = 1 };
 enum { HAS_16_BITS = 0 };
 #endif
 
-// Sums in 16 bits take a register for each row, where linear.c's take two: so AVX2 has room for more rows.
+// On AVX2 a row has one sum in a register, where linear.c's has two: so there is room for more rows. With AVX-VNNI
+// more rows are not measured.
 enum { TILE_ROWS = HAS_16_BITS ? 8 : MOST_ROWS };
 
 INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }

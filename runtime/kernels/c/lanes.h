@@ -78,8 +78,8 @@ INLINE lanes pick(ilanes is, lanes a, lanes b) {
 #define LARGER(a, b) (vec)_mm256_max_ps((__m256)(b), (__m256)(a))
 #define SMALLER(a, b) (vec)_mm256_min_ps((__m256)(b), (__m256)(a))
 #else
-#define LARGER(a, b) ((a) < (b) ? (b) : (a))
-#define SMALLER(a, b) ((b) < (a) ? (b) : (a))
+#define LARGER(a, b) (vec)((((a) < (b)) & (ivec)(b)) | (~((a) < (b)) & (ivec)(a)))
+#define SMALLER(a, b) (vec)((((b) < (a)) & (ivec)(b)) | (~((b) < (a)) & (ivec)(a)))
 #endif
 INLINE lanes larger(lanes a, lanes b) { lanes r; EACH r.v[i] = LARGER(a.v[i], b.v[i]); return r; }
 INLINE lanes smaller(lanes a, lanes b) { lanes r; EACH r.v[i] = SMALLER(a.v[i], b.v[i]); return r; }

@@ -95,13 +95,15 @@ void repack(int form, const uint8_t *rows, int first, int count, int inputs, uin
 // Let memory of whole pages be large pages, where the system has them.
 void use_large_pages(void *memory, size_t size);
 
-// Matrices of a file, which begin at its bytes `offset`, to panels. Returns 0, the system's error, or -1 where the file ends.
+// A matrix that begins at a file's byte `offset`, and where its panels go.
 typedef struct {
   int64_t offset;
   int form, outputs, inputs;
   uint8_t *panels;
-} stored;
-int repack_file(int file, const stored *matrices, int count);
+} file_matrix;
+
+// Read matrices of a file into panels. Returns 0, the system's error, or -1 where the file ends too early.
+int repack_file(int file, const file_matrix *matrices, int count);
 
 // A panel of a matrix in Q4: its weights rounded to four bits. Returns 0 if one of them, or a scale, is no number there.
 int round_panel(const matrix *m, int panel, uint8_t *to);

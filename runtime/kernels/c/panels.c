@@ -331,16 +331,16 @@ static int fill(int file, uint8_t *to, size_t size, int64_t from) {
   return 0;
 }
 
-int repack_file(int file, const stored *matrices, int count) {
+int repack_file(int file, const file_matrix *matrices, int count) {
   const size_t at_once = 1 << 18;  // bytes, which stay in a core's cache
   uint8_t *rows = NULL;
   int error = 0;
-  for (const stored *m = matrices; m < matrices + count && !error; ++m) {
+  for (const file_matrix *m = matrices; m < matrices + count && !error; ++m) {
     const size_t row_bytes = file_row_bytes(m->form, m->inputs), panel = row_bytes * LANES;
     const int step = panel < at_once ? (int)(at_once / panel) * LANES : LANES;
-    uint8_t *const larger = realloc(rows, step * row_bytes);
-    if (!larger) error = ENOMEM;
-    else rows = larger;
+    uint8_t *const grown = realloc(rows, step * row_bytes);
+    if (!grown) error = ENOMEM;
+    else rows = grown;
     use_large_pages(m->panels, bytes_of(m->form, m->outputs, m->inputs));
     for (int row = 0; row < m->outputs && !error; row += step) {
       const int some = m->outputs - row < step ? m->outputs - row : step;
