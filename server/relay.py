@@ -150,9 +150,9 @@ def whole_events(pieces: Iterator[bytes]) -> Iterator[bytes]:
             raise HTTPException("an event has no end")
     last = rest.rstrip().rpartition(b"\n")[2]
     is_end = rest.endswith(b"\n") and (last.startswith(b":") or last.endswith(b"[DONE]"))
-    if last and not is_end:
-        raise HTTPException("its last event has no end")
     if last:
+        if not is_end:
+            raise HTTPException("its last event has no end")
         yield rest + b"\n"
 
 

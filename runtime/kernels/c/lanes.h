@@ -71,18 +71,18 @@ INLINE lanes pick(ilanes is, lanes a, lanes b) {
   return r;
 }
 // A NaN in b is passed over. gcc does not find a CPU's own instruction for it.
-#if VECTOR_BYTES == 64
-#define LARGER(a, b) (vec)_mm512_max_ps((__m512)(b), (__m512)(a))
-#define SMALLER(a, b) (vec)_mm512_min_ps((__m512)(b), (__m512)(a))
-#elif VECTOR_BYTES == 32
-#define LARGER(a, b) (vec)_mm256_max_ps((__m256)(b), (__m256)(a))
-#define SMALLER(a, b) (vec)_mm256_min_ps((__m256)(b), (__m256)(a))
+#if VECTOR_BYTES == 16
+INLINE lanes larger(lanes a, lanes b) { return pick(less(a, b), b, a); }
+INLINE lanes smaller(lanes a, lanes b) { return pick(less(b, a), b, a); }
 #else
-#define LARGER(a, b) (vec)((((a) < (b)) & (ivec)(b)) | (~((a) < (b)) & (ivec)(a)))
-#define SMALLER(a, b) (vec)((((b) < (a)) & (ivec)(b)) | (~((b) < (a)) & (ivec)(a)))
+#if VECTOR_BYTES == 64
+#define OF_X86(function, a, b) (vec)_mm512_##function##_ps((__m512)(b), (__m512)(a))
+#else
+#define OF_X86(function, a, b) (vec)_mm256_##function##_ps((__m256)(b), (__m256)(a))
 #endif
-INLINE lanes larger(lanes a, lanes b) { lanes r; EACH r.v[i] = LARGER(a.v[i], b.v[i]); return r; }
-INLINE lanes smaller(lanes a, lanes b) { lanes r; EACH r.v[i] = SMALLER(a.v[i], b.v[i]); return r; }
+INLINE lanes larger(lanes a, lanes b) { lanes r; EACH r.v[i] = OF_X86(max, a.v[i], b.v[i]); return r; }
+INLINE lanes smaller(lanes a, lanes b) { lanes r; EACH r.v[i] = OF_X86(min, a.v[i], b.v[i]); return r; }
+#endif
 INLINE lanes numbered(float first) {  // first, first + 1, …
   lanes r;
   EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = first + (float)(i * PER_VECTOR + j);
